@@ -1,0 +1,36 @@
+"""The oracle: attention as its formula says, in whatever floating-point dtype comes, float64 included.
+
+O = softmax(scale · QKᵀ + mask) V. Every score is materialised, so memory grows with n_queries · n_keys.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i.
+
+    q (..., heads, n_queries, head_dim), k (..., kv_heads, n_keys, head_dim) → (..., heads, n_queries, n_keys)
+    """
+    scores = q @ _per_query_head(k, q).mT * scale
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return scores
+
+
+def attention_eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
+    return attention_scores(q, k, is_causal, scale).softmax(dim=-1) @ _per_query_head(v, q)
+
+
+def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """log Σ_j exp(scores_ij), shape (..., heads, n_queries): what flash attention saves for its backward."""
+    return attention_scores(q, k, is_causal, scale).logsumexp(dim=-1)
+
+
+def _per_query_head(t: Tensor, q: Tensor) -> Tensor:
+    """Repeat the heads of k or v until each query head has its own (grouped-query attention)."""
+    if q.ndim < 4 or t.shape[-3] == q.shape[-3]:
+        return t
+    return t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3)
