@@ -1,0 +1,152 @@
+"""The forward kernel: FlashAttention-2 (Dao 2023), algorithm 1, one program per query tile.
+
+A program keeps its queries and the running maximum, sum and output on chip and walks over the keys. The walk is split
+in two: tiles that every query of the program sees in full, which need no mask at all, then the few that the diagonal or
+the end of the keys cuts. Tiles above the diagonal are never visited.
+
+Exponentials are base 2 with log2(e) folded into the scale, so that a score costs one fused multiply-add and one exp2.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.attention.triton.schedule import four_dims, section_heads, tile_and_head
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision, tile_for
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum,
+    q, k_ptrs, v_ptrs, stride_kn, stride_vn,
+    first, last, row_limit, n_keys, scale_log2,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk over the keys first, first + BLOCK_K, … < last. k_ptrs and v_ptrs point at the tile that starts at `first`.
+
+    row_limit [BLOCK_Q]: the last key that each query sees; read only where MASKED.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(first, last, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        k_mask = (dims < HEAD_DIM)[:, None]
+        v_mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            k_mask = k_mask & (keys < n_keys)[None, :]
+            v_mask = v_mask & (keys < n_keys)[:, None]
+        if MASKED or HEAD_DIM != BLOCK_D:
+            k_t = tl.load(k_ptrs, mask=k_mask, other=0.0)  # [BLOCK_D, BLOCK_K]
+        else:
+            k_t = tl.load(k_ptrs)
+        scores = tl.dot(q, k_t, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+        if MASKED:
+            scores = tl.where(keys[None, :] <= row_limit[:, None], scores, float("-inf"))
+        # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if MASKED or HEAD_DIM != BLOCK_D:
+            v = tl.load(v_ptrs, mask=v_mask, other=0.0)  # [BLOCK_K, BLOCK_D]
+        else:
+            v = tl.load(v_ptrs)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
+        k_ptrs += BLOCK_K * stride_kn
+        v_ptrs += BLOCK_K * stride_vn
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_keys", "heads_per_section"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    n_tiles, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
+    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32, contiguous.
+
+    all_heads = batch · heads; the grid is n_tiles · all_heads programs. scale_log2 = scale · log2(e), not negative.
+    """
+    tile, batch_head = tile_and_head(n_tiles, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    kv_head = head // group
+    first_row = tile * BLOCK_Q
+
+    rows = tl.arange(0, BLOCK_Q)
+    keys = tl.arange(0, BLOCK_K)
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = first_row + rows < n_queries
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptr += batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qn
+    q = tl.load(q_ptr + rows[:, None] * stride_qn + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
+    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + keys[None, :] * stride_kn + dims[:, None]
+    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + keys[:, None] * stride_vn + dims[None, :]
+
+    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
+    whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
+    visible = n_keys  # keys from here on are visible to none
+    if IS_CAUSAL:
+        row_limit = tl.minimum(row_limit, first_row + rows)
+        whole = tl.minimum(whole, first_row + 1)
+        visible = tl.minimum(visible, first_row + BLOCK_Q)
+    whole = whole // BLOCK_K * BLOCK_K
+
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_ptrs, v_ptrs, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
+        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    k_ptrs += whole.to(tl.int64) * stride_kn
+    v_ptrs += whole.to(tl.int64) * stride_vn
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_ptrs, v_ptrs, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
+        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+    )  # fmt: skip
+
+    o_ptr += batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_on
+    o = (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + rows[:, None] * stride_on + dims[None, :], o, mask=tile_mask)
+    lse_ptr += batch_head.to(tl.int64) * n_queries + first_row
+    tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=row_mask)  # ln 2: to base e
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Checked inputs, scale ≥ 0 → o in q's shape, dtype and memory order, and lse (q.shape[:-1], float32).
+
+    tile: the configuration to run, from the table in `tuning` where None.
+    """
+    shape = q.shape
+    q, k, v = four_dims(q), four_dims(k), four_dims(v)
+    batch, heads, n_queries, head_dim = q.shape
+    n_keys = k.shape[2]
+    if tile is None:
+        tile = tile_for("forward", q.device, q.dtype, head_dim, is_causal)
+    o = torch.empty_like(q)
+    lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
+    n_tiles = triton.cdiv(n_queries, tile.queries)
+    forward_kernel[(n_tiles * batch * heads,)](
+        q, k, v, o, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        n_tiles, batch * heads, heads, heads // k.shape[1], n_queries, n_keys,
+        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
+        scale * math.log2(math.e),
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim),
+        BLOCK_Q=tile.queries, BLOCK_K=tile.keys, PRECISION=multiply_precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return o.reshape(shape), lse.reshape(shape[:-1])
