@@ -17,40 +17,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.schedule import four_dims, section_heads, tile_and_head
+from trainstep.attention.triton.schedule import four_dims, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision, tile_for
 
 
 @triton.jit
 def _walk_keys(
     dq, q, do, lse_log2, delta,
-    k_ptrs, v_ptrs, stride_kn, stride_vn,
+    k_ptr, v_ptr, stride_kn, stride_vn,
     first, last, row_limit, n_keys, scale_log2,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over the keys first, first + BLOCK_K, … < last; k_ptrs and v_ptrs point at `first`, transposed."""
+    """Add dS K over the keys first, first + BLOCK_K, … < last; k_ptr and v_ptr point at key 0."""
     dims = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_K)
+    k_offsets = keys[None, :] * stride_kn + dims[:, None]
+    v_offsets = keys[None, :] * stride_vn + dims[:, None]
     for start in tl.range(first, last, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
+        start_long = tl.cast(start, tl.int64)
         mask = (dims < HEAD_DIM)[:, None]
         if MASKED:
-            mask = mask & (keys < n_keys)[None, :]
-        if MASKED or HEAD_DIM != BLOCK_D:
-            k_t = tl.load(k_ptrs, mask=mask, other=0.0)  # [BLOCK_D, BLOCK_K]
-            v_t = tl.load(v_ptrs, mask=mask, other=0.0)
-        else:
-            k_t = tl.load(k_ptrs)
-            v_t = tl.load(v_ptrs)
+            mask = mask & (keys < n_keys - start)[None, :]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
+        v_t = load_tile(v_ptr + start_long * stride_vn + v_offsets, mask, PARTIAL)
         scores = tl.dot(q, k_t, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            scores = tl.where(keys[None, :] <= row_limit[:, None], scores, float("-inf"))
+            scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         dp = tl.dot(do, v_t, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=PRECISION)
-        k_ptrs += BLOCK_K * stride_kn
-        v_ptrs += BLOCK_K * stride_vn
     return dq
 
 
@@ -76,7 +74,6 @@ def dq_kernel(
     first_row_long = first_row.to(tl.int64)
 
     rows = tl.arange(0, BLOCK_Q)
-    keys = tl.arange(0, BLOCK_K)
     dims = tl.arange(0, BLOCK_D)
     row_mask = first_row + rows < n_queries
     tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
@@ -90,8 +87,8 @@ def dq_kernel(
     tl.store(delta_ptr + row_offset + rows, delta, mask=row_mask)
     lse = tl.load(lse_ptr + row_offset + rows, mask=row_mask, other=0.0)
     q = tl.load(q_ptr + rows[:, None] * stride_qn + dims[None, :], mask=tile_mask, other=0.0)
-    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + keys[None, :] * stride_kn + dims[:, None]
-    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + keys[None, :] * stride_vn + dims[:, None]
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
 
     row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
     whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
@@ -105,13 +102,11 @@ def dq_kernel(
     lse_log2 = lse * 1.4426950408889634  # log2(e)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
         False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
-    k_ptrs += whole.to(tl.int64) * stride_kn
-    v_ptrs += whole.to(tl.int64) * stride_vn
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptrs, v_ptrs, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
         True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
@@ -134,46 +129,30 @@ def _walk_queries(
     """
     rows = tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, BLOCK_D)
-    first_long = tl.cast(first, tl.int64)
-    q_ptrs = q_ptr + first_long * stride_qn + rows[:, None] * stride_qn + dims[None, :]
-    do_ptrs = do_ptr + first_long * stride_don + rows[:, None] * stride_don + dims[None, :]
-    lse_ptrs = lse_ptr + first + rows
-    delta_ptrs = delta_ptr + first + rows
+    q_offsets = rows[:, None] * stride_qn + dims[None, :]
+    do_offsets = rows[:, None] * stride_don + dims[None, :]
     for start in tl.range(first, last, BLOCK_Q):
-        queries = start + rows
+        start_long = tl.cast(start, tl.int64)
+        row_mask = rows < n_queries - start
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
-            row_mask = queries < n_queries
             mask = mask & row_mask[:, None]
-        if MASKED or HEAD_DIM != BLOCK_D:
-            q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        q = load_tile(q_ptr + start_long * stride_qn + q_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
+        do = load_tile(do_ptr + start_long * stride_don + do_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
+        if MASKED:  # exp2(0 - inf) = 0: rows past the end add nothing
+            lse = tl.load(lse_ptr + start + rows, mask=row_mask, other=float("inf"))
         else:
-            q = tl.load(q_ptrs)
-        if MASKED:
-            # exp2(0 - inf) = 0: rows past the end add nothing
-            lse = tl.load(lse_ptrs, mask=row_mask, other=float("inf"))
-        else:
-            lse = tl.load(lse_ptrs)
+            lse = tl.load(lse_ptr + start + rows)
+        delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
         scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
         if MASKED and IS_CAUSAL:
-            scores_t = tl.where(keys[:, None] <= queries[None, :], scores_t, float("-inf"))
+            scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
         p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
-        if MASKED or HEAD_DIM != BLOCK_D:
-            do = tl.load(do_ptrs, mask=mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
-        else:
-            do = tl.load(do_ptrs)
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
-        if MASKED:
-            delta = tl.load(delta_ptrs, mask=row_mask, other=0.0)
-        else:
-            delta = tl.load(delta_ptrs)
         dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
-        q_ptrs += BLOCK_Q * stride_qn
-        do_ptrs += BLOCK_Q * stride_don
-        lse_ptrs += BLOCK_Q
-        delta_ptrs += BLOCK_Q
     return dk, dv
 
 

@@ -14,51 +14,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.schedule import four_dims, section_heads, tile_and_head
+from trainstep.attention.triton.schedule import four_dims, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision, tile_for
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum,
-    q, k_ptrs, v_ptrs, stride_kn, stride_vn,
+    q, k_ptr, v_ptr, stride_kn, stride_vn,
     first, last, row_limit, n_keys, scale_log2,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the keys first, first + BLOCK_K, … < last. k_ptrs and v_ptrs point at the tile that starts at `first`.
+    """Walk over the keys first, first + BLOCK_K, … < last. k_ptr and v_ptr point at key 0.
 
     row_limit [BLOCK_Q]: the last key that each query sees; read only where MASKED.
     """
     dims = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, BLOCK_K)
+    k_offsets = keys[None, :] * stride_kn + dims[:, None]
+    v_offsets = keys[:, None] * stride_vn + dims[None, :]
     for start in tl.range(first, last, BLOCK_K):
-        keys = start + tl.arange(0, BLOCK_K)
+        start_long = tl.cast(start, tl.int64)
         k_mask = (dims < HEAD_DIM)[:, None]
         v_mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
-            k_mask = k_mask & (keys < n_keys)[None, :]
-            v_mask = v_mask & (keys < n_keys)[:, None]
-        if MASKED or HEAD_DIM != BLOCK_D:
-            k_t = tl.load(k_ptrs, mask=k_mask, other=0.0)  # [BLOCK_D, BLOCK_K]
-        else:
-            k_t = tl.load(k_ptrs)
+            k_mask = k_mask & (keys < n_keys - start)[None, :]
+            v_mask = v_mask & (keys < n_keys - start)[:, None]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, k_mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
+        v = load_tile(v_ptr + start_long * stride_vn + v_offsets, v_mask, PARTIAL)  # [BLOCK_K, BLOCK_D]
         scores = tl.dot(q, k_t, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
-            scores = tl.where(keys[None, :] <= row_limit[:, None], scores, float("-inf"))
+            scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        if MASKED or HEAD_DIM != BLOCK_D:
-            v = tl.load(v_ptrs, mask=v_mask, other=0.0)  # [BLOCK_K, BLOCK_D]
-        else:
-            v = tl.load(v_ptrs)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
-        k_ptrs += BLOCK_K * stride_kn
-        v_ptrs += BLOCK_K * stride_vn
     return acc, row_max, row_sum
 
 
@@ -84,14 +80,13 @@ def forward_kernel(
     first_row = tile * BLOCK_Q
 
     rows = tl.arange(0, BLOCK_Q)
-    keys = tl.arange(0, BLOCK_K)
     dims = tl.arange(0, BLOCK_D)
     row_mask = first_row + rows < n_queries
     tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     q_ptr += batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qn
     q = tl.load(q_ptr + rows[:, None] * stride_qn + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
-    k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + keys[None, :] * stride_kn + dims[:, None]
-    v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + keys[:, None] * stride_vn + dims[None, :]
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
 
     row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
     whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
@@ -106,13 +101,11 @@ def forward_kernel(
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptrs, v_ptrs, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
         False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
-    k_ptrs += whole.to(tl.int64) * stride_kn
-    v_ptrs += whole.to(tl.int64) * stride_vn
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptrs, v_ptrs, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
         True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 

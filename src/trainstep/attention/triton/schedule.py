@@ -28,6 +28,15 @@ def tile_and_head(n_tiles, n_heads, heads_per_section, LONGEST_LAST: tl.constexp
     return tile, head
 
 
+@triton.jit
+def load_tile(pointers, mask, PARTIAL: tl.constexpr):
+    """Load a tile, with zeros where the mask is False; a tile known to be whole (not PARTIAL) needs no mask."""
+    if PARTIAL:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:  # noqa: RET505 - Triton compiles one of two branches, so the second return must be in one
+        return tl.load(pointers)
+
+
 def section_heads(device: torch.device, heads: int, bytes_per_head: int) -> int:
     """How many heads to run side by side when each keeps re-reading `bytes_per_head` bytes."""
     return max(1, min(heads, int(_L2_SHARE * _l2_bytes(device)) // bytes_per_head))
