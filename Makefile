@@ -1,0 +1,31 @@
+# Two commands: `make analyze` runs the main job, `make test` passes the tests. Both set up .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: analyze test lint docs clean
+
+analyze: $(READY)
+	@$(BIN)/trainstep analyze $(ARGS)
+
+test: $(READY) lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python docs/render.py
+
+# torch goes first and alone, so that its pinned version is there before anything else can ask for another.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainstep needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf .venv build results

@@ -1,0 +1,117 @@
+"""The main job: facts of a workload, its step taken apart, the warm-up's effect, this device's ceilings, the ladder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from trainstep.bench.ladder import climb
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.step import StepCase, case_columns, run_cases
+from trainstep.blocks import find_blocks
+from trainstep.config import Precision, StepConfig
+from trainstep.errors import UsageError
+from trainstep.measure.ceilings import measure_ceilings
+from trainstep.measure.environment import describe
+from trainstep.measure.memory import GIB, parameter_bytes
+from trainstep.plan.flops import OMISSIONS, forward_flops
+from trainstep.report.records import Record, Scalar
+from trainstep.report.report import Report
+from trainstep.training_step import check_precision
+from trainstep.workload import Workload, WorkloadSource, resolve_device
+
+WARMUPS = (0, 1, 2, 5)
+"""The warm-up study: means as they would have been after so many steps left out."""
+
+
+def analyze(
+    workload: WorkloadSource | Callable[[], Workload],
+    config: StepConfig | None = None,
+    *,
+    steps: int = 10,
+    on_record: Callable[[Record], object] | None = None,
+) -> Report:
+    """Analyse a workload and return the report; `.write(folder)` puts it on disk.
+
+    Args:
+        workload: a source, or a function without arguments that returns a `Workload` (it is called once per rung of the
+            ladder, and must build the same weights after the same `torch.manual_seed`).
+        config: how the analysed step is taken; by default in fp32, eager. The ladder starts from the plain step.
+        steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
+        on_record: called with every record as soon as it is known.
+    """
+    source = workload if isinstance(workload, WorkloadSource) else _source_of(workload)
+    records: list[Record] = []
+    for record in analysis_records(source, config or StepConfig(), steps=steps):
+        records.append(record)
+        if on_record is not None:
+            on_record(record)
+    return Report(records)
+
+
+def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
+    if not callable(factory):
+        raise UsageError(
+            f"analyze takes a function that returns a Workload, not a {type(factory).__name__}: it builds the workload "
+            "anew for every setting, so that all start from the same weights"
+        )
+
+    def build(step: StepConfig) -> Workload:
+        torch.manual_seed(step.seed)
+        return factory()
+
+    return WorkloadSource(getattr(factory, "__name__", "workload"), build)
+
+
+def analysis_records(source: WorkloadSource, config: StepConfig, *, steps: int) -> Iterator[Record]:
+    """All records of an analysis, in order, each yielded when it is known."""
+    if steps < 1:
+        raise UsageError(f"steps is {steps}; expected at least 1")
+    device = resolve_device(config.device)
+    yield _facts(source, config)
+    yield from run_cases([StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS])
+    yield from _ceilings(config, device)
+    plain = StepConfig()
+    base = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss", "optimizer")}
+    yield from climb(source, dataclasses.replace(config, **base), steps=steps)
+
+
+def _facts(source: WorkloadSource, config: StepConfig) -> Record:
+    """What is known before anything runs."""
+    workload = source.build(config)
+    parameters = {id(parameter): parameter for parameter in workload.module.parameters()}.values()
+    values: dict[str, Scalar] = {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "parameters_gib": parameter_bytes(workload.module) / GIB,
+        "blocks": len(find_blocks(workload.module)),
+    }
+    if source.model is not None:
+        flops = forward_flops(source.model, config.batch, config.context)
+        values |= {
+            "tokens": config.batch * config.context,
+            "forward_tflop": flops.total / 1e12,
+            "projections_tflop": flops.projections / 1e12,
+            "feed_forward_tflop": flops.feed_forward / 1e12,
+            "attention_tflop": flops.attention / 1e12,
+            "head_tflop": flops.head / 1e12,
+            "flops_counted": OMISSIONS,
+        }
+    return Record("workload", case_columns(source, config), values, environment=describe(resolve_device(config.device)))
+
+
+def _ceilings(config: StepConfig, device: torch.device) -> Iterator[Record]:
+    environment = describe(device)
+    wanted: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
+    supported = [each for each in wanted if not isinstance(attempt(partial(check_precision, each, device)), Failure)]
+    measured = attempt(partial(measure_ceilings, device, supported))
+    if isinstance(measured, Failure):
+        case = {"what": "all"}
+        yield Record("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
+        return
+    for precision, rate in measured.matmul_tflops.items():
+        yield Record("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
+    yield Record("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)

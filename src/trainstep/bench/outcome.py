@@ -1,0 +1,65 @@
+"""An attempt at one case of a grid: a result, or a failure that becomes a row while the grid goes on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.report.records import Status
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a case has no result."""
+
+    status: Status
+    reason: str
+    """One line."""
+
+
+def attempt(work: Callable[[], Result]) -> Result | Failure:
+    """Run `work`; turn what a grid must survive into a `Failure`, and give back the memory either way.
+
+    A `UsageError` other than `UnsupportedError` goes through: it is about the whole run, not about one case.
+    """
+    try:
+        return work()
+    except UnsupportedError as error:
+        return Failure("unsupported", one_line(error))
+    except UsageError:
+        raise
+    except Exception as error:
+        return _classify(error)
+    finally:
+        release_memory()
+
+
+def _classify(error: Exception) -> Failure:
+    text = one_line(error)
+    if isinstance(error, torch.OutOfMemoryError) or "not enough memory: you tried to allocate" in str(error):
+        return Failure("out of memory", text)
+    if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
+        return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")
+    return Failure("failed", f"{type(error).__name__}: {text}")
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """The first line of an error's message that says something, cut to `limit` characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
+def release_memory() -> None:
+    """Drop what the last case left behind: garbage, cached device memory, compiled code."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

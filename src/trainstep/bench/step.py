@@ -1,0 +1,263 @@
+"""`trainstep bench step`: phases, memory and throughput of one training step, case by case over a grid."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainstep.bench.grid import expand
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.config import Precision, StepConfig, StepMode
+from trainstep.errors import UsageError
+from trainstep.hardware import find_device
+from trainstep.measure.environment import describe, device_name, gpu_state
+from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
+from trainstep.measure.phases import PHASES_OF_MODE, PhaseContext
+from trainstep.measure.stats import summarize
+from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
+from trainstep.plan.flops import step_flops
+from trainstep.report.records import Record, Scalar
+from trainstep.training_step import TrainingStep, build_step
+from trainstep.workload import WorkloadSource, resolve_device
+
+CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer", "seed")
+"""Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
+
+FIXED_BY_WORKLOAD = ("batch", "context", "attention", "loss")
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One cell of the grid."""
+
+    source: WorkloadSource
+    config: StepConfig
+    mode: StepMode = "step"
+    warmup: int = 5
+    steps: int = 10
+    repeat: int = 0
+    """Which pass over the grid this is, from 0."""
+
+    def columns(self) -> dict[str, Scalar]:
+        """The columns that identify the case's row."""
+        return case_columns(self.source, self.config) | {
+            "mode": self.mode,
+            "warmup": self.warmup,
+            "steps": self.steps,
+            "repeat": self.repeat,
+        }
+
+
+def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Scalar]:
+    """Workload and settings, as the columns of a row."""
+    unknown = () if source.is_builtin else FIXED_BY_WORKLOAD
+    settings = {name: None if name in unknown else getattr(config, name) for name in CASE_FIELDS}
+    return {"workload": source.name} | settings
+
+
+def grid_cases(
+    sources: Sequence[WorkloadSource],
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    modes: Sequence[StepMode] = ("step",),
+    warmups: Sequence[int] = (5,),
+    steps: int = 10,
+    repeat: int = 1,
+) -> list[StepCase]:
+    """Every combination of workloads, `StepConfig` axes, modes and warm-ups, `repeat` times over.
+
+    Passes over the grid follow one another (A B A B), so that a drift of the machine reaches every case alike.
+    """
+    if not sources or steps < 1 or repeat < 1 or not warmups or min(warmups) < 0:
+        raise UsageError(
+            f"nothing to run: {len(sources)} workloads, steps {steps}, repeat {repeat}, warm-ups {list(warmups)}; "
+            "expected at least one workload, one step and one pass, and warm-ups of 0 or more"
+        )
+    return [
+        StepCase(source, StepConfig(**values), mode, warmup, steps, index)
+        for index in range(repeat)
+        for source in sources
+        for values in expand(axes)
+        for mode in modes
+        for warmup in warmups
+    ]
+
+
+def run_cases(cases: Iterable[StepCase]) -> Iterator[Record]:
+    """Measure case by case and yield each row when it is known; a case that fails is a row too.
+
+    Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
+    been, first step included for a warm-up of 0.
+    """
+    for _, group in itertools.groupby(cases, key=lambda case: dataclasses.replace(case, warmup=0)):
+        alike = list(group)
+        run = max(alike, key=lambda case: case.warmup)
+        result = attempt(partial(measure_step, run.source, run.config, run.mode, run.warmup, run.steps))
+        for case in alike:
+            yield _record(case, result)
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """What one run of a case gave."""
+
+    timing: Timing
+    losses: tuple[float, ...]
+    """One per step in the order they ran, warm-up included; empty in mode "forward"."""
+    memory: MemoryPeaks | None
+    """None for compiled code on a CPU, whose allocations cannot be followed."""
+    optimizer_bytes: int
+    """Bytes of optimizer state after the run."""
+    tokens: int | None
+    """Tokens per step; None where the batch does not tell."""
+    flops: int | None
+    """Model FLOPs per step: by formula for ours, counted by torch for a user's workload; None where it can't be."""
+    device: torch.device
+    gpu_state: Mapping[str, Scalar]
+    """Clocks, power and throttling right after the last step."""
+
+
+def measure_step(
+    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", warmup: int = 5, steps: int = 10
+) -> StepMeasurement:
+    """Build the workload and measure its step: time, then memory on one more step."""
+    return measure_training_step(build_step(source, config), source, mode, warmup, steps)
+
+
+def measure_training_step(
+    step: TrainingStep,
+    source: WorkloadSource,
+    mode: StepMode,
+    warmup: int,
+    steps: int,
+    on_sample: Callable[[Sample], object] | None = None,
+) -> StepMeasurement:
+    """Measure a step that is already built; every step takes the next batch, so it trains as it goes."""
+    batches = itertools.chain([step.next_batch()], iter(step.next_batch, None))
+    batch = next(batches)
+    losses: list[Tensor] = []
+
+    def run(phase: PhaseContext) -> None:
+        loss = step(batch, mode=mode, phase=phase)
+        if loss is not None:
+            losses.append(loss)
+
+    def prepare_next(sample: Sample) -> None:
+        nonlocal batch
+        batch = next(batches)
+        if on_sample is not None:
+            on_sample(sample)
+
+    timing = time_steps(run, device=device_clock(step.device), warmup=warmup, steps=steps, after_step=prepare_next)
+    state = gpu_state(step.device)
+    return StepMeasurement(
+        timing=timing,
+        losses=tuple(float(loss) for loss in losses),
+        memory=_measure_memory(step, batch, mode),
+        optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
+        tokens=count_tokens(batch),
+        flops=_count_flops(step, source, batch, mode),
+        device=step.device,
+        gpu_state=state,
+    )
+
+
+def _measure_memory(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | None:
+    if step.device.type == "cpu" and step.config.compile != "off":
+        return None
+    resident = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
+    return step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+
+
+def count_tokens(batch: Any) -> int | None:
+    """Elements of the batch's first integer tensor of two dimensions (sequences × tokens), or None."""
+    if isinstance(batch, Tensor):
+        return batch.numel() if batch.dim() == 2 and not batch.is_floating_point() else None
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((count for item in items if (count := count_tokens(item)) is not None), None)
+
+
+def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode) -> int | None:
+    if source.model is not None:
+        return step_flops(source.model, step.config.batch, step.config.context, mode)
+    if step.config.compile != "off":
+        return None  # compiled code hides its operators from the counter
+    with FlopCounterMode(display=False) as counter:
+        step(batch, mode="forward" if mode == "forward" else "forward-backward")
+    return counter.get_total_flops() or None
+
+
+def timing_values(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Scalar]:
+    """A measurement's window as columns: every phase summarised, throughput, utilisation, memory, GPU state."""
+    values: dict[str, Scalar] = {}
+    for name, samples in phase_samples(timing).items():
+        summary = summarize(samples)
+        values |= {
+            f"{name}_ms": summary.median,
+            f"{name}_low_ms": summary.interval.low if summary.interval else None,
+            f"{name}_high_ms": summary.interval.high if summary.interval else None,
+            f"{name}_mean_ms": summary.mean,
+            f"{name}_std_ms": None if math.isnan(summary.std) else summary.std,
+            f"{name}_min_ms": summary.min,
+            f"{name}_max_ms": summary.max,
+            f"{name}_outliers": summary.outliers,
+        }
+    step_s = summarize([sample.wall_ms for sample in timing.samples]).median / 1e3
+    spec = find_device(device_name(measurement.device))
+    achieved = None if measurement.flops is None else measurement.flops / step_s / 1e12
+    return values | {
+        "n": len(timing.samples),
+        "first_step_ms": timing.first.wall_ms,
+        "tokens_per_s": None if measurement.tokens is None else measurement.tokens / step_s,
+        "model_tflop": None if measurement.flops is None else measurement.flops / 1e12,
+        "achieved_tflops": achieved,
+        "utilisation": None if achieved is None or spec is None else achieved / spec.peak_tflops(precision),
+        **memory_values(measurement.memory),
+        "optimizer_state_gib": measurement.optimizer_bytes / GIB,
+        **measurement.gpu_state,
+    }
+
+
+def memory_values(memory: MemoryPeaks | None) -> dict[str, Scalar]:
+    """Peaks as columns, in GiB; no columns where they are unknown."""
+    if memory is None:
+        return {}
+    phases = {f"{name}_peak_gib": peak / GIB for name, peak in memory.by_phase.items()}
+    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases}
+
+
+def phase_samples(timing: Timing) -> dict[str, list[float]]:
+    """Milliseconds per step: the whole step (host clock), each phase, each phase's issue time, and the host's wait."""
+    samples = timing.samples
+    columns = {"step": [sample.wall_ms for sample in samples]}
+    for name in samples[0].laps:
+        columns[name] = [sample.laps[name].ms for sample in samples]
+    if any(lap.device_ms is not None for lap in samples[0].laps.values()):
+        for name in samples[0].laps:
+            columns[f"{name}_issue"] = [sample.laps[name].host_ms for sample in samples]
+        columns["wait"] = [sample.wait_ms for sample in samples]
+    return columns
+
+
+def _record(case: StepCase, result: StepMeasurement | Failure) -> Record:
+    environment = describe(resolve_device(case.config.device))
+    if isinstance(result, Failure):
+        return Record("step", case.columns(), status=result.status, reason=result.reason, environment=environment)
+    window = result.timing.window(case.warmup, case.steps)
+    assert set(window.samples[0].laps) == set(PHASES_OF_MODE[case.mode]), "a phase went unmeasured"
+    return Record(
+        kind="step",
+        case=case.columns(),
+        values=timing_values(result, window, case.config.precision),
+        samples=phase_samples(window) | ({"loss": result.losses} if result.losses else {}),
+        environment=environment,
+    )

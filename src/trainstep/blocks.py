@@ -1,0 +1,26 @@
+"""The repeated blocks of any module, found the way people write them: as elements of an `nn.ModuleList`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The elements of the outermost ModuleLists (or Sequentials of one repeated class), in order of definition.
+
+    Lists inside a block are part of that block. A module without such lists has no blocks.
+    """
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) or _repeats_one_class(child):
+            blocks.extend(child.children())
+        else:
+            blocks.extend(find_blocks(child))
+    return blocks
+
+
+def _repeats_one_class(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Sequential) or len(module) < 2:
+        return False
+    classes = {type(child) for child in module}
+    return len(classes) == 1 and any(True for child in module for _ in child.children())

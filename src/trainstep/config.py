@@ -1,0 +1,196 @@
+"""What is measured: a model's shape, and how one training step of it is taken.
+
+Everything that can be chosen is a field here, once, with its default and its docstring. The command's flags, the TOML
+files and the grids of `trainstep bench` are made from these dataclasses. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trainstep.errors import UsageError
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
+CompileMode = Literal["off", "blocks", "model"]
+AttentionImpl = Literal[
+    "auto",
+    "eager",
+    "eager-compiled",
+    "flash-reference",
+    "flash-triton",
+    "sdpa",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "sdpa-math",
+    "flex",
+]
+LossImpl = Literal["dense", "chunked"]
+OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
+StepMode = Literal["forward", "forward-backward", "step"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the built-in decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, untied head, no biases."""
+
+    vocab_size: int = 10_000
+    """Number of token ids."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    d_ff: int = 512
+    """Inner width of the SwiGLU feed-forward."""
+    num_layers: int = 4
+    """Number of Transformer blocks."""
+    num_heads: int = 4
+    """Attention heads per block; head_dim is d_model / num_heads."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary position frequencies."""
+    max_context: int = 131_072
+    """Longest sequence the model accepts, in tokens."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value <= 0:
+                raise UsageError(f"{field.name} is {value}; expected a positive number")
+        if self.d_model % self.num_heads:
+            raise UsageError(
+                f"d_model {self.d_model} does not divide into {self.num_heads} heads; "
+                f"choose num_heads among the divisors of {self.d_model}"
+            )
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head_dim is {self.head_dim} (d_model {self.d_model} / num_heads {self.num_heads}); "
+                "rotary positions turn pairs of features, so choose sizes that make it even"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features per attention head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact number of parameters: embedding, blocks (4 attention and 3 SwiGLU matrices, 2 norms), norm, head."""
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        return self.num_layers * block + 2 * self.vocab_size * self.d_model + self.d_model
+
+
+SIZES: Mapping[str, ModelConfig] = {
+    "tiny": ModelConfig(),
+    "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "10B": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+}
+"""The named sizes. small, medium and large have GPT-2's shapes; xl, 2.7B and 10B those of CS336's assignment 2."""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
+
+    batch: int = 4
+    """Sequences per step."""
+    context: int = 512
+    """Tokens per sequence."""
+    precision: Precision = "fp32"
+    """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
+    bf16-pure (weights, gradients and optimizer state in bf16)."""
+    compile: CompileMode = "off"
+    """torch.compile: off, each block on its own, or the whole model."""
+    attention: AttentionImpl = "eager"
+    """Attention implementation (our models). An explicit choice never falls back to another."""
+    loss: LossImpl = "dense"
+    """Cross-entropy: dense (all logits at once) or chunked (head and loss over slices of tokens, recomputed in
+    backward, so that the logits never exist in full)."""
+    optimizer: OptimizerImpl = "adamw-foreach"
+    """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
+    learning_rate: float = 3e-4
+    """Learning rate, constant."""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Seed of the weights and of the order of the data."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
+
+
+def resolve_size(name: str) -> ModelConfig:
+    """The `ModelConfig` of a named size, or of a TOML file's `[model]` table.
+
+    Raises:
+        UsageError: no such size, no such file, or a file that does not describe a model.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    if name.endswith(".toml"):
+        return load_toml(Path(name)).model
+    raise UsageError(f"unknown size {name!r}; expected one of {', '.join(SIZES)} or a path ending in .toml")
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """What a TOML file says: `[model]` (with an optional `size` to start from) and `[step]`."""
+
+    model: ModelConfig
+    step: StepConfig
+
+
+def load_toml(path: Path) -> FileConfig:
+    """Read `[model]` and `[step]` from a TOML file; what it leaves out keeps its default.
+
+    Raises:
+        UsageError: unreadable file, invalid TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the configuration {path}: {error}") from error
+    if unknown := sorted(set(tables) - {"model", "step"}):
+        raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model] and [step]")
+    model = dict(tables.get("model", {}))
+    base = resolve_size(str(model.pop("size", "tiny")))
+    return FileConfig(
+        model=_replace_checked(base, model, where=f"{path} [model]"),
+        step=_replace_checked(StepConfig(), tables.get("step", {}), where=f"{path} [step]"),
+    )
+
+
+Config = TypeVar("Config", ModelConfig, StepConfig)
+
+
+def _replace_checked(base: Config, values: Mapping[str, Any], where: str) -> Config:
+    """`base` with `values`, each checked against its field's type."""
+    hints = typing.get_type_hints(type(base))
+    for name, value in values.items():
+        if name not in hints:
+            raise UsageError(f"{where}: unknown key {name!r}; expected one of {', '.join(hints)}")
+        check_value(hints[name], value, where=f"{where} {name}")
+    try:
+        return dataclasses.replace(base, **values)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def check_value(hint: Any, value: object, where: str) -> None:
+    """Raise `UsageError` unless `value` fits the annotation of a configuration field."""
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(repr, typing.get_args(hint)))}")
+        return
+    fits = isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool)
+    if not fits:
+        raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")

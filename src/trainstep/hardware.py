@@ -1,0 +1,79 @@
+"""What known devices can do: peak arithmetic, memory bandwidth and memory size, each with its source.
+
+Peaks are the vendors' dense figures (no sparsity), in units of 1e12 FLOP/s and 1e9 bytes/s. They are what utilisation
+is a fraction *of*; what a device really reaches is measured by `trainstep.measure.ceilings`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainstep.config import Precision
+from trainstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device's datasheet."""
+
+    name: str
+    """The vendor's name, as the driver reports it."""
+    fp32_tflops: float
+    """Peak of ordinary float32 units."""
+    tf32_tflops: float
+    """Peak of tensor cores on float32 inputs rounded to TF32; equal to fp32_tflops where there are none."""
+    bf16_tflops: float
+    """Peak of tensor cores on bfloat16 or float16 inputs, dense."""
+    bandwidth_gb_s: float
+    """Device memory bandwidth."""
+    memory_gb: float
+    """Device memory in 1e9 bytes."""
+    source: str
+    """The document the figures were read in."""
+
+    def peak_tflops(self, precision: Precision) -> float:
+        """Peak of the units that matrix products run on at this precision, in 1e12 FLOP/s."""
+        return {"fp32": self.fp32_tflops, "tf32": self.tf32_tflops}.get(precision, self.bf16_tflops)
+
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec("NVIDIA H200", 67, 494.7, 989.4, 4800, 141, "NVIDIA H200 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 80GB HBM3", 67, 494.7, 989.4, 3350, 80, "NVIDIA H100 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 PCIe", 51, 378, 756, 2000, 80, "NVIDIA H100 datasheet, PCIe"),
+        DeviceSpec("NVIDIA A100-SXM4-80GB", 19.5, 156, 312, 2039, 80, "NVIDIA A100 datasheet, SXM 80 GB"),
+        DeviceSpec("NVIDIA A100-SXM4-40GB", 19.5, 156, 312, 1555, 40, "NVIDIA A100 datasheet, SXM 40 GB"),
+        DeviceSpec("NVIDIA A100 80GB PCIe", 19.5, 156, 312, 1935, 80, "NVIDIA A100 datasheet, PCIe 80 GB"),
+        DeviceSpec("NVIDIA B200", 75, 1125, 2250, 8000, 180, "NVIDIA DGX B200 datasheet, one of eight GPUs"),
+        DeviceSpec("NVIDIA L40S", 91.6, 183, 362, 864, 48, "NVIDIA L40S datasheet"),
+        DeviceSpec("NVIDIA L4", 30.3, 60, 121, 300, 24, "NVIDIA L4 datasheet"),
+        DeviceSpec("NVIDIA A10G", 31.2, 35, 70, 600, 24, "AWS G5 and NVIDIA A10 datasheets"),
+        DeviceSpec("NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2, 1008, 24, "NVIDIA Ada architecture paper, appendix A"),
+        DeviceSpec("NVIDIA GeForce RTX 3090", 35.6, 35.6, 71, 936, 24, "NVIDIA Ampere GA102 paper, table 2"),
+        DeviceSpec("Tesla V100-SXM2-32GB", 15.7, 15.7, 125, 900, 32, "NVIDIA V100 datasheet (float16; no bfloat16)"),
+        DeviceSpec("Tesla T4", 8.1, 8.1, 65, 320, 16, "NVIDIA T4 datasheet (float16; no bfloat16)"),
+    )
+}
+
+
+def find_device(name: str) -> DeviceSpec | None:
+    """The datasheet of the device the driver calls `name`, or None where it is not in the table."""
+    return DEVICES.get(name)
+
+
+def require_device(name: str) -> DeviceSpec:
+    """Like `find_device`, for a name that a user typed; short forms such as `H200` are accepted.
+
+    Raises:
+        UsageError: no device matches, or more than one.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    matches = [spec for known, spec in DEVICES.items() if name.lower() in known.lower()]
+    if len(matches) == 1:
+        return matches[0]
+    found = "matches more than one device" if matches else "is not a known device"
+    names = ", ".join(spec.name for spec in matches) if matches else ", ".join(DEVICES)
+    raise UsageError(f"{name!r} {found}; expected one of: {names}")

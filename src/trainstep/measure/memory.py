@@ -1,0 +1,121 @@
+"""Peak memory of a step, by phase. On a GPU from the caching allocator; on a CPU from every tensor torch makes.
+
+The GPU figure is `max_memory_allocated`: bytes in live tensors, not what the allocator keeps cached. The CPU has no
+such counter, so an untimed step is run under a dispatch mode that follows each storage from the operator that made it
+to its release. Compiled code on a CPU allocates outside the dispatcher; its peak is unknown, and said to be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainstep.measure.phases import PhaseContext
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """Bytes in live tensors."""
+
+    before: int
+    """At rest, before the step."""
+    peak: int
+    """The most during the step."""
+    by_phase: dict[str, int]
+    """The most during each phase."""
+
+
+def step_memory(
+    step: Callable[[PhaseContext], object], device: torch.device, resident: Iterable[Tensor]
+) -> MemoryPeaks:
+    """Run `step` once and return its peaks.
+
+    Args:
+        step: announces its phases, as for `measure.timing.time_steps`.
+        device: where it runs.
+        resident: tensors alive before the step (parameters, optimizer state, the batch); used on a CPU only.
+    """
+    return _cuda_memory(step, device) if device.type == "cuda" else _cpu_memory(step, resident)
+
+
+def _cuda_memory(step: Callable[[PhaseContext], object], device: torch.device) -> MemoryPeaks:
+    by_phase: dict[str, int] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(device)
+        yield
+        by_phase[name] = torch.cuda.max_memory_allocated(device)
+
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    step(phase)
+    return MemoryPeaks(before, max(by_phase.values()), by_phase)
+
+
+def _cpu_memory(step: Callable[[PhaseContext], object], resident: Iterable[Tensor]) -> MemoryPeaks:
+    by_phase: dict[str, int] = {}
+    live = LiveStorages(resident)
+    before = live.bytes
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        live.peak = live.bytes
+        yield
+        by_phase[name] = live.peak
+
+    with live:
+        step(phase)
+    return MemoryPeaks(before, max(by_phase.values()), by_phase)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operators return, from creation to release; views add nothing."""
+
+    def __init__(self, resident: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
+        for tensor in resident:
+            self._follow(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self._follow(value)
+        return result
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known[storage] = None
+        size = storage.nbytes()
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self.bytes -= size
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor in the optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

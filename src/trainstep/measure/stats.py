@@ -1,0 +1,120 @@
+"""Samples → median with an exact confidence interval, and ratios that are only called when the interval allows.
+
+Step times are skewed and have outliers, so nothing here assumes a normal distribution. The interval of a median comes
+from order statistics: the number of samples below the true median is binomial(n, 1/2), so the k-th smallest and k-th
+largest samples enclose it with probability 1 − 2·P(B < k), whatever the distribution (David & Nagaraja, Order
+Statistics, section 7.1). Samples must be independent; between-run effects are not inside.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A closed interval; `low <= high`."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is reported of a list of samples, all in the samples' unit."""
+
+    n: int
+    median: float
+    interval: Interval | None
+    """95 % interval of the median; None below 6 samples, where order statistics have none."""
+    mean: float
+    std: float
+    """Sample standard deviation (n − 1); NaN for one sample."""
+    min: float
+    max: float
+    outliers: int
+    """Samples beyond 1.5 interquartile ranges from the quartiles (Tukey); counted, never dropped."""
+
+
+def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """The narrowest symmetric order-statistics interval of the median with at least this coverage, or None."""
+    ordered = sorted(samples)
+    n = len(ordered)
+    below = 0.0  # P(B < k) for the k under trial
+    best = None
+    for k in range(1, n // 2 + 1):
+        below += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * below < confidence:
+            break
+        best = Interval(ordered[k - 1], ordered[n - k])
+    return best
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Summarise at least one sample."""
+    assert samples, "a summary needs at least one sample"
+    n = len(samples)
+    return Summary(
+        n=n,
+        median=statistics.median(samples),
+        interval=median_interval(samples),
+        mean=statistics.fmean(samples),
+        std=statistics.stdev(samples) if n > 1 else math.nan,
+        min=min(samples),
+        max=max(samples),
+        outliers=_count_outliers(samples),
+    )
+
+
+def _count_outliers(samples: Sequence[float]) -> int:
+    if len(samples) < 4:
+        return 0
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    reach = 1.5 * (third - first)
+    return sum(not first - reach <= sample <= third + reach for sample in samples)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two medians, a / b."""
+
+    value: float
+    interval: Interval | None
+    """Encloses the ratio of the true medians with at least 95 %; None where either side has under 7 samples."""
+
+
+def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """median(a) / median(b) with a distribution-free interval.
+
+    Each median is enclosed at 97.5 %; by the union bound both hold at once with at least 95 %, and then the ratio lies
+    between low(a)/high(b) and high(a)/low(b). Wider than a bootstrap, and never optimistic.
+    """
+    value = statistics.median(a) / statistics.median(b)
+    each = 1 - (1 - CONFIDENCE) / 2
+    over, under = median_interval(a, each), median_interval(b, each)
+    if over is None or under is None:
+        return Ratio(value, None)
+    return Ratio(value, Interval(over.low / under.high, over.high / under.low))
+
+
+Verdict = Literal["faster", "slower", "inconclusive"]
+
+
+def verdict(speedup: Ratio, noise: float = 0.0) -> Verdict:
+    """Judge a speed-up (old time / new time): a call is made only when the whole interval lies beyond 1 ± `noise`."""
+    if speedup.interval is None:
+        return "inconclusive"
+    if speedup.interval.low > 1 + noise:
+        return "faster"
+    if speedup.interval.high < 1 / (1 + noise):
+        return "slower"
+    return "inconclusive"

@@ -1,0 +1,194 @@
+"""The stopwatch: warm-up, synchronise, sample.
+
+Work given to a GPU runs after the call that gave it returns, so a host clock read means nothing unless the device was
+synchronised first. Here the caller never reads a clock: he hands over a step, and every sample is taken between two
+synchronisations. Inside a step nothing waits; phases are separated by device events, which the device itself stamps
+when it gets there. So the phases are those of an undisturbed step, and they add up to it.
+
+Two clocks watch each step. If the device says it was busy for longer than the host says the step lasted, one of them
+is wrong, and no figure is reported (`ClockDisagreement`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trainstep.measure.phases import PhaseContext
+
+Clock = Callable[[], float]
+"""Seconds from an arbitrary start, monotonic."""
+
+
+class DeviceClock(Protocol):
+    """What the stopwatch needs of a device."""
+
+    def synchronize(self) -> None:
+        """Return once all work given to the device so far is done."""
+
+    def record(self) -> Any:
+        """A mark in the device's queue, stamped when the device reaches it; None if work is done when calls return."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Device time between two marks, after synchronisation."""
+
+
+class CpuClock:
+    """The CPU: when a call returns, its work is done."""
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+    def record(self) -> None:
+        """No marks: the host clock is the device's clock."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Never called, as there are no marks."""
+        raise AssertionError("the CPU has no device events")
+
+
+class CudaClock:
+    """A CUDA device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the device."""
+        torch.cuda.synchronize(self.device)
+
+    def record(self) -> torch.cuda.Event:
+        """An event on the device's current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Milliseconds between two events (resolution about 0.5 µs)."""
+        return start.elapsed_time(end)
+
+
+def device_clock(device: torch.device) -> DeviceClock:
+    """The clock of a CPU or CUDA device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One phase of one step, in milliseconds."""
+
+    host_ms: float
+    """Host time between entering and leaving the phase: on a GPU the time to *issue* its work."""
+    device_ms: float | None
+    """Device time from the phase's first to its last mark; None on a CPU."""
+
+    @property
+    def ms(self) -> float:
+        """The time the phase's work took: the device's where there is one, else the host's."""
+        return self.host_ms if self.device_ms is None else self.device_ms
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step, in milliseconds."""
+
+    wall_ms: float
+    """Host clock between the synchronisations before and after the step."""
+    wait_ms: float
+    """Part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches."""
+    laps: dict[str, Lap]
+    """Phases in the order they ran."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The steps of one measurement, in the order they ran: `warmup` first, then the ones that count."""
+
+    steps: tuple[Sample, ...]
+    warmup: int
+
+    @property
+    def first(self) -> Sample:
+        """The very first step, warm-up or not: with one-time costs (allocation, library start-up, compilation)."""
+        return self.steps[0]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The steps that count."""
+        return self.steps[self.warmup :]
+
+    def window(self, warmup: int, steps: int) -> Timing:
+        """The same run as `steps` steps after `warmup` would have shown it."""
+        assert warmup + steps <= len(self.steps), "the window reaches beyond the run"
+        return Timing(self.steps[: warmup + steps], warmup)
+
+
+class ClockDisagreement(RuntimeError):
+    """The device was busy for longer than the host saw the step last: work escaped the synchronisation."""
+
+
+def time_steps(
+    step: Callable[[PhaseContext], object],
+    *,
+    device: DeviceClock,
+    warmup: int,
+    steps: int,
+    clock: Clock = time.perf_counter,
+    after_step: Callable[[Sample], object] | None = None,
+) -> Timing:
+    """Run `step` `warmup + steps` times and time each run.
+
+    Args:
+        step: does one step's work, each phase inside `with phase(name)`; what it prepares outside (batches) should be
+            ready before, as everything between entry and return is inside the step's wall time.
+        device: where the work runs.
+        warmup: steps before those that count; they are kept apart, not thrown away.
+        steps: steps that count, at least 1.
+        clock: host clock in seconds.
+        after_step: called outside the timed region after each step, to show progress.
+    """
+    assert warmup >= 0, f"warmup is {warmup}"
+    assert steps >= 1, f"steps is {steps}"
+    taken: list[Sample] = []
+    for _ in range(warmup + steps):
+        taken.append(_time_one(step, device, clock))
+        if after_step is not None:
+            after_step(taken[-1])
+    return Timing(tuple(taken), warmup)
+
+
+def _time_one(step: Callable[[PhaseContext], object], device: DeviceClock, clock: Clock) -> Sample:
+    marks: dict[str, tuple[float, Any, Any]] = {}  # phase → host seconds, first mark, last mark
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        assert name not in marks, f"phase {name} ran twice in one step"
+        mark, entered = device.record(), clock()
+        yield
+        marks[name] = (clock() - entered, mark, device.record())
+
+    device.synchronize()
+    start_mark, start = device.record(), clock()
+    step(phase)
+    end_mark, issued = device.record(), clock()
+    device.synchronize()
+    end = clock()
+
+    wall_ms = (end - start) * 1e3
+    if start_mark is not None:
+        busy_ms = device.elapsed_ms(start_mark, end_mark)
+        if busy_ms > wall_ms * 1.01 + 0.1:  # events are good to a microsecond, clocks to one in 1e4
+            raise ClockDisagreement(
+                f"the device was busy for {busy_ms:.3f} ms in a step that the host clock saw last {wall_ms:.3f} ms; "
+                "the host clock or the synchronisation cannot be trusted, so no time is reported"
+            )
+    laps = {
+        name: Lap(host * 1e3, None if first is None else device.elapsed_ms(first, last))
+        for name, (host, first, last) in marks.items()
+    }
+    return Sample(wall_ms=wall_ms, wait_ms=(end - issued) * 1e3, laps=laps)

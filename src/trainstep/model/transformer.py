@@ -1,0 +1,164 @@
+"""The built-in decoder: pre-norm RMSNorm, rotary positions, SwiGLU, untied head, no biases.
+
+Shapes in comments: B batch, S sequence, D d_model, H heads, K head_dim, F d_ff, V vocabulary. Nothing here knows of
+devices, precision or ranks; autocast, compilation and parallelism are applied from outside.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainstep.attention import attention
+from trainstep.config import AttentionImpl, ModelConfig
+
+NORM_EPS = 1e-5
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight (Zhang & Sennrich 2019), computed in float32 and returned in x's dtype."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) → (..., D)."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), NORM_EPS).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary positions (Su et al. 2021): turn feature pairs (i, i + K/2) by angles that grow with the position."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, theta: float, max_context: int) -> None:
+        super().__init__()
+        self.theta = theta
+        table = torch.empty(max_context, head_dim // 2, dtype=torch.float32)  # (S, K/2)
+        self.register_buffer("cos", table, persistent=False)
+        self.register_buffer("sin", table.clone(), persistent=False)
+
+    def init_weights(self) -> None:
+        """Fill the tables, in float64 so that late positions keep their angle."""
+        positions, half = self.cos.shape
+        exponents = torch.arange(half, dtype=torch.float64, device=self.cos.device) / half
+        angles = torch.outer(
+            torch.arange(positions, dtype=torch.float64, device=self.cos.device), self.theta**-exponents
+        )  # (S, K/2)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., S, K) → (..., S, K), turned in float32 and returned in x's dtype."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        first, second = x.float().chunk(2, dim=-1)  # (..., S, K/2) each
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal self-attention with rotary positions on queries and keys."""
+
+    def __init__(self, config: ModelConfig, impl: AttentionImpl) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.impl = impl
+        self.query = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.key = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.value = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """(B, S, D) → (B, S, D)."""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, S, K)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = attention(rotary(q), rotary(k), v, is_causal=True, impl=self.impl)  # (B, H, S, K)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer 2020), three matrices."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, D) → (B, S, D)."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, impl: AttentionImpl) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model)
+        self.attention = CausalSelfAttention(config, impl)
+        self.feed_forward_norm = RMSNorm(config.d_model)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff)
+
+    def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """(B, S, D) → (B, S, D)."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    """The decoder-only language model. Parameters are uninitialised until `init_weights`; see `build_transformer`."""
+
+    def __init__(self, config: ModelConfig, impl: AttentionImpl = "eager") -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.max_context)
+        self.blocks = nn.ModuleList(TransformerBlock(config, impl) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, *, return_hidden: bool = False) -> Tensor:
+        """Token ids (B, S) → logits (B, S, V), or the normalised hidden states (B, S, D) that the head would take."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        x = self.norm(x)
+        return x if return_hidden else self.head(x)
+
+    def init_weights(self) -> None:
+        """Initialise every parameter and buffer in place from torch's global random state.
+
+        Matrices: normal with variance 2 / (fan_in + fan_out), cut at 3 standard deviations; embedding: standard normal
+        cut at 3; norm gains: 1.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                std = (2 / (module.in_features + module.out_features)) ** 0.5
+                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+            elif isinstance(module, nn.Embedding):
+                nn.init.trunc_normal_(module.weight, a=-3, b=3)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, RotaryEmbedding):
+                module.init_weights()
+
+
+def build_transformer(
+    config: ModelConfig, *, impl: AttentionImpl = "eager", device: torch.device | str = "cpu"
+) -> Transformer:
+    """A `Transformer` created directly on `device`, never on the host first; on "meta", shapes without storage.
+
+    Weights come from torch's global random state: seed it for a reproducible model.
+    """
+    with torch.device("meta"):
+        model = Transformer(config, impl)
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        with torch.no_grad():
+            model.init_weights()
+    return model

@@ -1,0 +1,247 @@
+"""Findings: what the figures say, in sentences, by rules. Each rule looks at records and says one thing, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainstep.report.records import Record, of_kind
+
+PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
+LAUNCH_BOUND_WAIT = 0.05
+"""A GPU step in which the host waits for less than this share is bound by the host's launches."""
+COLD_MEAN_EXCESS = 0.05
+"""Leaving out warm-up is remarked on when it changes the mean by more than this share."""
+NOISY_INTERVAL = 0.10
+"""A median whose interval is wider than this share of it was measured on a noisy machine."""
+LOW_UTILISATION = 0.35
+"""Below this share of the matmul ceiling a step leaves much to win."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence, and what it is about."""
+
+    topic: str
+    sentence: str
+
+
+def findings(records: Sequence[Record]) -> list[Finding]:
+    """All that the rules find, the most important first."""
+    found = [rule(records) for rule in _RULES]
+    return [finding for each in found for finding in each]
+
+
+def _full_steps(records: Sequence[Record]) -> list[Record]:
+    """The rows of full steps that ran."""
+    return [row for row in of_kind(records, "step") if row.status == "ok" and row.case["mode"] == "step"]
+
+
+def analysed_step(records: Sequence[Record]) -> Record | None:
+    """The step that was taken apart: the row with the longest warm-up."""
+    return max(_full_steps(records), key=lambda row: _number(row.case["warmup"]), default=None)
+
+
+def kept_rungs(records: Sequence[Record]) -> list[Record]:
+    """The rungs the ladder was built on, the baseline first."""
+    return [row for row in of_kind(records, "rung") if row.values.get("kept")]
+
+
+def recommended_flags(records: Sequence[Record]) -> str:
+    """The settings of the last kept rung that differ from the baseline's, as flags to paste; empty if none was kept."""
+    kept = kept_rungs(records)
+    if not kept:
+        return ""
+    start, end = kept[0].case, kept[-1].case
+    names = ("precision", "attention", "optimizer", "compile", "loss")
+    return " ".join(f"--{name} {end[name]}" for name in names if end[name] != start[name])
+
+
+def _gain(records: Sequence[Record]) -> list[Finding]:
+    kept = kept_rungs(records)
+    if not kept:
+        return []
+    if len(kept) == 1:
+        return [Finding("gain", "No change on the ladder made the step faster: the baseline is the best found.")]
+    last = kept[-1].values
+    names = _listed([str(row.case["rung"]) for row in kept[1:]])
+    interval = ""
+    if last.get("speedup_low") is not None:
+        interval = f" (95 % interval {_number(last['speedup_low']):.2f}–{_number(last['speedup_high']):.2f})"
+    return [
+        Finding(
+            "gain",
+            f"{names[0].upper()}{names[1:]} make the step {_number(last['speedup']):.2f}× faster{interval}: "
+            f"{_ms(kept[0].values['step_ms'])} → {_ms(last['step_ms'])}, with loss and gradients within the error "
+            f"budget (off by {_number(last['gradient_error']):.1g} of {_number(last['error_budget']):.1g} allowed).",
+        )
+    ]
+
+
+def _dominance(records: Sequence[Record]) -> list[Finding]:
+    step = analysed_step(records)
+    if step is None:
+        return []
+    times = {name: _number(step.values[f"{name}_ms"]) for name in PHASE_NAMES}
+    total = sum(times.values())
+    first, second = sorted(times, key=times.__getitem__, reverse=True)[:2]
+    ratio = times["backward"] / times["forward"]
+    remark = ""
+    if not 1.5 <= ratio <= 3.5:
+        remark = (
+            f" Backward takes {ratio:.1f}× forward, where the matrix products alone would make it 2×: "
+            "look there first (memory spilling, a slow backward kernel, or a forward bound by launches)."
+        )
+    return [
+        Finding(
+            "phases",
+            f"{first.capitalize()} dominates: {times[first] / total:.0%} of the step "
+            f"({_ms(times[first])} of {_ms(total)}), then {second} with {times[second] / total:.0%}.{remark}",
+        )
+    ]
+
+
+def _utilisation(records: Sequence[Record]) -> list[Finding]:
+    step, ceilings = analysed_step(records), of_kind(records, "ceiling")
+    if step is None or step.values.get("achieved_tflops") is None:
+        return []
+    achieved = _number(step.values["achieved_tflops"])
+    ceiling = next((row for row in ceilings if row.case["what"] == f"matmul {step.case['precision']}"), None)
+    if ceiling is None:
+        return []
+    share = achieved / _number(ceiling.values["tflops"])
+    judgement = (
+        "most of the step is not matrix products at full speed"
+        if share < LOW_UTILISATION
+        else "the matrix products set the pace; a lower precision moves that limit"
+    )
+    return [
+        Finding(
+            "utilisation",
+            f"The step reaches {achieved:.3g} TFLOP/s, {share:.0%} of what a large {step.case['precision']} matrix "
+            f"product reaches on this device ({_number(ceiling.values['tflops']):.3g} TFLOP/s): {judgement}.",
+        )
+    ]
+
+
+def _launch_bound(records: Sequence[Record]) -> list[Finding]:
+    step = analysed_step(records)
+    if step is None or step.values.get("wait_ms") is None:
+        return []
+    share = _number(step.values["wait_ms"]) / _number(step.values["step_ms"])
+    if share >= LAUNCH_BOUND_WAIT:
+        return []
+    return [
+        Finding(
+            "launches",
+            f"The host waits for the GPU during only {share:.0%} of the step: launches set the pace, not the GPU. "
+            "Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
+        )
+    ]
+
+
+def _memory(records: Sequence[Record]) -> list[Finding]:
+    step = analysed_step(records)
+    if step is None or step.values.get("peak_gib") is None:
+        return []
+    values = step.values
+    peak, rest = _number(values["peak_gib"]), _number(values["at_rest_gib"])
+    known = [name for name in PHASE_NAMES if values.get(f"{name}_peak_gib") is not None]
+    phase = max(known, key=lambda name: _number(values[f"{name}_peak_gib"]))
+    share = (peak - rest) / peak
+    advice = (
+        "activations and temporaries own most of it, so a fused attention, a chunked loss, activation checkpointing or "
+        "a smaller batch shrink it"
+        if share > 0.5
+        else "weights and optimizer state own most of it, so sharding or a smaller optimizer state shrink it"
+    )
+    return [
+        Finding(
+            "memory",
+            f"Memory peaks in {phase} at {_gib(peak)}; {_gib(rest)} of that is there before the step "
+            f"(weights and optimizer state), {share:.0%} comes and goes with it: {advice}.",
+        )
+    ]
+
+
+def _warmup(records: Sequence[Record]) -> list[Finding]:
+    rows = {row.case["warmup"]: row for row in _full_steps(records)}
+    if len(rows) < 2 or 0 not in rows:
+        return []
+    cold, warm = rows[0], rows[max(rows, key=_number)]
+    excess = _number(cold.values["step_mean_ms"]) / _number(warm.values["step_mean_ms"]) - 1
+    first = _number(cold.values["first_step_ms"])
+    if abs(excess) < COLD_MEAN_EXCESS:
+        return []
+    direction = "high" if excess > 0 else "low"
+    return [
+        Finding(
+            "warm-up",
+            f"Without warm-up the mean would be {abs(excess):.0%} too {direction}: the first step took {_ms(first)}, "
+            f"a warm one takes {_ms(warm.values['step_ms'])}.",
+        )
+    ]
+
+
+def _rejected(records: Sequence[Record]) -> list[Finding]:
+    found = []
+    for row in of_kind(records, "rung"):
+        name, called = row.case["rung"], row.values.get("verdict")
+        if row.status != "ok":
+            found.append(Finding("ladder", f"Not used: {name} ({row.status}): {row.reason}."))
+        elif called == "slower":
+            gain = _number(row.values["gain"])
+            found.append(Finding("ladder", f"Not used: {name} makes the step {1 / gain:.2f}× slower here."))
+        elif called == "inconclusive" and not row.values["kept"]:
+            found.append(Finding("ladder", f"Not used: {name} makes no difference that these samples can show."))
+    return found
+
+
+def _noise(records: Sequence[Record]) -> list[Finding]:
+    step = analysed_step(records)
+    if step is None or step.values.get("step_low_ms") is None:
+        return []
+    low, median, high = (_number(step.values[name]) for name in ("step_low_ms", "step_ms", "step_high_ms"))
+    width = (high - low) / median
+    throttle = step.values.get("throttled_by")
+    found = []
+    if width > NOISY_INTERVAL:
+        found.append(
+            Finding(
+                "noise",
+                f"The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
+                "Small differences need more --steps or a quieter machine.",
+            )
+        )
+    if throttle not in (None, "nothing"):
+        found.append(Finding("noise", f"The GPU was slowed by its {throttle} while it was measured."))
+    return found
+
+
+_RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
+    _gain,
+    _dominance,
+    _utilisation,
+    _launch_bound,
+    _memory,
+    _warmup,
+    _rejected,
+    _noise,
+)
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
+    return float(value)
+
+
+def _ms(value: object) -> str:
+    return f"{_number(value):.3g} ms" if _number(value) < 1000 else f"{_number(value):.0f} ms"
+
+
+def _gib(value: float) -> str:
+    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

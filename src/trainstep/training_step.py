@@ -1,0 +1,181 @@
+"""One training step of a workload under a `StepConfig`: the precision, compilation and optimizer it asks for.
+
+All of it is applied from outside, so it works on any module; the phases are announced to whatever instrument listens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.blocks import find_blocks
+from trainstep.config import Precision, StepConfig, StepMode
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.measure.phases import PhaseContext, no_phases
+from trainstep.workload import Workload, WorkloadSource, resolve_device
+
+AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainingStep:
+    """A workload made ready to step: on its device, in its precision, compiled, with its optimizer.
+
+    Raises:
+        UnsupportedError: this machine or this module cannot do what the configuration asks.
+    """
+
+    def __init__(self, workload: Workload, config: StepConfig) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        check_precision(config.precision, self.device)
+        self.module = workload.module.to(self.device)
+        if config.precision == "bf16-pure":
+            _cast_parameters(self.module, torch.bfloat16)
+        self.optimizer = workload.optimizer(self.module.parameters())
+        if config.optimizer == "adamw-fused" and not self.optimizer.defaults.get("fused"):
+            self.optimizer = _fused(self.optimizer)
+        if config.compile != "off":
+            _compile(self.module, config)
+        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self._forward, self._loss = workload.forward, workload.loss
+        self._batches = _forever(workload)
+
+    def next_batch(self) -> Any:
+        """The next batch, on the device (the copy is waited for by the stopwatch's first synchronisation)."""
+        return self.place(next(self._batches))
+
+    def place(self, batch: Any) -> Any:
+        """`batch` with its tensors on the device, floating-point ones in the weights' dtype if that is bf16-pure."""
+        dtype = torch.bfloat16 if self.config.precision == "bf16-pure" else None
+        return map_tensors(batch, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None))
+
+    def __call__(self, batch: Any, *, mode: StepMode = "step", phase: PhaseContext = no_phases) -> Tensor | None:
+        """Take one step; return the detached loss (None in mode "forward", which runs without gradients)."""
+        with _matmul_precision(self.config.precision):
+            if mode == "forward":
+                with torch.no_grad(), self._autocast(), phase("forward"):
+                    self._forward(self.module, batch)
+                return None
+            loss = self._differentiate(batch, phase)
+            if mode == "step":
+                with phase("optimizer"):
+                    self._update()
+            self.optimizer.zero_grad(set_to_none=True)
+            return loss
+
+    def gradients(self, batch: Any) -> Tensor:
+        """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss."""
+        with _matmul_precision(self.config.precision):
+            loss = self._differentiate(batch, no_phases)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        return loss
+
+    def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
+        with self._autocast():
+            with phase("forward"):
+                outputs = self._forward(self.module, batch)
+            with phase("loss"):
+                loss = self._loss(outputs, batch)
+                del outputs  # so that backward frees what it no longer needs
+        with phase("backward"):
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = AUTOCAST_DTYPES.get(self.config.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+
+def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
+    """Build the source's workload and make it ready to step."""
+    return TrainingStep(source.build(config), config)
+
+
+def check_precision(precision: Precision, device: torch.device) -> None:
+    """Raise `UnsupportedError` where the device has no hardware for the precision."""
+    if precision == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise UnsupportedError(f"tf32 needs an NVIDIA GPU of compute capability 8.0 or later, not {device}")
+    if precision in ("bf16", "bf16-pure") and device.type == "cuda":
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                name = torch.cuda.get_device_name(device)
+                raise UnsupportedError(f"{precision}: {name} has no bfloat16 units; use --precision fp16")
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def _forever(workload: Workload) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in workload.batches:
+            empty = False
+            yield batch
+        if empty:
+            raise UsageError("the workload's batches are empty, or an iterator that was used up; give a list or loader")
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters only: buffers, such as rotary tables, keep the precision their authors chose."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer, its own fused implementation asked for."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    if "fused" not in accepted:
+        raise UnsupportedError(f"{type(optimizer).__name__} has no fused implementation")
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    groups = [
+        {name: value for name, value in group.items() if name not in ("fused", "foreach")}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer)(groups, **(options | {"fused": True, "foreach": False}))
+
+
+def _compile(module: nn.Module, config: StepConfig) -> None:
+    if config.compile == "model":
+        module.compile()
+        return
+    blocks = find_blocks(module)
+    if not blocks:
+        raise UnsupportedError(
+            "compile=blocks needs blocks in an nn.ModuleList, and this module has none; use --compile model"
+        )
+    for block in blocks:
+        block.compile()
+
+
+@contextmanager
+def _matmul_precision(precision: Precision) -> Iterator[None]:
+    """float32 matmuls on TF32 units for "tf32", in full float32 otherwise; the process's setting is put back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

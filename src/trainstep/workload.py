@@ -1,0 +1,186 @@
+"""A workload: what is trained. A model, its batches, its loss and its optimizer — ours, or the user's.
+
+Everything else in trainstep takes a `WorkloadSource` and builds from it as often as it needs, each time from the same
+seed, because comparing two settings means starting twice from the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.config import ModelConfig, OptimizerImpl, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.model.loss import chunked_cross_entropy, cross_entropy
+from trainstep.model.text import load_tokens, token_batches
+from trainstep.model.transformer import Transformer, build_transformer
+
+
+def call_with_first(module: nn.Module, batch: Any) -> Any:
+    """The default forward: the batch is a tuple whose first element is the module's input."""
+    return module(batch[0])
+
+
+@dataclass
+class Workload:
+    """A model to train and everything a step of it needs.
+
+    A step is `loss(forward(module, batch), batch).backward()`, then the optimizer. Tensors in a batch (a tensor, or
+    tuples, lists and dicts of them) are moved to the device before the step.
+    """
+
+    module: nn.Module
+    """The model, on any device, in float32."""
+    batches: Iterable[Any]
+    """Batches, preferably endless; a finite iterable is started again."""
+    loss: Callable[[Any, Any], Tensor]
+    """(forward's result, batch) → scalar."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`."""
+    forward: Callable[[nn.Module, Any], Any] = call_with_first
+    """(module, batch) → what the loss takes; by default module(batch[0])."""
+
+
+@dataclass(frozen=True)
+class WorkloadSource:
+    """Where workloads come from; called anew for every setting that is measured."""
+
+    name: str
+    """For tables and file names."""
+    build: Callable[[StepConfig], Workload]
+    """Builds the workload. Ours obey the step's attention, loss, batch and context; a user's factory is fixed."""
+    model: ModelConfig | None = None
+    """The shape of the built-in model; None for a user's."""
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the model is ours, so that its attention, loss, batch and context can be chosen."""
+        return self.model is not None
+
+
+def builtin_source(name: str, model: ModelConfig, data: Path | None = None) -> WorkloadSource:
+    """The built-in Transformer on text or token files (`data`; None: the standard library's source)."""
+    return WorkloadSource(name, functools.partial(_build_builtin, model, data), model)
+
+
+def _build_builtin(model: ModelConfig, data: Path | None, step: StepConfig) -> Workload:
+    if step.context > model.max_context:
+        raise UsageError(
+            f"context {step.context} is longer than the model's max_context {model.max_context}; "
+            f"choose a context up to {model.max_context}"
+        )
+    fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
+    tokens = load_tokens(data, model.vocab_size)
+    device = resolve_device(step.device)
+    torch.manual_seed(step.seed)
+    module = build_transformer(fitted, impl=step.attention, device=device)
+    return Workload(
+        module=module,
+        batches=token_batches(
+            tokens, batch=step.batch, context=step.context, vocab_size=model.vocab_size, seed=step.seed
+        ),
+        loss=functools.partial(_chunked_loss, module) if step.loss == "chunked" else _dense_loss,
+        optimizer=functools.partial(make_optimizer, step.optimizer, step.learning_rate),
+        forward=_hidden_states if step.loss == "chunked" else call_with_first,
+    )
+
+
+def _dense_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(logits, batch[1])
+
+
+def _chunked_loss(module: Transformer, hidden: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return chunked_cross_entropy(hidden, module.head, batch[1])
+
+
+def _hidden_states(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return module(batch[0], return_hidden=True)
+
+
+def make_optimizer(
+    impl: OptimizerImpl, learning_rate: float, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95) and weight decay 0.1, or plain SGD."""
+    if impl == "sgd":
+        return torch.optim.SGD(parameters, lr=learning_rate)
+    fused = impl == "adamw-fused"
+    return torch.optim.AdamW(
+        parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=fused, foreach=not fused
+    )
+
+
+def factory_source(spec: str) -> WorkloadSource:
+    """The source behind `--workload package.module:factory`; modules in the working directory are found too.
+
+    Raises:
+        UsageError: the spec is malformed, the import or the factory fails, or the factory returns no `Workload`.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"--workload is {spec!r}; expected package.module:factory, such as my_project.train:workload")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise UsageError(f"--workload {spec}: importing it failed: {_last_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(factory):
+        raise UsageError(f"--workload {spec}: {attribute} is a {type(factory).__name__}, expected a function")
+    return WorkloadSource(attribute, functools.partial(_build_from_factory, spec, factory))
+
+
+def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConfig) -> Workload:
+    for name in ("attention", "loss", "batch", "context", "learning_rate"):
+        if getattr(step, name) != getattr(StepConfig(), name):
+            raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
+    torch.manual_seed(step.seed)
+    try:
+        workload = factory()
+    except Exception as error:
+        raise UsageError(f"--workload {spec}: the factory failed: {_last_line(error)}") from error
+    if not isinstance(workload, Workload):
+        raise UsageError(
+            f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
+        )
+    return workload
+
+
+def _last_line(error: Exception) -> str:
+    """The error in one line, with the place in the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of `StepConfig.device`.
+
+    Raises:
+        UsageError: not a device this machine has.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device is {name!r}; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise UsageError(f"device is {name!r}; trainstep measures on cpu and cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        found = f"{count} CUDA devices" if count else "no CUDA device"
+        raise UsageError(f"device is {name!r}, but this machine has {found}; use --device auto")
+    return device
