@@ -1,0 +1,36 @@
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainstep.measure.environment import describe, gpu_state
+
+
+def test_every_fact_a_row_needs_is_there():
+    found = describe(torch.device("cpu"))
+    assert {"date", "device", "torch", "triton", "python", "commit"} <= set(found)
+    assert found["torch"] == torch.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+
+
+def test_the_commit_is_the_checkouts():
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    if head.returncode:
+        pytest.skip("the tests do not run in a git checkout")
+    assert head.stdout.startswith(describe(torch.device("cpu"))["commit"].rstrip("+"))
+
+
+def test_a_cpu_has_no_gpu_state():
+    assert gpu_state(torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_nvml_answers_on_a_gpu():
+    state = gpu_state(torch.device("cuda"))
+    assert state["sm_clock_mhz"] > 0
+    assert state["power_w"] > 0
+    assert describe(torch.device("cuda"))["driver"]

@@ -1,0 +1,74 @@
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from trainstep.measure.memory import LiveStorages, parameter_bytes, step_memory
+
+MIB = 2**20
+
+
+def test_live_bytes_rise_and_fall_with_tensors():
+    with LiveStorages() as live:
+        a = torch.zeros(MIB // 4)
+        assert live.bytes == MIB
+        b = a.view(2, -1)  # a view owns nothing
+        assert live.bytes == MIB
+        c = a + 1
+        assert live.bytes == 2 * MIB
+        del a, c
+        assert live.bytes == MIB  # b keeps a's storage
+        del b
+        assert live.bytes == 0
+        assert live.peak == 2 * MIB
+
+
+def test_in_place_operations_add_nothing():
+    with LiveStorages() as live:
+        a = torch.zeros(MIB // 4)
+        a.add_(1).mul_(2)
+        assert (live.bytes, live.peak) == (MIB, MIB)
+
+
+def test_phases_of_a_cpu_step_have_the_peaks_that_arithmetic_gives():
+    """y = x·w with x saved: forward adds y; backward adds the gradients while x, y and w live."""
+    x = torch.randn(256, 1024)
+    w = nn.Parameter(torch.randn(1024, 2048))
+
+    def step(phase):
+        with phase("forward"):
+            y = x @ w
+        with phase("backward"):
+            y.backward(torch.ones_like(y))
+
+    peaks = step_memory(step, torch.device("cpu"), [x, w])
+    resident = 1 * MIB + 8 * MIB
+    y_bytes, gradient_bytes = 2 * MIB, 8 * MIB
+    assert peaks.before == resident
+    assert peaks.by_phase["forward"] == resident + y_bytes
+    assert peaks.by_phase["backward"] == resident + 2 * y_bytes + gradient_bytes
+    assert peaks.peak == peaks.by_phase["backward"]
+
+
+def test_parameters_tied_are_counted_once():
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module[1].weight = module[0].weight
+    assert parameter_bytes(module) == 8 * 8 * 4
+
+
+@pytest.mark.gpu
+def test_gpu_peaks_are_those_of_live_tensors():
+    kept = []
+
+    def step(phase):
+        with phase("grow"):
+            kept.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+        with phase("spike"), contextlib.suppress(NameError):
+            spike = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+            del spike
+
+    peaks = step_memory(step, torch.device("cuda"), [])
+    assert peaks.by_phase["grow"] - peaks.before == 64 * MIB
+    assert peaks.by_phase["spike"] - peaks.before == 192 * MIB
+    assert peaks.peak == peaks.by_phase["spike"]

@@ -1,0 +1,79 @@
+import random
+import statistics
+
+import pytest
+
+from trainstep.measure.stats import Interval, Ratio, median_interval, ratio_of_medians, summarize, verdict
+
+
+def test_below_six_samples_there_is_no_interval():
+    assert median_interval([1, 2, 3, 4, 5]) is None
+    assert median_interval([1, 2, 3, 4, 5, 6]) == Interval(1, 6)
+
+
+@pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (10, 2), (20, 6), (50, 18), (100, 40)])
+def test_ranks_agree_with_published_tables(n, k):
+    """Order-statistics ranks of the 95 % interval of a median, as in Conover, Practical Nonparametric Statistics."""
+    samples = list(range(1, n + 1))
+    assert median_interval(samples) == Interval(k, n + 1 - k)
+
+
+@pytest.mark.parametrize("n", [6, 10, 25])
+def test_coverage_on_skewed_samples(n):
+    rng = random.Random(0)
+    true_median = 0.6931471805599453  # of the exponential distribution
+    trials = 4000
+    hits = sum(true_median in median_interval([rng.expovariate(1) for _ in range(n)]) for _ in range(trials))
+    assert hits / trials >= 0.95 - 0.01  # three standard errors of 4000 trials
+
+
+def test_summary_of_known_samples():
+    summary = summarize([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 100.0])
+    assert (summary.n, summary.median, summary.min, summary.max) == (7, 4.0, 1.0, 100.0)
+    assert summary.mean == pytest.approx(121 / 7)
+    assert summary.std == pytest.approx(statistics.stdev([1, 2, 3, 4, 5, 6, 100]))
+    assert summary.outliers == 1
+    assert summary.interval == Interval(1.0, 100.0)
+
+
+def test_outliers_are_counted_not_dropped():
+    steady = [10.0] * 20
+    assert summarize(steady).outliers == 0
+    assert summarize([*steady, 50.0]).max == 50.0
+    assert summarize([*steady, 50.0]).outliers == 1
+
+
+def test_ratio_needs_seven_samples_a_side():
+    assert ratio_of_medians([2.0] * 7, [1.0] * 7) == Ratio(2.0, Interval(2.0, 2.0))
+    assert ratio_of_medians([2.0] * 6, [1.0] * 7).interval is None
+
+
+def test_ratio_coverage_of_equal_and_of_unequal_cases():
+    rng = random.Random(1)
+    trials = 2000
+    for factor in (1.0, 1.3):
+        hits = 0
+        for _ in range(trials):
+            a = [factor * rng.lognormvariate(0, 0.1) for _ in range(10)]
+            b = [rng.lognormvariate(0, 0.3) for _ in range(10)]
+            hits += factor in ratio_of_medians(a, b).interval
+        assert hits / trials >= 0.95
+
+
+def test_verdict_is_only_given_beyond_noise():
+    assert verdict(Ratio(1.5, Interval(1.3, 1.7))) == "faster"
+    assert verdict(Ratio(0.6, Interval(0.5, 0.7))) == "slower"
+    assert verdict(Ratio(1.2, Interval(0.99, 1.4))) == "inconclusive"
+    assert verdict(Ratio(1.5, None)) == "inconclusive"
+    assert verdict(Ratio(1.015, Interval(1.01, 1.02))) == "faster"
+    assert verdict(Ratio(1.015, Interval(1.01, 1.02)), noise=0.02) == "inconclusive"
+
+
+def test_two_runs_of_the_same_case_are_seldom_told_apart():
+    rng = random.Random(2)
+    wrong = sum(
+        verdict(ratio_of_medians([rng.gauss(10, 1) for _ in range(10)], [rng.gauss(10, 1) for _ in range(10)]))
+        != "inconclusive"
+        for _ in range(1000)
+    )
+    assert wrong <= 50

@@ -1,0 +1,168 @@
+"""The stopwatch against a fake asynchronous device: work that was not waited for cannot be mis-timed."""
+
+import time
+
+import pytest
+import torch
+
+from trainstep.measure.timing import ClockDisagreement, CpuClock, CudaClock, device_clock, time_steps
+
+ISSUE_MS = 0.01
+
+
+class FakeDevice:
+    """A device with a queue and a host with a clock, both simulated. Launching returns at once; work takes its time."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.free_at_ms = 0.0
+
+    def launch(self, work_ms: float) -> None:
+        self.now_ms += ISSUE_MS
+        self.free_at_ms = max(self.free_at_ms, self.now_ms) + work_ms
+
+    def clock(self) -> float:
+        return self.now_ms / 1e3
+
+    def synchronize(self) -> None:
+        self.now_ms = max(self.now_ms, self.free_at_ms)
+
+    def record(self) -> float:
+        return max(self.now_ms, self.free_at_ms)
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return end - start
+
+
+def two_phase_step(device: FakeDevice):
+    def step(phase):
+        with phase("forward"):
+            for _ in range(10):
+                device.launch(2.0)
+        with phase("backward"):
+            for _ in range(10):
+                device.launch(4.0)
+
+    return step
+
+
+def test_asynchronous_work_is_timed_in_full():
+    device = FakeDevice()
+    timing = time_steps(two_phase_step(device), device=device, warmup=1, steps=3, clock=device.clock)
+
+    for sample in timing.samples:
+        assert sample.wall_ms == pytest.approx(60, abs=2 * ISSUE_MS)
+        assert sample.laps["forward"].ms == pytest.approx(20, abs=2 * ISSUE_MS)
+        assert sample.laps["backward"].ms == pytest.approx(40, abs=2 * ISSUE_MS)
+        assert sample.laps["forward"].host_ms == pytest.approx(10 * ISSUE_MS)
+        assert sample.wait_ms == pytest.approx(60 - 20 * ISSUE_MS, abs=2 * ISSUE_MS)
+
+
+def test_the_fake_device_would_fool_a_naive_stopwatch():
+    device = FakeDevice()
+    start = device.clock()
+    two_phase_step(device)(lambda name: __import__("contextlib").nullcontext())
+    assert (device.clock() - start) * 1e3 < 1  # what an un-synchronised clock would report for 60 ms of work
+
+
+def test_work_left_over_from_before_is_not_counted():
+    device = FakeDevice()
+    device.launch(500.0)
+    timing = time_steps(two_phase_step(device), device=device, warmup=0, steps=1, clock=device.clock)
+    assert timing.first.wall_ms == pytest.approx(60, abs=2 * ISSUE_MS)
+
+
+def test_a_synchronisation_that_does_not_wait_is_caught():
+    class Broken(FakeDevice):
+        def synchronize(self) -> None:
+            pass
+
+    device = Broken()
+    with pytest.raises(ClockDisagreement, match="no time is reported"):
+        time_steps(two_phase_step(device), device=device, warmup=0, steps=1, clock=device.clock)
+
+
+def test_a_launch_bound_step_shows_in_the_wait():
+    device = FakeDevice()
+
+    def step(phase):
+        with phase("forward"):
+            for _ in range(100):
+                device.launch(ISSUE_MS / 10)  # the device is done before the next launch
+
+    sample = time_steps(step, device=device, warmup=0, steps=1, clock=device.clock).first
+    assert sample.wait_ms < 0.01 * sample.wall_ms
+
+
+def test_as_many_steps_as_announced_and_warmup_kept_apart():
+    device, calls = FakeDevice(), []
+
+    def step(phase):
+        calls.append(len(calls))
+        with phase("forward"):
+            device.launch(100.0 if len(calls) == 1 else 1.0)
+
+    seen = []
+    timing = time_steps(step, device=device, warmup=2, steps=10, clock=device.clock, after_step=seen.append)
+    assert len(calls) == len(seen) == 12
+    assert len(timing.samples) == 10
+    assert timing.first.wall_ms > 100 > max(sample.wall_ms for sample in timing.samples)
+
+
+def test_a_window_is_what_a_shorter_warmup_would_have_shown():
+    device = FakeDevice()
+    durations = iter([90.0, 30.0, 1.0, 1.0, 1.0, 1.0])
+
+    def step(phase):
+        with phase("forward"):
+            device.launch(next(durations))
+
+    timing = time_steps(step, device=device, warmup=3, steps=3, clock=device.clock)
+    cold = timing.window(warmup=0, steps=3)
+    assert [round(sample.wall_ms) for sample in cold.samples] == [90, 30, 1]
+    assert cold.first is timing.first
+    assert [round(sample.wall_ms) for sample in timing.window(3, 3).samples] == [1, 1, 1]
+
+
+def test_a_phase_that_runs_twice_is_an_error():
+    device = FakeDevice()
+
+    def step(phase):
+        with phase("forward"):
+            pass
+        with phase("forward"):
+            pass
+
+    with pytest.raises(AssertionError, match="twice"):
+        time_steps(step, device=device, warmup=0, steps=1, clock=device.clock)
+
+
+def test_the_real_cpu_clock_sees_a_sleep():
+    def step(phase):
+        with phase("forward"):
+            time.sleep(0.02)
+
+    sample = time_steps(step, device=CpuClock(), warmup=0, steps=1).first
+    assert 20 <= sample.laps["forward"].ms <= sample.wall_ms
+    assert sample.laps["forward"].device_ms is None
+
+
+def test_device_clock_by_device_type():
+    assert isinstance(device_clock(torch.device("cpu")), CpuClock)
+    assert isinstance(device_clock(torch.device("cuda")), CudaClock)
+
+
+@pytest.mark.gpu
+def test_gpu_matmul_is_waited_for():
+    a = torch.randn(8192, 8192, device="cuda")
+
+    def step(phase):
+        with phase("matmul"):
+            torch.mm(a, a)
+
+    timing = time_steps(step, device=CudaClock(torch.device("cuda")), warmup=2, steps=5)
+    for sample in timing.samples:
+        rate = 2 * 8192**3 / sample.wall_ms / 1e9
+        assert rate < 2500, "faster than any GPU: the work was not waited for"
+        assert sample.laps["matmul"].ms == pytest.approx(sample.wall_ms, rel=0.1)
+        assert sample.wait_ms > 0.5 * sample.wall_ms
