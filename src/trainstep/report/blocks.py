@@ -1,0 +1,127 @@
+"""What a section of the page is made of; `page.html.jinja` writes each kind of block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bokeh.plotting import figure
+
+from trainstep.report.records import Scalar
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value: as text for the reader, and as it is in the record for a program that reads the page."""
+
+    text: str
+    value: Scalar = None
+    """Written to the cell's `data-value`; None writes none."""
+    column: str = ""
+    """The record's name of it, in `data-column`."""
+    low: Cell | None = None
+    high: Cell | None = None
+    of: Cell | None = None
+    """What the value is a part of."""
+    note: str = ""
+    """Smaller, on a line of its own."""
+    tone: Literal["", "good", "bad", "quiet"] = ""
+    is_text: bool = False
+    """Set as words, not as a number."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    cells: Sequence[Cell]
+    """The first is the row's header."""
+    key: str = ""
+    """Tells rows apart for a program, in `data-row`."""
+    is_strong: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; its last word on numbers is the records, so cells carry the raw values."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    name: str = ""
+    kind: str = field(default="table", init=False)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its caption and, above it, its key."""
+
+    name: str
+    title: str
+    caption: str
+    plot: figure
+    legend: Sequence[tuple[str, str]] = ()
+    """(swatch, meaning); a swatch is a role of `plots.COLOURS`, or a class of the style sheet."""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Figures side by side where the screen is wide enough."""
+
+    charts: Sequence[Chart]
+    kind: str = field(default="charts", init=False)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values."""
+
+    items: Sequence[tuple[str, Cell]]
+    name: str = ""
+    kind: str = field(default="facts", init=False)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first thing to read."""
+
+    figure: Cell
+    says: str
+    detail: str
+    stats: Sequence[tuple[str, str, str]]
+    """(name, value, note)"""
+    kind: str = field(default="headline", init=False)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Settings to paste."""
+
+    flags: Sequence[str]
+    says: str
+    kind: str = field(default="flags", init=False)
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What was found, by topic."""
+
+    topics: Mapping[str, Sequence[str]]
+    kind: str = field(default="sentences", init=False)
+
+
+Block = Table | Charts | Facts | Headline | Flags | Sentences
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with its own heading."""
+
+    name: str
+    """The anchor."""
+    short: str
+    """In the navigation."""
+    title: str
+    lead: str
+    blocks: Sequence[Block]

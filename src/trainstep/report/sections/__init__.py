@@ -1,0 +1,29 @@
+"""What the page says, section by section: each is a function from records to a `Section`, or None where they have none.
+
+To show a new kind of record, write such a function in a file here and name it in `SECTIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainstep.report.blocks import Section
+from trainstep.report.records import Record
+from trainstep.report.sections.ladder import correctness, ladder
+from trainstep.report.sections.memory import memory
+from trainstep.report.sections.phases import grid, phases, warmup
+from trainstep.report.sections.summary import summary
+from trainstep.report.sections.workload import environment, workload
+
+SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
+    summary,
+    phases,
+    warmup,
+    grid,
+    ladder,
+    correctness,
+    memory,
+    workload,
+    environment,
+)
+"""The page, in order."""
