@@ -1,1 +1,36 @@
-"""trainstep."""
+"""trainstep: where a Transformer training step spends its time and memory, made faster, and proven.
+
+The public names below are imported on first use, so `import trainstep` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainstep.analysis import analyze
+    from trainstep.config import SIZES, ModelConfig, StepConfig
+    from trainstep.errors import UsageError
+    from trainstep.report.report import Report
+    from trainstep.workload import Workload
+
+__all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Workload", "analyze"]
+
+_HOME = {
+    "SIZES": "trainstep.config",
+    "ModelConfig": "trainstep.config",
+    "Report": "trainstep.report.report",
+    "StepConfig": "trainstep.config",
+    "UsageError": "trainstep.errors",
+    "Workload": "trainstep.workload",
+    "analyze": "trainstep.analysis",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

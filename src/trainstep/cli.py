@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
@@ -270,18 +270,18 @@ def _parse(arguments: Sequence[str]) -> Any:
         choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
         model, step = _preset(choice.size, choice.config)
         one_model = {"model": model, "step": step}
-    experiments: Any = (
-        Annotated[BenchStep, subcommand("step")]
-        | Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))]
-    )
+    experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
+        Annotated[BenchStep, subcommand("step")],
+        Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
+    ]
     bench: Any = dataclasses.make_dataclass("Bench", [("experiment", OmitArgPrefixes[experiments])])
     bench.__doc__ = "Run an experiment over a grid of cases."
-    commands: Any = (
-        Annotated[Analyze, subcommand("analyze", default=Analyze(**one_model))]
-        | Annotated[bench, subcommand("bench")]
-        | Annotated[Compare, subcommand("compare")]
-        | Annotated[Info, subcommand("info")]
-    )
+    commands: Any = Union[  # noqa: UP007
+        Annotated[Analyze, subcommand("analyze", default=Analyze(**one_model))],
+        Annotated[bench, subcommand("bench")],
+        Annotated[Compare, subcommand("compare")],
+        Annotated[Info, subcommand("info")],
+    ]
     command = tyro.cli(OmitArgPrefixes[commands], args=arguments, prog="trainstep", description=DESCRIPTION)
     return getattr(command, "experiment", command)
 
@@ -300,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
     """Write each record as it comes, with progress; then print the tables and findings and write the report."""
+    from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.records import RecordWriter
     from trainstep.report.report import Report
     from trainstep.report.tables import make_tables, to_terminal
@@ -319,7 +320,10 @@ def _measure(records: Iterable[Record], out: Path, title: str, total: int | None
     finally:
         writer.close()
     report = Report(taken)
-    for table in make_tables(taken, brief=True):
+    tables = make_tables(taken, brief=True)
+    if passes := repeatability(taken):
+        tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
+    for table in tables:
         console.print(to_terminal(table))
     for finding in report.findings:
         console.print(f"• {finding.sentence}", markup=False, highlight=False)

@@ -69,12 +69,30 @@ class TrainingStep:
             return loss
 
     def gradients(self, batch: Any) -> Tensor:
-        """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss."""
+        """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss.
+
+        In fp16 the scale is lowered until nothing overflows, as the scaler does over the first steps of training.
+        """
         with _matmul_precision(self.config.precision):
             loss = self._differentiate(batch, no_phases)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+            while self.scaler is not None and self._overflows(self.scaler):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = self._differentiate(batch, no_phases)
         return loss
+
+    def _overflows(self, scaler: torch.amp.GradScaler) -> bool:
+        """Unscale the gradients; if one is infinite and a smaller scale is left to try, adopt it and say so."""
+        scale = scaler.get_scale()
+        scaler.unscale_(self.optimizer)
+        finite = all(
+            bool(parameter.grad.isfinite().all())
+            for parameter in self.module.parameters()
+            if parameter.grad is not None
+        )
+        if finite or scale <= 1:
+            return False
+        scaler.update(scale / 2)
+        return True
 
     def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
         with self._autocast():

@@ -137,7 +137,7 @@ def factory_source(spec: str) -> WorkloadSource:
         sys.path.pop(0)
     if not callable(factory):
         raise UsageError(f"--workload {spec}: {attribute} is a {type(factory).__name__}, expected a function")
-    return WorkloadSource(attribute, functools.partial(_build_from_factory, spec, factory))
+    return WorkloadSource(spec, functools.partial(_build_from_factory, spec, factory))
 
 
 def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConfig) -> Workload:

@@ -159,7 +159,7 @@ class _Ladder:
             )
             return Record("rung", case, values, status="wrong", reason=reason, environment=environment)
         values = self._judge(result)
-        samples = phase_samples(result.measurement.timing) | {"loss": result.measurement.losses}
+        samples = phase_samples(result.measurement.timing) | {"training_loss": result.measurement.losses}
         return Record("rung", case, values, samples, environment=environment)
 
     def _measure(self, config: StepConfig) -> Climbed:
@@ -246,7 +246,7 @@ def compare_gradients(reference: Gradients, loss: float, module: nn.Module) -> D
         square_error += error**2
         square_norm += norm**2
         relative = error / norm if norm else (math.inf if error else 0.0)
-        if not relative <= worst:  # NaN is the worst of all
+        if relative > worst or math.isnan(relative):
             worst, worst_name = relative, name
     total = math.sqrt(square_error / square_norm) if square_norm else math.inf
     loss_error = abs(loss - reference.loss) / abs(reference.loss) if reference.loss else abs(loss)

@@ -43,7 +43,7 @@ def attempt(work: Callable[[], Result]) -> Result | Failure:
 
 def _classify(error: Exception) -> Failure:
     text = one_line(error)
-    if isinstance(error, torch.OutOfMemoryError) or "not enough memory: you tried to allocate" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or "memory: you tried to allocate" in str(error):
         return Failure("out of memory", text)
     if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
         return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")

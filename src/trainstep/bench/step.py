@@ -258,6 +258,6 @@ def _record(case: StepCase, result: StepMeasurement | Failure) -> Record:
         kind="step",
         case=case.columns(),
         values=timing_values(result, window, case.config.precision),
-        samples=phase_samples(window) | ({"loss": result.losses} if result.losses else {}),
+        samples=phase_samples(window) | ({"training_loss": result.losses} if result.losses else {}),
         environment=environment,
     )

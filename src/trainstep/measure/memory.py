@@ -82,7 +82,7 @@ class LiveStorages(TorchDispatchMode):
     """Counts the bytes of all storages that operators return, from creation to release; views add nothing."""
 
     def __init__(self, resident: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()

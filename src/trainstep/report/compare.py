@@ -12,7 +12,10 @@ from trainstep.report.records import Record, Scalar
 from trainstep.report.tables import Table, number
 
 MATCHED_BY = {
-    "step": ("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "mode", "warmup"),
+    "step": (
+        *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer"),
+        *("mode", "warmup"),
+    ),
     "rung": ("workload", "batch", "context", "rung"),
 }
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched."""

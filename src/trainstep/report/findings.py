@@ -71,7 +71,7 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
     return [
         Finding(
             "gain",
-            f"{names[0].upper()}{names[1:]} make the step {_number(last['speedup']):.2f}× faster{interval}: "
+            f"{names[0].upper()}{names[1:]} {'make' if len(kept) > 2 else 'makes'} the step {_number(last['speedup']):.2f}× faster{interval}: "
             f"{_ms(kept[0].values['step_ms'])} → {_ms(last['step_ms'])}, with loss and gradients within the error "
             f"budget (off by {_number(last['gradient_error']):.1g} of {_number(last['error_budget']):.1g} allowed).",
         )
@@ -171,13 +171,12 @@ def _warmup(records: Sequence[Record]) -> list[Finding]:
     cold, warm = rows[0], rows[max(rows, key=_number)]
     excess = _number(cold.values["step_mean_ms"]) / _number(warm.values["step_mean_ms"]) - 1
     first = _number(cold.values["first_step_ms"])
-    if abs(excess) < COLD_MEAN_EXCESS:
+    if excess < COLD_MEAN_EXCESS:
         return []
-    direction = "high" if excess > 0 else "low"
     return [
         Finding(
             "warm-up",
-            f"Without warm-up the mean would be {abs(excess):.0%} too {direction}: the first step took {_ms(first)}, "
+            f"Without warm-up the mean would be {excess:.0%} too high: the first step took {_ms(first)}, "
             f"a warm one takes {_ms(warm.values['step_ms'])}.",
         )
     ]

@@ -61,7 +61,9 @@ def number(value: Scalar, digits: int = 3) -> str:
     return text if "e" not in text or abs(value) < 1e-4 else f"{value:.{digits}f}"
 
 
-def _value(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True) -> Column:
+def value_column(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True) -> Column:
+    """One of the record's values."""
+
     def cell(row: Record) -> str:
         value = row.values.get(name)
         scaled = value * scale if isinstance(value, float) and scale != 1 else value
@@ -70,11 +72,12 @@ def _value(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool
     return Column(title, cell, brief)
 
 
-def _case(title: str, name: str) -> Column:
+def case_column(title: str, name: str) -> Column:
+    """One of the settings that identify the case."""
     return Column(title, lambda row: number(row.case.get(name)), setting=True)
 
 
-def _median(title: str, phase: str) -> Column:
+def median_column(title: str, phase: str) -> Column:
     """The median with its 95 % interval."""
 
     def cell(row: Record) -> str:
@@ -86,7 +89,7 @@ def _median(title: str, phase: str) -> Column:
     return Column(title, cell)
 
 
-def _mean(title: str, phase: str) -> Column:
+def mean_column(title: str, phase: str) -> Column:
     """Mean ± standard deviation."""
 
     def cell(row: Record) -> str:
@@ -96,7 +99,7 @@ def _mean(title: str, phase: str) -> Column:
     return Column(title, cell, brief=False)
 
 
-def _times(title: str, name: str, brief: bool = True) -> Column:
+def ratio_column(title: str, name: str, brief: bool = True) -> Column:
     """A ratio with its interval."""
 
     def cell(row: Record) -> str:
@@ -113,41 +116,44 @@ _OUTCOME = Column(
 )
 
 _SETTINGS = (
-    *(_case(name, name) for name in ("workload", "context", "batch", "precision", "compile", "attention")),
-    _case("loss kind", "loss"),
-    _case("optimizer kind", "optimizer"),
-    _case("seed", "seed"),
+    *(case_column(name, name) for name in ("workload", "context", "batch", "precision", "compile", "attention")),
+    case_column("loss kind", "loss"),
+    case_column("optimizer kind", "optimizer"),
+    case_column("seed", "seed"),
 )
 
 COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
     "workload": (
         "The workload",
         (
-            _case("workload", "workload"),
-            _value("parameters", "parameters"),
-            _value("weights (GiB)", "parameters_gib"),
-            _value("blocks", "blocks"),
-            _value("tokens per step", "tokens"),
-            _value("forward (TFLOP)", "forward_tflop"),
+            case_column("workload", "workload"),
+            value_column("parameters", "parameters"),
+            value_column("weights (GiB)", "parameters_gib"),
+            value_column("blocks", "blocks"),
+            value_column("tokens per step", "tokens"),
+            value_column("forward (TFLOP)", "forward_tflop"),
         ),
     ),
     "step": (
         "Time of one step and its phases, ms",
         (
             *_SETTINGS,
-            _case("mode", "mode"),
-            _case("warm-up", "warmup"),
-            _case("pass", "repeat"),
+            case_column("mode", "mode"),
+            case_column("warm-up", "warmup"),
+            case_column("pass", "repeat"),
             Column("n", lambda row: number(row.values.get("n")), setting=True),
-            *(_value(name, f"{name}_ms") for name in ("forward", "loss", "backward", "optimizer")),
-            _median("step [95 %]", "step"),
-            *(_mean(f"{name}, mean ± std", name) for name in ("forward", "loss", "backward", "optimizer", "step")),
-            _value("host waits", "wait_ms", brief=False),
-            _value("first step", "first_step_ms"),
-            _value("tokens/s", "tokens_per_s", brief=False),
-            _value("TFLOP/s", "achieved_tflops", brief=False),
-            _value("utilisation (%)", "utilisation", 100, brief=False),
-            _value("peak (GiB)", "peak_gib"),
+            *(value_column(name, f"{name}_ms") for name in ("forward", "loss", "backward", "optimizer")),
+            median_column("step [95 %]", "step"),
+            *(
+                mean_column(f"{name}, mean ± std", name)
+                for name in ("forward", "loss", "backward", "optimizer", "step")
+            ),
+            value_column("host waits", "wait_ms", brief=False),
+            value_column("first step", "first_step_ms"),
+            value_column("tokens/s", "tokens_per_s", brief=False),
+            value_column("TFLOP/s", "achieved_tflops", brief=False),
+            value_column("utilisation (%)", "utilisation", 100, brief=False),
+            value_column("peak (GiB)", "peak_gib"),
             _OUTCOME,
         ),
     ),
@@ -156,21 +162,25 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
         (
             *_SETTINGS[:3],
             Column("rung", lambda row: str(row.case["rung"])),
-            _median("step (ms) [95 %]", "step"),
-            _times("speed-up [95 %]", "speedup"),
-            _times("against the rung before", "gain", brief=False),
-            _value("peak (GiB)", "peak_gib"),
-            _value("utilisation (%)", "utilisation", 100, brief=False),
-            _value("gradient error", "gradient_error", digits=2),
-            _value("budget", "error_budget", digits=2),
-            _value("verdict", "verdict"),
+            median_column("step (ms) [95 %]", "step"),
+            ratio_column("speed-up [95 %]", "speedup"),
+            ratio_column("against the rung before", "gain", brief=False),
+            value_column("peak (GiB)", "peak_gib"),
+            value_column("utilisation (%)", "utilisation", 100, brief=False),
+            value_column("gradient error", "gradient_error", digits=2),
+            value_column("budget", "error_budget", digits=2),
+            value_column("verdict", "verdict"),
             Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False),
             Column("reason", lambda row: row.reason, brief=False),
         ),
     ),
     "ceiling": (
         "What this device reaches",
-        (_case("operation", "what"), _value("TFLOP/s", "tflops"), _value("GB/s, read + written", "gb_s")),
+        (
+            case_column("operation", "what"),
+            value_column("TFLOP/s", "tflops"),
+            value_column("GB/s, read + written", "gb_s"),
+        ),
     ),
 }
 """For every kind of record: its table's caption and columns."""
@@ -183,20 +193,21 @@ def make_tables(records: Sequence[Record], *, brief: bool = False) -> list[Table
 
 
 def make_table(kind: str, rows: Sequence[Record], *, brief: bool = False) -> Table:
-    """The table of records of one kind. Empty columns are cut; settings shared by all rows move to the caption."""
+    """The table of records of one kind, with the columns of that kind."""
     caption, columns = COLUMNS[kind]
-    shown = {
-        column: cells
-        for column in columns
-        if set(cells := [column.cell(row) for row in rows]) - {"–", ""} and (column.brief or not brief)
-    }
+    return tabulate(kind, caption, [column for column in columns if column.brief or not brief], rows)
+
+
+def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Record]) -> Table:
+    """The rows' cells under the given columns, without the empty ones; shared settings move to the caption."""
+    shown = {column: cells for column in columns if set(cells := [column.cell(row) for row in rows]) - {"–", ""}}
     common = {
         column: cells[0] for column, cells in shown.items() if column.setting and len(rows) > 1 and len(set(cells)) == 1
     }
     kept = {column: cells for column, cells in shown.items() if column not in common}
     stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if column is not _OUTCOME)
     return Table(
-        name=kind,
+        name=name,
         caption=f"{caption} ({stated})" if stated else caption,
         columns=tuple(column.title for column in kept),
         rows=tuple(zip(*kept.values(), strict=True)),

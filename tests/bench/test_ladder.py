@@ -1,0 +1,160 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import trainstep.bench.ladder as ladder
+from trainstep.bench.ladder import Gradients, Rung, climb, compare_gradients, error_budget, rungs_for
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.report.findings import recommended_flags
+from trainstep.workload import WorkloadSource, builtin_source
+
+TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
+SOURCE = builtin_source("toy", TOY)
+BASE = StepConfig(batch=2, context=32, device="cpu")
+CPU = torch.device("cpu")
+
+
+def climb_with(monkeypatch, rungs, source=SOURCE, **options):
+    monkeypatch.setattr(ladder, "rungs_for", lambda source, device: rungs)
+    return list(climb(source, BASE, **({"warmup": 1, "steps": 7} | options)))
+
+
+def test_rungs_by_device_and_workload():
+    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU)]
+    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"))]
+    assert "TF32 matmuls" in on_gpu
+    assert "TF32 matmuls" not in on_cpu
+    users = [rung.change for rung in rungs_for(WorkloadSource("theirs", SOURCE.build), CPU)]
+    assert not any({"attention", "loss"} & set(change) for change in users)
+
+
+def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypatch):
+    rungs = [Rung("fused attention", {"attention": "sdpa"}), Rung("bf16 autocast", {"precision": "bf16"})]
+    records = climb_with(monkeypatch, rungs)
+    assert [record.status for record in records] == ["ok", "ok", "ok"]
+    first, attention, bf16 = (record.values for record in records)
+    assert first["gradient_error"] == 0
+    assert 0 < attention["gradient_error"] < attention["error_budget"] < 1e-5
+    assert 1e-4 < bf16["gradient_error"] < bf16["error_budget"] < 0.2
+    reference = records[0].samples["training_loss"]
+    assert len(reference) == 8
+    assert records[1].samples["training_loss"] == pytest.approx(reference, rel=1e-4)
+    assert records[2].samples["training_loss"] == pytest.approx(reference, rel=2e-2)
+
+
+def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
+    monkeypatch.setattr(ladder, "verdict", lambda ratio, noise: "slower")
+    rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
+    records = climb_with(monkeypatch, rungs)
+    assert records[2].case["attention"] == "eager"
+    assert [record.values["kept"] for record in records] == [True, False, False]
+    assert recommended_flags(records) == ""
+
+
+def test_faster_rungs_add_up(monkeypatch):
+    monkeypatch.setattr(ladder, "verdict", lambda ratio, noise: "faster")
+    rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
+    records = climb_with(monkeypatch, rungs)
+    assert records[2].case["attention"] == "sdpa"
+    assert recommended_flags(records) == "--attention sdpa --optimizer adamw-fused"
+
+
+def test_a_wrong_rung_gets_no_speed(monkeypatch):
+    """A fast path that drops one block's residual is caught by its gradients, not by its speed."""
+
+    def build(step):
+        workload = SOURCE.build(step)
+        if step.attention == "sdpa":
+            workload.module.blocks[1].attention.output.weight.data.mul_(1.05)
+        return workload
+
+    (_, wrong) = climb_with(monkeypatch, [Rung("bad", {"attention": "sdpa"})], WorkloadSource("bad", build, TOY))
+    assert wrong.status == "wrong"
+    assert "step_ms" not in wrong.values
+    assert wrong.values["kept"] is False
+    assert "the budget is" in wrong.reason
+
+
+def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
+    def build(step):
+        if step.attention == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SOURCE.build(step)
+
+    rungs = [Rung("sdpa", {"attention": "sdpa"}), Rung("fused", {"optimizer": "adamw-fused"})]
+    records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY))
+    assert [record.status for record in records] == ["out of memory", "ok", "ok"]
+    assert records[1].values["verdict"] == "baseline"
+    assert records[1].values["gradient_error"] == 0
+
+
+def test_budget_grows_with_depth_and_with_the_formats_rounding():
+    assert error_budget("bf16", "fp32", 300, None) == pytest.approx(2**-8 * math.sqrt(900), rel=1e-3)
+    assert error_budget("fp32", "fp32", 300, None) == pytest.approx(2 * 2**-24 * math.sqrt(900))
+    assert error_budget("bf16", "fp32", 300, 0.007) == pytest.approx(2 * 0.007 + 2 * 2**-8)
+
+
+def module_with_gradients(seed=0):
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module(torch.randn(3, 4)).square().sum().backward()
+    return module
+
+
+def reference_of(module):
+    return Gradients(2.0, {name: parameter.grad.clone() for name, parameter in module.named_parameters()})
+
+
+def test_deviation_of_a_known_error():
+    module = module_with_gradients()
+    reference = reference_of(module)
+    module[1].bias.grad *= 1.1
+    deviation = compare_gradients(reference, 2.02, module)
+    assert deviation.loss == pytest.approx(0.01)
+    assert deviation.worst_name == "1.bias"
+    assert deviation.worst == pytest.approx(0.1, rel=1e-4)
+    norms = {name: float(grad.norm()) for name, grad in reference.by_name.items()}
+    total = math.sqrt(sum(norm**2 for norm in norms.values()))
+    assert deviation.gradient == pytest.approx(0.1 * norms["1.bias"] / total, rel=1e-4)
+
+
+@pytest.mark.parametrize("missing_in", ["reference", "rung"])
+def test_a_missing_gradient_is_wrong(missing_in):
+    module = module_with_gradients()
+    reference = reference_of(module)
+    if missing_in == "rung":
+        module[0].weight.grad = None
+    else:
+        reference = Gradients(2.0, {name: g for name, g in reference.by_name.items() if name != "0.weight"})
+    assert compare_gradients(reference, 2.0, module).worst == pytest.approx(1)
+
+
+def test_nan_is_never_within_budget():
+    module = module_with_gradients()
+    reference = reference_of(module)
+    module[0].weight.grad[0, 0] = math.nan
+    deviation = compare_gradients(reference, 2.0, module)
+    assert deviation.worst_name == "0.weight"
+    assert not deviation.gradient <= 1e9
+
+
+def test_leaf_calls_count_repeated_modules():
+    shared = nn.Linear(4, 4)
+    module = nn.Sequential(shared, nn.ReLU(), shared)
+    with ladder._LeafCalls(module) as calls:
+        module(torch.ones(1, 4))
+    assert calls.count == 3
+    module(torch.ones(1, 4))
+    assert calls.count == 3, "the hooks were left behind"
+    assert copy.deepcopy(shared)._forward_hooks == {}
+
+
+@pytest.mark.gpu
+def test_the_whole_ladder_on_a_gpu():
+    source = builtin_source("toy", ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4))
+    records = list(climb(source, StepConfig(context=256), warmup=2, steps=7))
+    assert [record.status for record in records] == ["ok"] * len(records), [record.reason for record in records]
+    assert all(record.values["gradient_error"] <= record.values["error_budget"] for record in records)

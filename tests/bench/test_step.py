@@ -1,0 +1,164 @@
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.step import count_tokens, grid_cases, measure_step, run_cases
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.plan.flops import step_flops
+from trainstep.report.records import RecordWriter, read_records
+from trainstep.workload import Workload, WorkloadSource, builtin_source
+
+TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
+SOURCE = builtin_source("toy", TOY)
+SMALL = {"batch": (2,), "context": (32,), "device": ("cpu",)}
+
+
+def test_every_phase_of_every_mode():
+    cases = grid_cases([SOURCE], SMALL, modes=("forward", "forward-backward", "step"), warmups=(1,), steps=6)
+    forward, both, whole = run_cases(cases)
+    phases = ("forward", "loss", "backward", "optimizer")
+    assert [f"{name}_ms" in forward.values for name in phases] == [True, False, False, False]
+    assert [f"{name}_ms" in both.values for name in phases] == [True, True, True, False]
+    assert [f"{name}_ms" in whole.values for name in phases] == [True, True, True, True]
+    for record in (forward, both, whole):
+        assert record.status == "ok"
+        assert record.values["n"] == 6
+        assert record.case["batch"] == 2
+        assert record.case["context"] == 32
+        assert record.environment["torch"] == torch.__version__
+    for step_ms, *laps in zip(whole.samples["step"], *(whole.samples[name] for name in phases), strict=True):
+        assert 0.5 * step_ms <= sum(laps) <= step_ms
+
+
+def test_the_numbers_follow_from_the_samples():
+    (record,) = run_cases(grid_cases([SOURCE], SMALL, warmups=(2,), steps=7))
+    samples = torch.tensor(record.samples["step"], dtype=torch.float64)
+    assert record.values["step_ms"] == pytest.approx(float(samples.median()))
+    assert record.values["step_mean_ms"] == pytest.approx(float(samples.mean()))
+    assert record.values["step_std_ms"] == pytest.approx(float(samples.std()))
+    assert record.values["step_low_ms"] <= record.values["step_ms"] <= record.values["step_high_ms"]
+    flops = step_flops(TOY, 2, 32, "step")
+    assert record.values["model_tflop"] == pytest.approx(flops / 1e12)
+    assert record.values["achieved_tflops"] == pytest.approx(flops / record.values["step_ms"] / 1e9)
+    assert record.values["tokens_per_s"] == pytest.approx(64 / record.values["step_ms"] * 1e3)
+    assert record.values["optimizer_state_gib"] * 2**30 >= 2 * 4 * TOY.num_parameters
+
+
+def test_the_warmup_study_is_windows_of_one_run():
+    calls = []
+
+    def build(step):
+        calls.append(step)
+        return SOURCE.build(step)
+
+    source = WorkloadSource("counted", build, TOY)
+    records = list(run_cases(grid_cases([source], SMALL, warmups=(0, 1, 2, 5), steps=6)))
+    assert len(calls) == 1
+    assert [record.case["warmup"] for record in records] == [0, 1, 2, 5]
+    cold, warm = records[0].samples["step"], records[3].samples["step"]
+    assert len(cold) == len(warm) == 6
+    assert cold[5] == warm[0]  # the sixth step of the run
+    assert cold[0] == records[0].values["first_step_ms"] == records[3].values["first_step_ms"]
+
+
+def test_passes_alternate():
+    cases = grid_cases([SOURCE], SMALL | {"precision": ("fp32", "bf16")}, repeat=2)
+    assert [(case.config.precision, case.repeat) for case in cases] == [
+        ("fp32", 0), ("bf16", 0), ("fp32", 1), ("bf16", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"repeat": 0}, {"warmups": (-1,)}, {"warmups": ()}])
+def test_an_empty_grid_is_refused(bad):
+    with pytest.raises(UsageError, match="nothing to run"):
+        grid_cases([SOURCE], SMALL, **bad)
+
+
+def failing_source(name, error):
+    def build(step):
+        raise error
+
+    return WorkloadSource(name, build, TOY)
+
+
+def test_failures_are_rows_and_the_rest_goes_on():
+    sources = [
+        failing_source("too big", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")),
+        failing_source("not here", UnsupportedError("tf32 needs a GPU")),
+        failing_source("broken", ZeroDivisionError("division by zero")),
+        SOURCE,
+    ]
+    records = list(run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,))))
+    assert [record.status for record in records] == ["out of memory", "unsupported", "failed", "ok"]
+    assert records[0].reason == "CUDA out of memory. Tried to allocate 20.00 GiB."
+    assert records[2].reason == "ZeroDivisionError: division by zero"
+    assert all(record.case["context"] == 32 for record in records)
+
+
+def test_real_out_of_memory_on_a_cpu_is_recognised():
+    outcome = attempt(lambda: torch.empty(2**45))
+    assert isinstance(outcome, Failure)
+    assert outcome.status == "out of memory"
+
+
+def test_wrong_input_ends_the_run():
+    with pytest.raises(UsageError, match="no such data"):
+        list(run_cases(grid_cases([failing_source("x", UsageError("no such data"))], SMALL)))
+
+
+def test_what_was_measured_is_on_disk_when_it_is_interrupted(tmp_path):
+    sources = [SOURCE, failing_source("interrupted", KeyboardInterrupt())]
+    writer = RecordWriter(tmp_path / "results.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        for record in run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,))):
+            writer.write(record)
+    (kept,) = read_records(tmp_path / "results.jsonl")
+    assert kept.case["workload"] == "toy"
+    assert json.loads((tmp_path / "results.jsonl").read_text())["values"]["step_ms"] > 0
+
+
+def test_a_users_workload_is_counted_by_torch():
+    def build(step):
+        return Workload(
+            module=nn.Linear(64, 32, bias=False),
+            batches=[(torch.randn(8, 64), torch.randn(8, 32))],
+            loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+
+    measured = measure_step(WorkloadSource("linear", build), StepConfig(device="cpu"), steps=1, warmup=0)
+    forward = 2 * 8 * 64 * 32
+    assert measured.flops == 2 * forward  # forward and the weight's gradient; the input needs none
+    assert measured.tokens is None
+
+
+def test_tokens_are_counted_where_the_batch_tells():
+    ids = torch.zeros(3, 7, dtype=torch.long)
+    assert count_tokens((ids, ids)) == 21
+    assert count_tokens({"mask": torch.ones(3, 7), "input_ids": ids}) == 21
+    assert count_tokens(torch.ones(3, 7)) is None
+    assert count_tokens("text") is None
+
+
+@pytest.mark.gpu
+def test_gpu_rows_have_both_clocks():
+    source = builtin_source("toy", TOY)
+    (record,) = run_cases(grid_cases([source], {"batch": (2,), "context": (64,)}, steps=7))
+    assert record.status == "ok", record.reason
+    assert record.values["wait_ms"] >= 0
+    assert record.values["forward_issue_ms"] > 0
+    assert record.values["sm_clock_mhz"] > 0
+    assert record.values["peak_gib"] > record.values["at_rest_gib"] > 0
+
+
+@pytest.mark.gpu
+def test_gpu_out_of_memory_is_a_row():
+    huge = builtin_source("huge", ModelConfig(d_model=8192, d_ff=32768, num_layers=200, num_heads=64))
+    first, second = run_cases(grid_cases([huge, SOURCE], {"batch": (2,), "context": (32,)}, steps=1, warmups=(0,)))
+    assert first.status == "out of memory"
+    assert second.status == "ok"

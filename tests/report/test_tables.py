@@ -1,0 +1,120 @@
+import csv
+import io
+
+import pytest
+import typst
+from markdown_it import MarkdownIt
+from pylatexenc.latexwalker import LatexEnvironmentNode, LatexWalker
+
+from trainstep.report.records import Record
+from trainstep.report.tables import (
+    Table,
+    make_table,
+    make_tables,
+    number,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+    to_typst,
+    write_tables,
+)
+
+NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
+TABLE = Table("nasty", f"caption {NASTY}", ("first", NASTY), ((NASTY, "1.5 ± 0.1"), ("[start of a row", "2×\n3–4 …")))
+
+
+def unfolded(text):
+    """A cell may not break a line; everything else must survive."""
+    return text.replace("\n", " ")
+
+
+def test_markdown_parses_back_to_the_same_cells():
+    tokens = MarkdownIt().enable("table").parse(to_markdown(TABLE))
+    cells = [
+        "".join(child.content for child in inline.children)
+        for opening, inline in zip(tokens, tokens[1:], strict=False)
+        if opening.type in ("td_open", "th_open")
+    ]
+    expected = [*TABLE.columns, *(cell for row in TABLE.rows for cell in row)]
+    assert cells == [unfolded(cell) for cell in expected]
+
+
+def test_csv_parses_back_to_the_same_cells():
+    assert list(csv.reader(io.StringIO(to_csv(TABLE)))) == [list(TABLE.columns), *(list(row) for row in TABLE.rows)]
+
+
+def test_typst_compiles(tmp_path):
+    source = tmp_path / "table.typ"
+    source.write_text(to_typst(TABLE), encoding="utf-8")
+    assert typst.compile(str(source)).startswith(b"%PDF")
+
+
+def test_typst_keeps_the_text(tmp_path):
+    source = tmp_path / "table.typ"
+    source.write_text(to_typst(TABLE) + "\n#metadata([])<x>", encoding="utf-8")
+    drawn = typst.compile(str(source), format="svg").decode()
+    assert drawn.count("<use") > 100  # the glyphs of the cells are drawn, none swallowed as a comment or markup
+
+
+def test_latex_parses_strictly():
+    nodes, _, _ = LatexWalker(to_latex(TABLE), tolerant_parsing=False).get_latex_nodes()
+    environments = [node.environmentname for node in nodes if isinstance(node, LatexEnvironmentNode)]
+    assert environments == ["table"]
+
+
+def test_latex_keeps_the_columns():
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    table = Table("plain", "c", ("a & b", "100%"), (("x_1", "$5"), ("{y}", "~z^2")))
+    text = LatexNodes2Text().latex_to_text(to_latex(table))
+    for cell in ("a & b", "100%", "x_1", "$5", "{y}"):
+        assert cell in text
+
+
+def test_the_terminal_shows_markup_instead_of_obeying_it():
+    import rich.console
+
+    console = rich.console.Console(file=io.StringIO(), width=400)
+    console.print(to_terminal(Table("t", "c", ("[bold]x[/bold]",), (("[red]y",),))))
+    assert "[bold]x[/bold]" in console.file.getvalue()
+    assert "[red]y" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"), (True, "True"), ("x", "x"), (5, "5"), (1234567, "1,234,567"), (0.0123456, "0.0123"),
+        (51.26, "51.3"), (999.4, "999"), (1234.5, "1,234"), (1.4e-06, "1.4e-06"), (0.5, "0.5"), (100.0, "100"),
+    ],
+)  # fmt: skip
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def step(precision, step_ms, **changes):
+    values = {"step_ms": step_ms, "step_mean_ms": step_ms, "step_std_ms": 0.5, "forward_ms": 1.0, "n": 10}
+    case = {"workload": "tiny", "precision": precision, "batch": 4, "mode": "step", "warmup": 5}
+    return Record("step", case, values, **changes)
+
+
+def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
+    failed = Record("step", step("tf32", 0).case, status="unsupported", reason="needs a GPU")
+    table = make_table("step", [step("fp32", 20.0), step("bf16", 10.0), failed])
+    assert "workload tiny" in table.caption
+    assert "batch 4" in table.caption
+    assert table.columns[0] == "precision"
+    assert [row[0] for row in table.rows] == ["fp32", "bf16", "tf32"]
+    assert table.rows[2][-1] == "unsupported: needs a GPU"
+    assert "20 ± 0.5" in table.rows[0]
+
+
+def test_brief_tables_have_fewer_columns():
+    (full,), (brief,) = make_tables([step("fp32", 20.0)]), make_tables([step("fp32", 20.0)], brief=True)
+    assert set(brief.columns) < set(full.columns)
+
+
+def test_every_format_is_written(tmp_path):
+    written = write_tables([step("fp32", 20.0)], tmp_path / "tables")
+    assert sorted(path.name for path in written) == ["step.csv", "step.md", "step.tex", "step.typ"]
+    assert all(path.stat().st_size > 50 for path in written)

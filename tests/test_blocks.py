@@ -1,0 +1,32 @@
+from torch import nn
+
+from trainstep.blocks import find_blocks
+from trainstep.config import SIZES
+from trainstep.model.transformer import TransformerBlock, build_transformer
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def test_our_model():
+    blocks = find_blocks(build_transformer(SIZES["tiny"], device="meta"))
+    assert [type(block) for block in blocks] == [TransformerBlock] * 4
+
+
+def test_outermost_lists_only():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.ModuleDict({"h": nn.ModuleList([Layer(), Layer()])}), nn.Linear(2, 3))
+    assert [type(block) for block in find_blocks(model)] == [Layer, Layer]
+
+
+def test_a_sequential_of_one_repeated_class_counts():
+    model = nn.ModuleDict(
+        {"body": nn.Sequential(Layer(), Layer(), Layer()), "head": nn.Sequential(nn.ReLU(), nn.ReLU())}
+    )
+    assert len(find_blocks(model)) == 3
+
+
+def test_a_module_without_lists_has_none():
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []

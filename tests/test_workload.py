@@ -1,0 +1,228 @@
+import functools
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from trainstep.config import SIZES, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.training_step import TrainingStep, build_step, map_tensors
+from trainstep.workload import Workload, builtin_source, factory_source, resolve_device
+
+
+def write_module(folder, monkeypatch, name, text):
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.chdir(folder)
+    sys.modules.pop(name, None)
+
+
+def test_builtin_workloads_are_reproducible():
+    source = builtin_source("tiny", SIZES["tiny"])
+    step = StepConfig(batch=2, context=16)
+    first, again = source.build(step), source.build(step)
+    assert all(torch.equal(a, b) for a, b in zip(first.module.parameters(), again.module.parameters(), strict=True))
+    assert torch.equal(next(iter(first.batches))[0], next(iter(again.batches))[0])
+
+
+def test_a_context_longer_than_the_models():
+    from dataclasses import replace
+
+    source = builtin_source("short", replace(SIZES["tiny"], max_context=64))
+    with pytest.raises(UsageError, match="context 65 is longer than the model's max_context 64"):
+        source.build(StepConfig(context=65))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_colon", "expected package.module:factory"),
+        ("absent_module:f", "importing it failed: ModuleNotFoundError"),
+        ("user_module:absent", "has no attribute 'absent'"),
+        ("user_module:number", "number is a int, expected a function"),
+    ],
+)
+def test_bad_specs(tmp_path, monkeypatch, spec, message):
+    write_module(tmp_path, monkeypatch, "user_module", "number = 3\n")
+    with pytest.raises(UsageError, match=message):
+        factory_source(spec)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "returned a int, expected a trainstep.Workload"),
+        ("return {}['model']", r"the factory failed: KeyError: 'model' \(user_factory.py:2\)"),
+    ],
+)
+def test_bad_factories(tmp_path, monkeypatch, body, message):
+    write_module(tmp_path, monkeypatch, "user_factory", f"def make():\n    {body}\n")
+    with pytest.raises(UsageError, match=message):
+        factory_source("user_factory:make").build(StepConfig())
+
+
+def test_a_workload_fixes_its_own_batch(tmp_path, monkeypatch):
+    write_module(tmp_path, monkeypatch, "user_fixed", "def make(): raise AssertionError('not reached')\n")
+    with pytest.raises(UnsupportedError, match="fixes its own batch"):
+        factory_source("user_fixed:make").build(StepConfig(batch=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gpu0", "expected auto, cpu, cuda"), ("mps", "measures on cpu and cuda"), ("cuda:99", "this machine has")],
+)
+def test_bad_devices(name, message):
+    with pytest.raises(UsageError, match=message):
+        resolve_device(name)
+
+
+def toy(batches=None, module=None):
+    torch.manual_seed(0)
+    data = torch.randn(3, 4, 8)
+    return Workload(
+        module=module or nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        batches=[(x, x.sum(-1, keepdim=True)) for x in data] if batches is None else batches,
+        loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]),
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.1),
+    )
+
+
+def test_a_step_is_what_plain_torch_does():
+    workload, config = toy(), StepConfig(device="cpu")
+    reference = toy()
+    step = TrainingStep(workload, config)
+    optimizer = torch.optim.AdamW(reference.module.parameters(), lr=0.1)
+    for batch in list(reference.batches) * 2:  # the step starts a finite list again
+        loss = nn.functional.mse_loss(reference.module(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(step.next_batch()), loss.detach())
+    for ours, theirs in zip(workload.module.parameters(), reference.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_modes_leave_the_weights_alone_unless_asked():
+    step = TrainingStep(toy(), StepConfig(device="cpu"))
+    before = [parameter.clone() for parameter in step.module.parameters()]
+    assert step(step.next_batch(), mode="forward") is None
+    assert step(step.next_batch(), mode="forward-backward") is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in step.module.parameters())
+    step(step.next_batch(), mode="step")
+    assert not all(torch.equal(a, b) for a, b in zip(before, step.module.parameters(), strict=True))
+
+
+def test_phases_are_announced_in_order():
+    from contextlib import contextmanager
+
+    heard = []
+
+    @contextmanager
+    def listen(name):
+        heard.append(name)
+        yield
+
+    step = TrainingStep(toy(), StepConfig(device="cpu"))
+    step(step.next_batch(), phase=listen)
+    assert heard == ["forward", "loss", "backward", "optimizer"]
+
+
+class Watch(nn.Module):
+    """Remembers what its linear layer saw and gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x):
+        out = self.inner(x * self.table.to(x.dtype))
+        self.seen = self.inner.weight.dtype, out.dtype
+        return out
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight", "output"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.float32, torch.bfloat16),
+        ("fp16", torch.float32, torch.float16),
+        ("bf16-pure", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_precisions_are_what_they_say(precision, weight, output):
+    step = TrainingStep(toy(module=Watch()), StepConfig(device="cpu", precision=precision))
+    for _ in range(20):  # the fp16 scaler skips steps until its scale fits
+        step(step.next_batch())
+    assert step.module.seen == (weight, output)
+    assert step.module.table.dtype == torch.float32
+    state = next(iter(step.optimizer.state.values()))
+    assert state["exp_avg"].dtype == weight
+
+
+def test_fp16_gradients_are_unscaled_for_the_check():
+    gradients = {}
+    for precision in ("fp32", "fp16"):
+        step = TrainingStep(toy(), StepConfig(device="cpu", precision=precision))
+        step.gradients(step.next_batch())
+        gradients[precision] = step.module[0].weight.grad
+    assert (gradients["fp16"] - gradients["fp32"]).norm() / gradients["fp32"].norm() < 2e-3
+
+
+def test_tf32_is_not_pretended_on_a_cpu():
+    with pytest.raises(UnsupportedError, match="tf32 needs an NVIDIA GPU"):
+        TrainingStep(toy(), StepConfig(device="cpu", precision="tf32"))
+
+
+def test_the_matmul_precision_is_put_back():
+    torch.set_float32_matmul_precision("high")
+    try:
+        step = TrainingStep(toy(), StepConfig(device="cpu"))
+        step(step.next_batch())
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_users_optimizer_is_made_fused():
+    step = TrainingStep(toy(), StepConfig(device="cpu", optimizer="adamw-fused"))
+    assert type(step.optimizer) is torch.optim.AdamW
+    assert step.optimizer.param_groups[0]["fused"] is True
+    assert step.optimizer.param_groups[0]["lr"] == 0.1
+    step(step.next_batch())
+
+
+def test_an_optimizer_without_fused_form():
+    workload = toy()
+    workload.optimizer = functools.partial(torch.optim.Rprop, lr=0.1)
+    with pytest.raises(UnsupportedError, match="Rprop has no fused"):
+        TrainingStep(workload, StepConfig(device="cpu", optimizer="adamw-fused"))
+
+
+def test_blocks_are_needed_to_compile_blocks():
+    workload = toy(module=nn.Linear(8, 1))
+    with pytest.raises(UnsupportedError, match="this module has none"):
+        TrainingStep(workload, StepConfig(device="cpu", compile="blocks"))
+
+
+@pytest.mark.parametrize("batches", [[], iter([])])
+def test_empty_batches(batches):
+    step = TrainingStep(toy(batches=batches), StepConfig(device="cpu"))
+    with pytest.raises(UsageError, match="batches are empty"):
+        step.next_batch()
+
+
+def test_tensors_anywhere_in_a_batch_are_mapped():
+    one = torch.ones(1)
+    mapped = map_tensors({"a": one, "b": [one, (one, "text")], "c": 3}, lambda tensor: tensor * 2)
+    assert mapped == {"a": 2 * one, "b": [2 * one, (2 * one, "text")], "c": 3}
+
+
+def test_chunked_loss_trains_the_same():
+    source = builtin_source("tiny", SIZES["tiny"])
+    losses = {}
+    for loss in ("dense", "chunked"):
+        step = build_step(source, StepConfig(batch=2, context=32, loss=loss, device="cpu"))
+        losses[loss] = [float(step(step.next_batch())) for _ in range(3)]
+    assert losses["chunked"] == pytest.approx(losses["dense"], rel=1e-5)
