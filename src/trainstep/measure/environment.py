@@ -75,7 +75,7 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     """The checkout's commit, "+" appended where files differ from it; "unknown" outside a checkout."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
