@@ -8,6 +8,7 @@ shows a row's figures. Names come from the user's model: they are drawn as plain
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -31,17 +32,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 ROW_HEIGHT = 34
 LONGEST_LABEL = 24
 
-_TOOLTIP = (
-    '<div style="white-space: pre-line; max-width: 20rem; font-size: 13px; line-height: 1.45">'
-    "<strong>@name</strong>\n@tip</div>"
-)
-_TOOLTIP_STYLE = """
-.bk-Tooltip {
-  --tooltip-color: var(--paper); --tooltip-text: var(--ink); --tooltip-border: var(--neutral);
-  --tooltip-arrow-color: var(--neutral); padding: 6px 9px; border-radius: 3px; opacity: 1;
-  font-family: system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; font-variant-numeric: tabular-nums;
-}
-"""
+_TOOLTIP = '<div style="white-space: pre-line"><strong>@name</strong>\n@tip</div>'
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,7 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
             [y for _, y in crosses],
             marker="x",
             size=11,
-            line_color=COLOURS["warn"],
+            color=COLOURS["warn"],
             line_width=2.5,
         )
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
@@ -190,8 +181,7 @@ def lines(
     if ticks:
         margin = 0.06 * max(ticks[-1] - ticks[0], 1)
         plot.x_range = Range1d(ticks[0] - margin, ticks[-1] + margin)
-    if not log:
-        plot.y_range = Range1d(*_room(series, around_zero))
+    plot.y_range = Range1d(*_room(series, log, around_zero))
     if around_zero:
         plot.add_layout(Span(location=0, dimension="width", line_color=COLOURS["neutral"], level="underlay"))
     for one in series:
@@ -213,10 +203,13 @@ def lines(
     return plot
 
 
-def _room(series: Sequence[Series], around_zero: bool) -> tuple[float, float]:
+def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float, float]:
     """A y range with some air, no narrower than a twentieth of its values: noise is not blown up to fill it."""
     found = [y for one in series for y in (*one.y, *(one.low or ()), *(one.high or ())) if y is not None]
     low, high = min(found, default=0.0), max(found, default=1.0)
+    if log:
+        air = (high / low) ** 0.1
+        return low / air, high * air
     if around_zero:
         reach = 1.1 * max(-low, high) or 1.0
         return -reach, reach
@@ -256,7 +249,6 @@ def _figure(**options: Any) -> figure:
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
-        stylesheets=[_TOOLTIP_STYLE],
         **options,
     )
     _style_axes(plot.axis)
@@ -344,36 +336,43 @@ def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | N
 
 def _hover_rows(plot: figure, texts: Sequence[tuple[str, str]]) -> None:
     """The whole row reacts, not only its bar: an invisible bar lies over each."""
-    count = len(texts)
-    source = ColumnDataSource(
-        {"y": [-index for index in range(count)], "name": [name for name, _ in texts], "tip": [tip for _, tip in texts]}
-    )
-    cover = plot.hbar(
-        y="y",
-        height=1,
-        left=0,
-        right=plot.x_range.end,
-        source=source,
-        fill_alpha=0,
-        line_color=None,
-        hover_fill_color=COLOURS["muted"],
-        hover_fill_alpha=0.08,
-        hover_line_color=None,
-    )
-    plot.add_tools(HoverTool(renderers=[cover], tooltips=_TOOLTIP, point_policy="follow_mouse", visible=False))
+    columns = {
+        "y": [-index for index in range(len(texts))],
+        "name": [name for name, _ in texts],
+        "tip": [tip for _, tip in texts],
+    }
+    cover = plot.hbar(y="y", height=1, left=0, right=plot.x_range.end, source=ColumnDataSource(columns), **_COVER)
+    _add_hover(plot, cover)
 
 
 def _hover_columns(plot: figure, series: Sequence[Series], ticks: Sequence[float], names: Sequence[str]) -> None:
-    top, tips = [], []
-    for x in ticks:
+    """The same for every x at which a line has a value: an invisible column, which shows all of them."""
+    columns: dict[str, list[Any]] = {"x": [], "name": [], "tip": []}
+    for x, name in zip(ticks, names, strict=True):
         known = [(one, list(one.x).index(x)) for one in series if x in one.x]
-        top.append(max(one.y[index] for one, index in known))
-        tips.append("\n".join(f"{one.name}: {_text(one, index)}" for one, index in known))
-    source = ColumnDataSource({"x": list(ticks), "y": top, "name": list(names), "tip": tips})
-    points = plot.scatter("x", "y", source=source, size=9, alpha=0, hover_alpha=0)
-    plot.add_tools(
-        HoverTool(renderers=[points], tooltips=_TOOLTIP, mode="vline", point_policy="snap_to_data", visible=False)
-    )
+        if not known:
+            continue
+        columns["x"].append(x)
+        columns["name"].append(name)
+        columns["tip"].append("\n".join(f"{one.name}: {_text(one, index)}" for one, index in known))
+    apart = min((after - before for before, after in itertools.pairwise(ticks)), default=1)
+    bottom, top = plot.y_range.start, plot.y_range.end
+    cover = plot.vbar(x="x", width=apart, bottom=bottom, top=top, source=ColumnDataSource(columns), **_COVER)
+    _add_hover(plot, cover)
+
+
+_COVER: Mapping[str, Any] = {
+    "fill_color": COLOURS["muted"],
+    "fill_alpha": 0,
+    "line_color": None,
+    "hover_fill_color": COLOURS["muted"],
+    "hover_fill_alpha": 0.08,
+    "hover_line_color": None,
+}
+
+
+def _add_hover(plot: figure, cover: Any) -> None:
+    plot.add_tools(HoverTool(renderers=[cover], tooltips=_TOOLTIP, point_policy="follow_mouse", visible=False))
 
 
 def _text(series: Series, index: int) -> str:

@@ -25,8 +25,8 @@ def summary(records: Sequence[Record]) -> Section | None:
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
-            sentence = finding.sentence.removeprefix("Not used: ")
-            topics.setdefault(_TOPICS.get(finding.topic, finding.topic), []).append(sentence[:1].upper() + sentence[1:])
+            topic = _TOPICS.get(finding.topic, finding.topic)
+            topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
         blocks.append(Sentences(topics))
     return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
 
