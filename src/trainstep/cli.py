@@ -205,8 +205,8 @@ class Compare(Common):
     """results.jsonl of the run before."""
     new: Positional[Path]
     """results.jsonl of the run after."""
-    noise: float = 0.02
-    """No verdict inside 1 ± noise; two runs of one program on one GPU differ by about 2 %."""
+    spread: float = 0.02
+    """Relative difference between runs of one program on one machine; every interval is widened by it."""
 
     def run(self) -> int:
         """Read, compare and print."""
@@ -214,7 +214,7 @@ class Compare(Common):
         from trainstep.report.records import read_records
         from trainstep.report.tables import to_terminal
 
-        comparisons = compare(read_records(self.old), read_records(self.new), self.noise)
+        comparisons = compare(read_records(self.old), read_records(self.new), self.spread)
         _console().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))
         return 0
 

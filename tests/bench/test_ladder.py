@@ -46,7 +46,7 @@ def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypat
 
 
 def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio, noise: "slower")
+    monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
     assert records[2].case["attention"] == "eager"
@@ -55,7 +55,7 @@ def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
 
 
 def test_faster_rungs_add_up(monkeypatch):
-    monkeypatch.setattr(ladder, "verdict", lambda ratio, noise: "faster")
+    monkeypatch.setattr(ladder, "verdict", lambda ratio: "faster")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
     assert records[2].case["attention"] == "sdpa"

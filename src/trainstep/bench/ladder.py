@@ -117,17 +117,10 @@ class Climbed:
         return [sample.wall_ms for sample in self.measurement.timing.samples]
 
 
-def climb(
-    source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10, noise: float = 0.01
-) -> Iterator[Record]:
-    """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
-
-    Args:
-        noise: relative difference below which no verdict is given, whatever the interval says (default 1 %: two runs
-            of one setting differ by that much).
-    """
+def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10) -> Iterator[Record]:
+    """Climb from `base` and yield a row of kind "rung" for every rung, the first included."""
     device = resolve_device(base.device)
-    ladder = _Ladder(source, device, warmup, steps, noise)
+    ladder = _Ladder(source, device, warmup, steps)
     for rung in [Rung("baseline", {}), *rungs_for(source, device)]:
         yield ladder.try_rung(rung, dataclasses.replace(ladder.kept.config if ladder.kept else base, **rung.change))
 
@@ -135,8 +128,8 @@ def climb(
 class _Ladder:
     """What the climb remembers: the reference, the errors plain PyTorch showed, and the best rung so far."""
 
-    def __init__(self, source: WorkloadSource, device: torch.device, warmup: int, steps: int, noise: float) -> None:
-        self.source, self.device, self.warmup, self.steps, self.noise = source, device, warmup, steps, noise
+    def __init__(self, source: WorkloadSource, device: torch.device, warmup: int, steps: int) -> None:
+        self.source, self.device, self.warmup, self.steps = source, device, warmup, steps
         self.reference: Gradients | None = None
         self.reference_precision: Precision = "fp32"
         self.leaf_calls = 0
@@ -196,7 +189,7 @@ class _Ladder:
         if self.kept is not None:
             total = ratio_of_medians(self.first.wall_ms, rung.wall_ms)
             gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
-            called = verdict(gain, self.noise)
+            called = verdict(gain)
             keep = called == "faster" or (called == "inconclusive" and _is_smaller(rung, self.kept))
         if keep:
             self.kept = rung

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UsageError
-from trainstep.measure.stats import Interval, Ratio, ratio_of_medians, verdict
+from trainstep.measure.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
 from trainstep.report.records import Record, Scalar
 from trainstep.report.tables import Table, number
 
@@ -36,14 +36,14 @@ class Comparison:
     verdict: str
 
 
-def compare(old: Sequence[Record], new: Sequence[Record], noise: float = 0.02) -> list[Comparison]:
+def compare(old: Sequence[Record], new: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:
     """Compare the step times of every case that ran in both.
 
     Passes over one case (`--repeat`) are each compared with each of the other file's, and the interval covers all of
     them: what differs between passes differs for reasons that are not inside a pass.
 
     Args:
-        noise: no verdict inside 1 ± noise. Two runs of one program on one GPU differ by about 2 %.
+        spread: relative difference between runs of one case, by which every interval is widened.
 
     Raises:
         UsageError: the files have no case in common.
@@ -55,13 +55,13 @@ def compare(old: Sequence[Record], new: Sequence[Record], noise: float = 0.02) -
             "the two files have no measured case in common; compare runs of the same workload, settings and kind "
             f"(the first has {len(before)} cases, the second {len(after)})"
         )
-    return [_compare_case(key, before[key], after[key], noise) for key in shared]
+    return [_compare_case(key, before[key], after[key], spread) for key in shared]
 
 
-def repeatability(records: Sequence[Record], noise: float = 0.0) -> list[Comparison]:
+def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:
     """Every later pass over a case against its first: ratios whose interval should contain 1."""
     return [
-        _compare_case(key, passes[:1], [later], noise)
+        _compare_case(key, passes[:1], [later], spread)
         for key, passes in _passes(records).items()
         for later in passes[1:]
     ]
@@ -77,10 +77,10 @@ def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Sequence[float]]]:
 
 
 def _compare_case(
-    key: CaseKey, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]], noise: float
+    key: CaseKey, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]], spread: float
 ) -> Comparison:
-    everything = ratio_of_medians([x for each in old for x in each], [x for each in new for x in each])
-    pairs = [ratio_of_medians(a, b).interval for a in old for b in new]
+    everything = ratio_of_medians([x for each in old for x in each], [x for each in new for x in each], spread)
+    pairs = [ratio_of_medians(a, b, spread).interval for a in old for b in new]
     whole = [interval for interval in pairs if interval is not None]
     interval = None
     if len(whole) == len(pairs):
@@ -93,7 +93,7 @@ def _compare_case(
         speedup=ratio,
         old_ms=_median(old),
         new_ms=_median(new),
-        verdict=verdict(ratio, noise),
+        verdict=verdict(ratio),
     )
 
 

@@ -33,8 +33,10 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 
 
 def _full_steps(records: Sequence[Record]) -> list[Record]:
-    """The rows of full steps that ran."""
-    return [row for row in of_kind(records, "step") if row.status == "ok" and row.case["mode"] == "step"]
+    """The rows of the one full step that was taken apart, one per warm-up; none where a grid of steps was measured."""
+    rows = [row for row in of_kind(records, "step") if row.status == "ok" and row.case["mode"] == "step"]
+    cases = {tuple((name, value) for name, value in row.case.items() if name != "warmup") for row in rows}
+    return rows if len(cases) == 1 else []
 
 
 def analysed_step(records: Sequence[Record]) -> Record | None:
