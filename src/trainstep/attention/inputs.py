@@ -91,7 +91,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
     device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
