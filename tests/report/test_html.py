@@ -234,7 +234,7 @@ def test_an_unwritable_path_is_a_user_s_error(tmp_path: Path) -> None:
         (5409.4, "5,409"),
         (0.0040013, "0.00400"),
         (9.8051e-08, "9.81×10⁻⁸"),
-        (-0.00012345, "-1.23×10⁻⁴"),
+        (-0.00012345, "−1.23×10⁻⁴"),
         (3609728, "3,609,728"),
         (None, "–"),
         (True, "yes"),
@@ -407,6 +407,11 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, h200_page: str, width: i
         "el.getBoundingClientRect().right > innerWidth + 1).map((el) => el.outerHTML.slice(0, 80))"
     )
     assert wide == []
+    assert hover(browser, "chart-ladder", 0.5, ROW_HEIGHT * 3.5).startswith("fp16 autocast")
+    tooltip = browser.execute_script(
+        "const {left, right} = document.querySelector('.bk-Tooltip').getBoundingClientRect(); return [left, right]"
+    )
+    assert 0 <= tooltip[0] < tooltip[1] <= width
 
 
 @pytest.mark.browser

@@ -19,11 +19,13 @@ def number(value: Scalar, digits: int = 3) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    if isinstance(value, int) or abs(value) >= 10**digits:
+    if value < 0:
+        return f"−{number(-value, digits)}"
+    if isinstance(value, int) or value >= 10**digits:
         return f"{value:,.0f}"
     if value == 0:
         return "0"
-    if abs(value) < 1e-3:
+    if value < 1e-3:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa}×10{str(int(exponent)).translate(SUPERSCRIPT)}"
     text = f"{value:#.{digits}g}".rstrip(".")
