@@ -82,6 +82,30 @@ def grid_of(cls: type) -> type:
 StepGrid: Any = grid_of(StepConfig)
 
 
+@dataclass(frozen=True)
+class ModelFlags(ModelConfig):
+    """The shape of the built-in decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, untied head, no biases."""
+
+    def __post_init__(self) -> None:
+        """Left unchecked while flags are parsed, so that the parser does not wrap our one-line errors."""
+
+    def checked(self) -> ModelConfig:
+        """The configuration, checked."""
+        return ModelConfig(**vars(self))
+
+
+@dataclass(frozen=True)
+class StepFlags(StepConfig):
+    """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
+
+    def __post_init__(self) -> None:
+        """Left unchecked, as above."""
+
+    def checked(self) -> StepConfig:
+        """The configuration, checked."""
+        return StepConfig(**vars(self))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Common:
     """What every command takes."""
@@ -103,8 +127,8 @@ class OneModel(Common):
     """Your own model: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
-    model: OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
-    step: OmitArgPrefixes[StepConfig] = field(default_factory=StepConfig)
+    model: ModelFlags = field(default_factory=ModelFlags)
+    step: StepFlags = field(default_factory=StepFlags)
     steps: int = 10
     """Timed steps per measurement; ratios have intervals from 7 up."""
 
@@ -123,7 +147,7 @@ class OneModel(Common):
             if getattr(self.model, each.name) != getattr(base, each.name)
         ]
         name = _short_name(self.size or (str(self.config) if self.config else _default_size()))
-        return builtin_source(" ".join([name, *changed]), self.model, self.data)
+        return builtin_source(" ".join([name, *changed]), self.model.checked(), self.data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +162,9 @@ class Analyze(OneModel):
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        return _measure(analysis_records(source, self.step, steps=self.steps), self.out, f"analyze {source.name}")
+        return _measure(
+            analysis_records(source, self.step.checked(), steps=self.steps), self.out, f"analyze {source.name}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +181,7 @@ class BenchLadder(OneModel):
         from trainstep.bench.ladder import climb
 
         source = self.source()
-        records = climb(source, self.step, warmup=self.warmup, steps=self.steps)
+        records = climb(source, self.step.checked(), warmup=self.warmup, steps=self.steps)
         return _measure(records, self.out, f"ladder of {source.name}")
 
 
@@ -169,7 +195,7 @@ class BenchStep(Common):
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
-    grid: OmitArgPrefixes[StepGrid] = field(default_factory=StepGrid)
+    grid: StepGrid = field(default_factory=StepGrid)
     """How the steps are taken; every combination of the values is a case."""
     mode: commas(StepMode) = ("step",)  # type: ignore[valid-type]
     """forward (without gradients), forward-backward, or the whole step with the optimizer."""
@@ -269,12 +295,12 @@ def _parse(arguments: Sequence[str]) -> Any:
     if set(arguments[:2]) & {"analyze", "ladder"} and not {"-h", "--help"} & set(arguments):
         choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
         model, step = _preset(choice.size, choice.config)
-        one_model = {"model": model, "step": step}
+        one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
     ]
-    bench: Any = dataclasses.make_dataclass("Bench", [("experiment", OmitArgPrefixes[experiments])])
+    bench: Any = dataclasses.make_dataclass("Bench", [("experiment", experiments)])
     bench.__doc__ = "Run an experiment over a grid of cases."
     commands: Any = Union[  # noqa: UP007
         Annotated[Analyze, subcommand("analyze", default=Analyze(**one_model))],
@@ -282,7 +308,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[Compare, subcommand("compare")],
         Annotated[Info, subcommand("info")],
     ]
-    command = tyro.cli(OmitArgPrefixes[commands], args=arguments, prog="trainstep", description=DESCRIPTION)
+    command = tyro.cli(commands, args=arguments, prog="trainstep", description=DESCRIPTION, config=(OmitArgPrefixes,))
     return getattr(command, "experiment", command)
 
 

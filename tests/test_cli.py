@@ -1,0 +1,179 @@
+"""The command as its users meet it: help, errors, files."""
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainstep.cli import field_docs, grid_of, main
+from trainstep.config import StepConfig
+from trainstep.report.records import of_kind, read_records
+
+REPOSITORY = Path(__file__).parents[1]
+QUICK = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",
+         "--context", "32", "--batch", "2", "--device", "cpu"]  # fmt: skip
+
+
+def trainstep(*words, cwd=REPOSITORY):
+    return subprocess.run([sys.executable, "-m", "trainstep.cli", *words], capture_output=True, text=True, cwd=cwd)
+
+
+COMMANDS = [(), ("analyze",), ("bench",), ("bench", "step"), ("bench", "ladder"), ("compare",), ("info",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_needs_no_torch_and_little_time(command):
+    """The bar is 0.5 s on an idle machine; against a bare interpreter's start the ratio holds on a busy one too."""
+    code = f"import sys; from trainstep.cli import main\ntry: main({[*command, '--help']!r})\nfinally: print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0
+    assert "usage: trainstep" in found.stdout
+    modules = set(found.stdout.splitlines()[-1].split())
+    assert not modules & {"torch", "triton", "pandas", "bokeh", "numpy"}
+
+
+def test_help_is_quick():
+    def seconds(*command):
+        samples = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run(command, capture_output=True, check=True)
+            samples.append(time.perf_counter() - start)
+        return statistics.median(samples)
+
+    ours = seconds(sys.executable, "-m", "trainstep.cli", "analyze", "--help")
+    torch = seconds(sys.executable, "-c", "import torch")
+    assert ours < 0.5 * torch
+
+
+def test_every_flag_of_a_step_is_documented_once():
+    docs = field_docs(StepConfig)
+    grid = grid_of(StepConfig)
+    assert set(docs) == set(grid.__dataclass_fields__) == set(StepConfig.__dataclass_fields__)
+    assert all(len(text) > 10 for text in docs.values())
+    text = " ".join(re.sub(r"[│╭╰─╮╯]", " ", trainstep("bench", "step", "--help").stdout).split())
+    for name, doc in docs.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert doc[:40] in text
+
+
+def test_analyze_end_to_end(tmp_path):
+    found = trainstep("analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out"))
+    assert found.returncode == 0, found.stderr
+    records = read_records(tmp_path / "out" / "results.jsonl")
+    assert [record.case["warmup"] for record in of_kind(records, "step")] == [0, 1, 2, 5]
+    rungs = of_kind(records, "rung")
+    assert [rung.case["rung"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
+    assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
+    losses = rungs[0].samples["training_loss"]
+    assert losses[-1] < losses[0], "it trains on real text, so the loss falls"
+    names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"results.jsonl", "report.html", "step.md", "rung.tex", "rung.typ", "ceiling.csv"} <= names
+    assert "dominates" in found.stdout
+    assert "num_layers=1" in records[0].case["workload"], "a changed size must not carry the size's name alone"
+
+
+def test_bench_step_with_commas_and_repeats(tmp_path):
+    config = tmp_path / "toy.toml"
+    config.write_text('[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n')
+    words = ["--size", str(config), "--precision", "fp32,tf32", "--context", "16,32", "--warmup", "0,1"]
+    found = trainstep("bench", "step", *words, "--device", "cpu", "--steps", "7", "--repeat", "2", "--batch", "2",
+                      "--out", str(tmp_path))  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    records = read_records(tmp_path / "results.jsonl")
+    assert len(records) == 2 * 2 * 2 * 2
+    assert {record.status for record in records if record.case["precision"] == "tf32"} == {"unsupported"}
+    assert {record.status for record in records if record.case["precision"] == "fp32"} == {"ok"}
+    assert {record.case["workload"] for record in records} == {"toy"}
+    assert "the interval should contain 1" in found.stdout
+
+
+def test_a_users_module_in_the_example(tmp_path):
+    found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
+                      "--out", str(tmp_path))  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    rungs = of_kind(read_records(tmp_path / "results.jsonl"), "rung")
+    assert {"baseline", "fused optimizer", "bf16 autocast"} <= {rung.case["rung"] for rung in rungs}
+    assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
+
+
+def test_compare_a_run_with_its_former(tmp_path):
+    words = ["bench", "ladder", *QUICK, "--steps", "7", "--out", str(tmp_path)]
+    assert main_code(words) == main_code(words) == 0
+    found = trainstep("compare", str(tmp_path / "results.previous.jsonl"), str(tmp_path / "results.jsonl"))
+    assert found.returncode == 0, found.stderr
+    assert "baseline" in found.stdout
+
+
+def main_code(words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    return stop.value.code
+
+
+def test_info_names_the_versions():
+    found = trainstep("info")
+    assert found.returncode == 0
+    assert re.search(r"^torch +\d", found.stdout, re.M)
+
+
+BAD = [
+    (["analyze", "--size", "huge"], "unknown size 'huge'; expected one of tiny"),
+    (["analyze", "--size", "tiny", "--num-heads", "7"], "does not divide into 7 heads"),
+    (["analyze", "--max-context", "64", "--device", "cpu"], "context 512 is longer than the model's max_context 64"),
+    (["analyze", "--data", "/absent.txt"], "no data at /absent.txt"),
+    (["analyze", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
+    (["analyze", "--workload", "nonsense"], "expected package.module:factory"),
+    (["analyze", "--workload", "examples.own_model:CausalLM"], "expected a trainstep.Workload"),
+    (["analyze", "--workload", "examples.own_model:workload", "--size", "small"], "leave out --size"),
+    (["analyze", "--workload", "examples.own_model:workload", "--batch", "9"], "fixes its own batch"),
+    (["analyze", "--device", "cuda:77"], "this machine has"),
+    (["analyze", "--device", "tpu"], "expected auto, cpu, cuda"),
+    (["analyze", "--precision", "tf32", "--device", "cpu", *QUICK], None),
+    (["analyze", "--out", "/proc/nope"], "choose another folder with --out"),
+    (["analyze", "--steps", "0"], "steps is 0"),
+    (["bench", "step", "--steps", "0"], "nothing to run"),
+    (["bench", "step", "--size", "tiny,huge"], "unknown size 'huge'"),
+    (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
+    (["compare", "README.md", "README.md"], "line 1: not JSON"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), [case for case in BAD if case[1]], ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_line_with_the_remedy(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    out = [] if words[0] == "compare" or "--out" in words else ["--out", str(tmp_path / "out")]
+    assert main_code([*words, *out]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert error.startswith("trainstep: ")
+
+
+def test_an_unsupported_precision_is_a_row_not_an_end(tmp_path):
+    assert main_code(["analyze", "--precision", "tf32", *QUICK, "--steps", "2", "--out", str(tmp_path)]) == 0
+    steps = of_kind(read_records(tmp_path / "results.jsonl"), "step")
+    assert {step.status for step in steps} == {"unsupported"}
+
+
+@pytest.mark.parametrize("words", [["bench", "step", "--precision", "fp8"], ["analyze", "--batch", "many"], ["fly"]])
+def test_flags_that_cannot_be_parsed(words):
+    assert main_code(words) == 2
+
+
+def test_debug_shows_the_traceback():
+    found = trainstep("analyze", "--size", "huge", "--debug")
+    assert found.returncode != 0
+    assert "Traceback" in found.stderr
+
+
+def test_too_little_data(tmp_path):
+    data = tmp_path / "short.txt"
+    data.write_text("short")
+    found = trainstep("bench", "step", "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert "the data has 5 tokens, but one sequence needs context + 1 = 513" in found.stderr
