@@ -254,7 +254,9 @@ def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Recor
         window = {name: samples[warmup : warmup + 10] for name, samples in run.items()}
         case = {**machine.case, "mode": "step", "warmup": warmup, "steps": 10, "repeat": 0}
         values = _values(machine, window, speed) | {"first_step_ms": first_ms}
-        records.append(Record("step", case, values, window | {"training_loss": losses}, environment=machine.environment))
+        records.append(
+            Record("step", case, values, window | {"training_loss": losses}, environment=machine.environment)
+        )
     return records
 
 
@@ -286,7 +288,7 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Record]:
         samples = _measured(machine, rung.speed, rung.n)
         first, before = first or samples["step"], kept or samples["step"]
         total, gain = ratio_of_medians(first, samples["step"]), ratio_of_medians(before, samples["step"])
-        called = verdict(gain, 0.01) if kept else "baseline"
+        called = verdict(gain) if kept else "baseline"
         keep = called in ("baseline", "faster")
         if keep:
             kept, settings = samples["step"], settings | dict(rung.change)
@@ -300,7 +302,9 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Record]:
         if not rung.measures_memory:
             values = {name: None if name.endswith("peak_gib") else value for name, value in values.items()}
         losses = _losses(machine, rung.n + 3, rung.loss_noise)
-        records.append(Record("rung", case, values, samples | {"training_loss": losses}, environment=machine.environment))
+        records.append(
+            Record("rung", case, values, samples | {"training_loss": losses}, environment=machine.environment)
+        )
     return records
 
 
