@@ -49,6 +49,7 @@ def test_phases_of_a_cpu_step_have_the_peaks_that_arithmetic_gives():
     assert peaks.by_phase["forward"] == resident + y_bytes
     assert peaks.by_phase["backward"] == resident + 2 * y_bytes + gradient_bytes
     assert peaks.peak == peaks.by_phase["backward"]
+    assert peaks.after == {"forward": resident + y_bytes, "backward": resident + y_bytes + gradient_bytes}
 
 
 def test_parameters_tied_are_counted_once():

@@ -94,6 +94,22 @@ def test_a_launch_bound_step_shows_in_the_wait():
     assert sample.wait_ms < 0.01 * sample.wall_ms
 
 
+def test_covering_work_hides_the_launches_and_is_not_counted():
+    def step(phase):
+        with phase("forward"):
+            for _ in range(10):
+                device.launch(ISSUE_MS / 100)
+
+    device = FakeDevice()
+    bare = time_steps(step, device=device, warmup=0, steps=1, clock=device.clock).first
+    covered = time_steps(
+        step, device=device, warmup=0, steps=1, clock=device.clock, cover=lambda: device.launch(50.0)
+    ).first
+    assert bare.device_ms > 9 * ISSUE_MS  # the device waited for the host between kernels
+    assert covered.device_ms == pytest.approx(ISSUE_MS / 10)
+    assert covered.laps["forward"].ms == pytest.approx(ISSUE_MS / 10)
+
+
 def test_as_many_steps_as_announced_and_warmup_kept_apart():
     device, calls = FakeDevice(), []
 

@@ -32,6 +32,8 @@ class MemoryPeaks:
     """The most during the step."""
     by_phase: dict[str, int]
     """The most during each phase."""
+    after: dict[str, int]
+    """At the end of each phase."""
 
 
 def step_memory(
@@ -49,21 +51,23 @@ def step_memory(
 
 def _cuda_memory(step: Callable[[PhaseContext], object], device: torch.device) -> MemoryPeaks:
     by_phase: dict[str, int] = {}
+    after: dict[str, int] = {}
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(device)
         yield
-        by_phase[name] = torch.cuda.max_memory_allocated(device)
+        by_phase[name], after[name] = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
 
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     step(phase)
-    return MemoryPeaks(before, max(by_phase.values()), by_phase)
+    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
 
 
 def _cpu_memory(step: Callable[[PhaseContext], object], resident: Iterable[Tensor]) -> MemoryPeaks:
     by_phase: dict[str, int] = {}
+    after: dict[str, int] = {}
     live = LiveStorages(resident)
     before = live.bytes
 
@@ -71,11 +75,11 @@ def _cpu_memory(step: Callable[[PhaseContext], object], resident: Iterable[Tenso
     def phase(name: str) -> Iterator[None]:
         live.peak = live.bytes
         yield
-        by_phase[name] = live.peak
+        by_phase[name], after[name] = live.peak, live.bytes
 
     with live:
         step(phase)
-    return MemoryPeaks(before, max(by_phase.values()), by_phase)
+    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
 
 
 class LiveStorages(TorchDispatchMode):
