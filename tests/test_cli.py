@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.cli import field_docs, grid_of, main
+from trainstep.cli import main
+from trainstep.commands.grids import field_docs, grid_of
 from trainstep.config import StepConfig
 from trainstep.report.records import of_kind, read_records
 
@@ -28,7 +29,8 @@ COMMANDS = [(), ("analyze",), ("bench",), ("bench", "step"), ("bench", "ladder")
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_needs_no_torch_and_little_time(command):
     """The bar is 0.5 s on an idle machine; against a bare interpreter's start the ratio holds on a busy one too."""
-    code = f"import sys; from trainstep.cli import main\ntry: main({[*command, '--help']!r})\nfinally: print(*sys.modules)"
+    words = [*command, "--help"]
+    code = f"import sys; from trainstep.cli import main\ntry: main({words!r})\nfinally: print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0
     assert "usage: trainstep" in found.stdout
@@ -79,7 +81,7 @@ def test_analyze_end_to_end(tmp_path):
 
 def test_bench_step_with_commas_and_repeats(tmp_path):
     config = tmp_path / "toy.toml"
-    config.write_text('[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n')
+    config.write_text("[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n")
     words = ["--size", str(config), "--precision", "fp32,tf32", "--context", "16,32", "--warmup", "0,1"]
     found = trainstep("bench", "step", *words, "--device", "cpu", "--steps", "7", "--repeat", "2", "--batch", "2",
                       "--out", str(tmp_path))  # fmt: skip
@@ -102,11 +104,11 @@ def test_a_users_module_in_the_example(tmp_path):
 
 
 def test_compare_a_run_with_its_former(tmp_path):
-    words = ["bench", "ladder", *QUICK, "--steps", "7", "--out", str(tmp_path)]
+    words = ["bench", "step", "--context", "16", "--device", "cpu", "--steps", "7", "--out", str(tmp_path)]
     assert main_code(words) == main_code(words) == 0
     found = trainstep("compare", str(tmp_path / "results.previous.jsonl"), str(tmp_path / "results.jsonl"))
     assert found.returncode == 0, found.stderr
-    assert "baseline" in found.stdout
+    assert re.search(r"step +tiny.*(faster|slower|inconclusive)", found.stdout)
 
 
 def main_code(words):
@@ -133,7 +135,6 @@ BAD = [
     (["analyze", "--workload", "examples.own_model:workload", "--batch", "9"], "fixes its own batch"),
     (["analyze", "--device", "cuda:77"], "this machine has"),
     (["analyze", "--device", "tpu"], "expected auto, cpu, cuda"),
-    (["analyze", "--precision", "tf32", "--device", "cpu", *QUICK], None),
     (["analyze", "--out", "/proc/nope"], "choose another folder with --out"),
     (["analyze", "--steps", "0"], "steps is 0"),
     (["bench", "step", "--steps", "0"], "nothing to run"),
@@ -143,7 +144,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), [case for case in BAD if case[1]], ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("words", "message"), BAD, ids=lambda value: str(value)[:60])
 def test_bad_input_is_one_line_with_the_remedy(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     out = [] if words[0] == "compare" or "--out" in words else ["--out", str(tmp_path / "out")]
@@ -152,12 +153,6 @@ def test_bad_input_is_one_line_with_the_remedy(words, message, tmp_path, monkeyp
     assert message in error
     assert error.count("\n") == 1
     assert error.startswith("trainstep: ")
-
-
-def test_an_unsupported_precision_is_a_row_not_an_end(tmp_path):
-    assert main_code(["analyze", "--precision", "tf32", *QUICK, "--steps", "2", "--out", str(tmp_path)]) == 0
-    steps = of_kind(read_records(tmp_path / "results.jsonl"), "step")
-    assert {step.status for step in steps} == {"unsupported"}
 
 
 @pytest.mark.parametrize("words", [["bench", "step", "--precision", "fp8"], ["analyze", "--batch", "many"], ["fly"]])

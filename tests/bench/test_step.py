@@ -1,5 +1,6 @@
 import functools
 import json
+from collections import deque
 
 import pytest
 import torch
@@ -115,8 +116,7 @@ def test_what_was_measured_is_on_disk_when_it_is_interrupted(tmp_path):
     sources = [SOURCE, failing_source("interrupted", KeyboardInterrupt())]
     writer = RecordWriter(tmp_path / "results.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        for record in run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,))):
-            writer.write(record)
+        deque(map(writer.write, run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,)))))
     (kept,) = read_records(tmp_path / "results.jsonl")
     assert kept.case["workload"] == "toy"
     assert json.loads((tmp_path / "results.jsonl").read_text())["values"]["step_ms"] > 0

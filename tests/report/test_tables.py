@@ -1,5 +1,6 @@
 import csv
 import io
+import itertools
 
 import pytest
 import typst
@@ -33,7 +34,7 @@ def test_markdown_parses_back_to_the_same_cells():
     tokens = MarkdownIt().enable("table").parse(to_markdown(TABLE))
     cells = [
         "".join(child.content for child in inline.children)
-        for opening, inline in zip(tokens, tokens[1:], strict=False)
+        for opening, inline in itertools.pairwise(tokens)
         if opening.type in ("td_open", "th_open")
     ]
     expected = [*TABLE.columns, *(cell for row in TABLE.rows for cell in row)]

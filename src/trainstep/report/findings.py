@@ -67,13 +67,14 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
         return [Finding("gain", "No change on the ladder made the step faster: the baseline is the best found.")]
     last = kept[-1].values
     names = _listed([str(row.case["rung"]) for row in kept[1:]])
+    verb = "make" if len(kept) > 2 else "makes"
     interval = ""
     if last.get("speedup_low") is not None:
         interval = f" (95 % interval {_number(last['speedup_low']):.2f}–{_number(last['speedup_high']):.2f})"
     return [
         Finding(
             "gain",
-            f"{names[0].upper()}{names[1:]} {'make' if len(kept) > 2 else 'makes'} the step {_number(last['speedup']):.2f}× faster{interval}: "
+            f"{names[0].upper()}{names[1:]} {verb} the step {_number(last['speedup']):.2f}× faster{interval}: "
             f"{_ms(kept[0].values['step_ms'])} → {_ms(last['step_ms'])}, with loss and gradients within the error "
             f"budget (off by {_number(last['gradient_error']):.1g} of {_number(last['error_budget']):.1g} allowed).",
         )

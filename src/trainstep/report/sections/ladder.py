@@ -104,10 +104,9 @@ def _verdict(row: Record) -> Cell:
     if row.values.get("kept"):
         words = "kept" if called == "faster" else "kept: no slower, and smaller"
         return Cell(words, called, "verdict", tone="good", is_text=True)
-    words = {"inconclusive": "no clear gain, not kept", "slower": "slower, not kept"}
-    return Cell(
-        words.get(called, called), called, "verdict", tone="bad" if called == "slower" else "quiet", is_text=True
-    )
+    if called == "slower":
+        return Cell("slower, not kept", called, "verdict", tone="bad", is_text=True)
+    return Cell("no clear gain, not kept", called, "verdict", tone="quiet", is_text=True)
 
 
 def _ladder_table(rungs: Sequence[Record]) -> Table:

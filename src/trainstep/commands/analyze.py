@@ -1,0 +1,26 @@
+"""`trainstep analyze`: the main job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainstep.commands.options import OneModel
+from trainstep.commands.output import run_and_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analyze(OneModel):
+    """Measure a training step, explain it, make it faster rung by rung, and write the report."""
+
+    out: Path = Path("results/analyze")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        """Measure, print and write."""
+        from trainstep.analysis import analysis_records
+
+        source = self.source()
+        return run_and_report(
+            analysis_records(source, self.step.checked(), steps=self.steps), self.out, f"analyze {source.name}"
+        )

@@ -1,0 +1,33 @@
+"""`trainstep compare`: two result files, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from trainstep.commands.options import Common
+from trainstep.commands.output import console_for_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Common):
+    """Compare two result files: a ratio with its interval per matching row, and a verdict where it is due."""
+
+    old: Positional[Path]
+    """results.jsonl of the run before."""
+    new: Positional[Path]
+    """results.jsonl of the run after."""
+    spread: float = 0.02
+    """Relative difference between runs of one program on one machine; every interval is widened by it."""
+
+    def run(self) -> int:
+        """Read, compare and print."""
+        from trainstep.report.compare import compare, comparison_table
+        from trainstep.report.records import read_records
+        from trainstep.report.tables import to_terminal
+
+        comparisons = compare(read_records(self.old), read_records(self.new), self.spread)
+        console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))
+        return 0

@@ -1,0 +1,88 @@
+"""What commands show and keep: progress, tables, findings, and the files of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.console
+
+    from trainstep.report.records import Record
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
+    """Write each record as it comes, with progress; then print the tables and findings and write the report."""
+    from trainstep.report.compare import comparison_table, repeatability
+    from trainstep.report.records import RecordWriter
+    from trainstep.report.report import Report
+    from trainstep.report.tables import make_tables, to_terminal
+
+    console = console_for_output()
+    writer = RecordWriter(out / "results.jsonl")
+    console.print(f"trainstep {title} → {out}", markup=False, highlight=False)
+    taken: list[Record] = []
+    code = 0
+    try:
+        for record in _with_progress(records, console, title, total):
+            writer.write(record)
+            taken.append(record)
+    except KeyboardInterrupt:
+        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.")
+        code = INTERRUPTED
+    finally:
+        writer.close()
+    report = Report(taken)
+    tables = make_tables(taken, brief=True)
+    if passes := repeatability(taken):
+        tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
+    for table in tables:
+        console.print(to_terminal(table))
+    for finding in report.findings:
+        console.print(f"• {finding.sentence}", markup=False, highlight=False)
+    if report.recommended_flags:
+        console.print(f"\nRecommended: {report.recommended_flags}", markup=False, highlight=False)
+    if taken:
+        report.write(out)
+        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/", markup=False, highlight=False)
+    return code
+
+
+def _with_progress(
+    records: Iterable[Record], console: rich.console.Console, title: str, total: int | None
+) -> Iterator[Record]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        for record in records:
+            what = " ".join(str(value) for value in record.case.values() if value is not None)
+            progress.update(task, advance=1, description=f"{title}: {what[:60]}")
+            yield record
+
+
+def console_for_output() -> rich.console.Console:
+    import rich.console
+
+    width = None if sys.stdout.isatty() else 160
+    return rich.console.Console(width=width)
