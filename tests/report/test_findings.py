@@ -14,7 +14,7 @@ def step(warmup=5, **changes):
         "step_ms": 100.0, "step_low_ms": 99.0, "step_high_ms": 101.0, "step_mean_ms": 100.0, "first_step_ms": 105.0,
         "forward_ms": 30.0, "loss_ms": 2.0, "backward_ms": 60.0, "optimizer_ms": 8.0,
         "peak_gib": 4.0, "at_rest_gib": 1.5, "forward_peak_gib": 3.0, "backward_peak_gib": 4.0,
-        "achieved_tflops": 30.0, "wait_ms": 80.0, "throttled_by": "nothing",
+        "achieved_tflops": 30.0, "forward_issue_ms": 10.0, "throttled_by": "nothing",
     }  # fmt: skip
     return Record("step", CASE | {"warmup": warmup}, values | changes)
 
@@ -62,9 +62,10 @@ def test_recommended_flags_are_those_that_changed():
     assert recommended_flags([rung("baseline", "baseline"), last]) == "--precision bf16 --compile blocks"
 
 
-@pytest.mark.parametrize(("wait", "remarked"), [(80.0, False), (1.0, True), (None, False)])
-def test_launch_bound_steps(wait, remarked):
-    assert ("launches set the pace" in said([step(wait_ms=wait)], "launches")) is remarked
+@pytest.mark.parametrize(("issue", "remarked"), [(10.0, False), (29.9, True), (None, False)])
+def test_launch_bound_steps(issue, remarked):
+    """Seen on an H200: 2.7B in fp32 issues its forward in a quarter of its time, small in bf16 in all of it."""
+    assert ("launches set the pace" in said([step(forward_issue_ms=issue)], "launches")) is remarked
 
 
 @pytest.mark.parametrize(("rate", "text"), [(60.0, "50% of what"), (12.0, "10% of what")])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from trainstep.report.records import Record, of_kind
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
-LAUNCH_BOUND_WAIT = 0.05
-"""A GPU step in which the host waits for less than this share is bound by the host's launches."""
+LAUNCH_BOUND_ISSUE = 0.95
+"""A GPU forward whose launches alone take more than this share of its time is bound by the host."""
 COLD_MEAN_EXCESS = 0.05
 """Leaving out warm-up is remarked on when it changes the mean by more than this share."""
 NOISY_INTERVAL = 0.10
@@ -128,17 +128,18 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
 
 
 def _launch_bound(records: Sequence[Record]) -> list[Finding]:
+    """Told by the forward phase, which starts with an empty queue; later ones start when the host is already ahead."""
     step = analysed_step(records)
-    if step is None or step.values.get("wait_ms") is None:
+    if step is None or step.values.get("forward_issue_ms") is None:
         return []
-    share = _number(step.values["wait_ms"]) / _number(step.values["step_ms"])
-    if share >= LAUNCH_BOUND_WAIT:
+    issue, forward = _number(step.values["forward_issue_ms"]), _number(step.values["forward_ms"])
+    if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
     return [
         Finding(
             "launches",
-            f"The host waits for the GPU during only {share:.0%} of the step: launches set the pace, not the GPU. "
-            "Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
+            f"The host needs {_ms(issue)} to launch the forward pass, which takes {_ms(forward)}: launches set the pace, "
+            "not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
         )
     ]
 

@@ -72,12 +72,14 @@ class RecordWriter:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they are written as null."""
+    """Six significant digits, more than any clock here has; NaN and infinity, which JSON lacks, as null."""
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def read_records(path: Path) -> list[Record]:
