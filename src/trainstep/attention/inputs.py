@@ -46,9 +46,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     Raises TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do not
     fit together.
     """
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    _require_tensors(q, k, v)
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise TypeError(f"q, k and v must share one floating-point dtype: got {describe(q, k, v)}")
     if not q.device == k.device == v.device:
@@ -90,9 +88,16 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
+    _require_tensors(q, k, v)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v
+
+
+def _require_tensors(*inputs: Tensor) -> None:
+    for name, t in zip("qkv", inputs, strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")

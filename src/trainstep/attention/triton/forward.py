@@ -9,13 +9,12 @@ Exponentials are base 2 with log2(e) folded into the scale, so that a score cost
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.schedule import four_dims, load_tile, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision, tile_for
+from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
 
 @triton.jit
@@ -58,22 +57,23 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys", "heads_per_section"])
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on,
-    n_tiles, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32, contiguous.
+    """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32.
 
-    all_heads = batch · heads; the grid is n_tiles · all_heads programs. scale_log2 = scale · log2(e), not negative.
+    all_heads = batch · heads; the grid is tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not
+    negative.
     """
-    tile, batch_head = tile_and_head(n_tiles, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    tile, batch_head = tile_and_head(tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     kv_head = head // group
@@ -117,29 +117,17 @@ def forward_kernel(
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """Checked inputs, scale ≥ 0 → o in q's shape, dtype and memory order, and lse (q.shape[:-1], float32).
-
-    tile: the configuration to run, from the table in `tuning` where None.
-    """
-    shape = q.shape
-    q, k, v = four_dims(q), four_dims(k), four_dims(v)
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
+) -> None:
+    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
     batch, heads, n_queries, head_dim = q.shape
-    n_keys = k.shape[2]
-    if tile is None:
-        tile = tile_for("forward", q.device, q.dtype, head_dim, is_causal)
-    o = torch.empty_like(q)
-    lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    n_tiles = triton.cdiv(n_queries, tile.queries)
-    forward_kernel[(n_tiles * batch * heads,)](
+    kv_heads, n_keys = k.shape[1:3]
+    tiles_per_head = triton.cdiv(n_queries, tile.queries)
+    forward_kernel[(tiles_per_head * batch * heads,)](
         q, k, v, o, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-        n_tiles, batch * heads, heads, heads // k.shape[1], n_queries, n_keys,
-        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
-        scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim),
-        BLOCK_Q=tile.queries, BLOCK_K=tile.keys, PRECISION=multiply_precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
+        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()), scale * math.log2(math.e),
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
+        PRECISION=multiply_precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return o.reshape(shape), lse.reshape(shape[:-1])

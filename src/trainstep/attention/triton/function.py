@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.inputs import Sizes, as_autocast, check_inputs, describe, resolve_scale
-from trainstep.attention.triton.backward import launch_backward
-from trainstep.attention.triton.forward import launch_forward
+from trainstep.attention.triton.dispatch import launch_backward, launch_forward
+from trainstep.attention.triton.schedule import four_dims
 from trainstep.errors import UsageError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,11 +19,13 @@ HEAD_DIMS = range(8, 257)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback. Shapes as `trainstep.attention.attention`.
+    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback; shapes as `trainstep.attention.attention`.
 
-    float32, float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; head_dim from 8 to 256; any lengths
-    and strides. A last dimension that is not contiguous, and leading dimensions beyond (batch, heads) that do not merge,
-    are copied first. float32 is multiplied as `torch.set_float32_matmul_precision` says. The backward is deterministic.
+    float32, float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; head_dim from 8 to 256; any
+    lengths and strides. Copied first are a last dimension that is not contiguous, leading dimensions beyond (batch,
+    heads) that do not merge and, for the kernels that Hopper runs on 16-bit inputs, rows that are not 16-byte aligned
+    or that share memory (expanded tensors). float32 is multiplied as `torch.set_float32_matmul_precision` says.
+    Forward and backward are deterministic: the same inputs give the same bits.
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
@@ -92,14 +94,15 @@ def backward_op(
 
 @forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(four_dims(q)).reshape(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @backward_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (torch.empty_like(four_dims(t)).reshape(t.shape) for t in (q, k, v))
+    return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -12,19 +12,25 @@ from torch import Tensor
 # first, so that the last programs to start are the short ones.
 _L2_SHARE = 0.5
 
+# Arguments that change from call to call: compiled once for all their values. Strides are not among them: their
+# alignment decides how wide the loads can be.
+SIZES = [
+    "tiles_per_head", "all_heads", "heads", "all_kv_heads", "kv_heads", "n_queries", "n_keys", "heads_per_section",
+]  # fmt: skip
+
 
 @triton.jit
-def tile_and_head(n_tiles, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
+def tile_and_head(tiles_per_head, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
     """Map the program id to (tile, head): sections of heads in turn; within one, tile by tile over all its heads."""
     program = tl.program_id(0)
-    section = program // (heads_per_section * n_tiles)
+    section = program // (heads_per_section * tiles_per_head)
     first_head = section * heads_per_section
     section_heads = tl.minimum(heads_per_section, n_heads - first_head)
-    within = program - first_head * n_tiles
+    within = program - first_head * tiles_per_head
     tile = within // section_heads
     head = first_head + within % section_heads
     if LONGEST_LAST:
-        tile = n_tiles - 1 - tile
+        tile = tiles_per_head - 1 - tile
     return tile, head
 
 

@@ -12,7 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainstep.attention.triton.backward import dkdv_kernel, dq_kernel
+from trainstep.attention.triton.dkdv import dkdv_kernel
+from trainstep.attention.triton.dq import dq_kernel
 from trainstep.attention.triton.forward import forward_kernel
 from trainstep.attention.triton.tuning import Tile, block_of
 
@@ -29,7 +30,13 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: str, tile: Tile, capability: int, dtype: torch.dtype, head_dim: int, is_causal: bool, precision: str = "tf32"
+    kernel: str,
+    tile: Tile,
+    capability: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    is_causal: bool,
+    precision: str = "tf32",
 ) -> Compiled:
     """Compile one of KERNELS for sm_`capability`, with the argument alignment that ordinary tensors have."""
     fn = KERNELS[kernel]

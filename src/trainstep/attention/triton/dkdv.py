@@ -1,0 +1,145 @@
+"""dK and dV: the key-owned half of FlashAttention-2's backward (Dao 2023, algorithm 2), one program per key tile.
+
+A program walks over the queries of every head of its group. It works on transposed scores, Sᵀ = K Qᵀ, so that P and
+dS leave the matrix unit in the layout in which dV and dK need them. Tiles that the diagonal or the end of the queries
+cuts are masked; the others, most of them, are not.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, k, v,
+    q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
+    first, last, keys, n_queries, scale_log2,
+    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add dSᵀ Q to dk and Pᵀ dO to dv over the queries first, first + BLOCK_Q, … < last of one head.
+
+    q_ptr … delta_ptr point at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
+    """
+    rows = tl.arange(0, BLOCK_Q)
+    dims = tl.arange(0, BLOCK_D)
+    q_offsets = rows[:, None] * stride_qn + dims[None, :]
+    do_offsets = rows[:, None] * stride_don + dims[None, :]
+    for start in tl.range(first, last, BLOCK_Q):
+        start_long = tl.cast(start, tl.int64)
+        row_mask = rows < n_queries - start
+        mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & row_mask[:, None]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        q = load_tile(q_ptr + start_long * stride_qn + q_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
+        do = load_tile(do_ptr + start_long * stride_don + do_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
+        if MASKED:  # exp2(0 - inf) = 0: rows past the end add nothing
+            lse = tl.load(lse_ptr + start + rows, mask=row_mask, other=float("inf"))
+        else:
+            lse = tl.load(lse_ptr + start + rows)
+        delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
+        scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
+        if MASKED and IS_CAUSAL:
+            scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
+        p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        ds_t = p_t * (dp_t - delta[None, :])
+        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_don,
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dvb, stride_dvh, stride_dvn,
+    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
+    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one key tile, summed over the `group` query heads that read it."""
+    tile, batch_head = tile_and_head(tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
+    batch = (batch_head // kv_heads).to(tl.int64)
+    kv_head = (batch_head % kv_heads).to(tl.int64)
+    first_key = tile * BLOCK_K
+    first_key_long = first_key.to(tl.int64)
+
+    keys = tl.arange(0, BLOCK_K)
+    dims = tl.arange(0, BLOCK_D)
+    tile_mask = (first_key + keys < n_keys)[:, None] & (dims < HEAD_DIM)[None, :]
+    k_ptr += batch * stride_kb + kv_head * stride_kh + first_key_long * stride_kn
+    v_ptr += batch * stride_vb + kv_head * stride_vh + first_key_long * stride_vn
+    k = tl.load(k_ptr + keys[:, None] * stride_kn + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_K, BLOCK_D]
+    v = tl.load(v_ptr + keys[:, None] * stride_vn + dims[None, :], mask=tile_mask, other=0.0)
+
+    # Queries below `first` see none of these keys; from `clear` on they see all of them; the last tile may be partial.
+    # Keys past n_keys get gradients too, from their zero rows, which are not stored.
+    first = 0
+    clear = 0
+    whole = n_queries // BLOCK_Q * BLOCK_Q
+    if IS_CAUSAL:
+        first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, n_queries)
+        clear = tl.minimum(tl.cdiv(first_key + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q, n_queries)
+        whole = tl.maximum(whole, clear)
+
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for member in tl.range(0, group, num_stages=1):
+        head = kv_head * group + member
+        head_q_ptr = q_ptr + batch * stride_qb + head * stride_qh
+        head_do_ptr = do_ptr + batch * stride_dob + head * stride_doh
+        row_offset = (batch * kv_heads * group + head) * n_queries
+        if IS_CAUSAL:
+            dk, dv = _walk_queries(
+                dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
+                stride_qn, stride_don, first, clear, first_key + keys, n_queries, scale_log2,
+                True, True, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            )  # fmt: skip
+        dk, dv = _walk_queries(
+            dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
+            stride_qn, stride_don, clear, whole, first_key + keys, n_queries, scale_log2,
+            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+        )  # fmt: skip
+        dk, dv = _walk_queries(
+            dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
+            stride_qn, stride_don, whole, n_queries, first_key + keys, n_queries, scale_log2,
+            True, False, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+        )  # fmt: skip
+
+    dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn
+    dv_ptr += batch * stride_dvb + kv_head * stride_dvh + first_key_long * stride_dvn
+    dk = (dk * scale).to(dk_ptr.dtype.element_ty)
+    tl.store(dk_ptr + keys[:, None] * stride_dkn + dims[None, :], dk, mask=tile_mask)
+    tl.store(dv_ptr + keys[:, None] * stride_dvn + dims[None, :], dv.to(dv_ptr.dtype.element_ty), mask=tile_mask)
+
+
+def launch_dkdv(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool,
+    scale: float, tile: Tile,
+) -> None:  # fmt: skip
+    """Fill dk and dv (like k and v) from the same tensors and the delta that `launch_dq` returned."""
+    batch, heads, n_queries, head_dim = q.shape
+    kv_heads, n_keys = k.shape[1:3]
+    group = heads // kv_heads
+    tiles_per_head = triton.cdiv(n_keys, tile.keys)
+    dkdv_kernel[(tiles_per_head * batch * kv_heads,)](
+        q, k, v, do, lse, delta, dk, dv,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        tiles_per_head, batch * kv_heads, kv_heads, group, n_queries, n_keys,
+        section_heads(q.device, batch * kv_heads, 2 * n_queries * group * head_dim * q.element_size()),
+        scale, scale * math.log2(math.e),
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
+        PRECISION=multiply_precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Measure tile configurations on this GPU and write the table that `tuning` looks them up in.
+
+`tune` is for whoever has a GPU that the table does not know, or a new Triton: it times every candidate of every kernel
+on inputs large enough to fill the GPU and keeps the fastest.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.testing
+from torch import Tensor
+
+from trainstep.attention.triton import dkdv, dq, forward, tables
+from trainstep.attention.triton.dispatch import runs_hopper_kernels
+from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of, multiply_precision
+from trainstep.errors import UsageError
+
+KERNELS = ("forward", "dq", "dkdv")
+HEAD_DIMS = (16, 32, 64, 128, 256)
+TABLES = Path(tables.__file__)
+
+AnyTile = Tile | HopperTile
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One candidate on one case: its median time, or why it has none."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    is_causal: bool
+    tile: AnyTile
+    time_ms: float | None
+    error: str = ""
+
+
+def tune(
+    *,
+    head_dims: Iterable[int] = HEAD_DIMS,
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float32),
+    kernels: Iterable[str] = KERNELS,
+    seq: int = 8192,
+    rep_ms: int = 60,
+    progress: Callable[[Measurement], None] = lambda _: None,
+    write: Path | None = TABLES,
+) -> list[Measurement]:
+    """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length `seq`; return all measurements.
+
+    float32 is tuned as `torch.get_float32_matmul_precision` says now. `progress` is called after each measurement. The
+    fastest tile of each case replaces its row in `write` (not written where None). Raises UsageError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("tuning measures on a GPU, and torch finds none")
+    results: list[Measurement] = []
+    for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
+        case = _Case.make(head_dim, dtype, is_causal, seq)
+        for kernel in kernels:
+            for tile in candidates(kernel, case.hopper, dtype):
+                results.append(case.measure(kernel, tile, rep_ms))
+                progress(results[-1])
+    if write is not None:
+        portable, hopper = _updated(results)
+        write_tables(portable, hopper, write)
+    return results
+
+
+def candidates(kernel: str, hopper: bool, dtype: torch.dtype) -> Iterator[AnyTile]:
+    """The configurations worth timing; those that do not fit the GPU fail when measured and drop out."""
+    if hopper:
+        blocks = {"forward": (64, 128), "dq": (32, 64, 128), "dkdv": (32, 64)}[kernel]
+        first_stages = 3 if kernel == "dq" else 2  # dq frees a slot only after it has seen the next but one filled
+        for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
+            yield HopperTile(consumers, block, stages, own)
+        return
+    sides = (16, 32, 64) if dtype == torch.float32 else (32, 64, 128)
+    for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
+        yield Tile(queries, keys, warps, stages)
+
+
+def write_tables(portable: dict[str, Any], hopper: dict[Any, Any], path: Path) -> None:
+    """Write the two tables as the Python module that `tuning` imports."""
+    lines = [
+        '"""Tile configurations, written by `trainstep.attention.triton.tune`: do not edit by hand.',
+        "",
+        "PORTABLE: architecture → (kernel, precision, head_dim block, causal) → (queries, keys, warps, stages).",
+        "HOPPER: (kernel, head_dim block, causal) → (consumers, block, stages, own rows in registers).",
+        '"""',
+        "",
+        "PORTABLE: dict[str, dict[tuple[str, str, int, bool], tuple[int, int, int, int]]] = {",
+    ]
+    for arch, rows in portable.items():
+        lines.append(f'    "{arch}": {{')
+        lines += [f'        ("{k}", "{p}", {d}, {c}): {tile},' for (k, p, d, c), tile in rows.items()]
+        lines.append("    },")
+    lines += ["}", "", "HOPPER: dict[tuple[str, int, bool], tuple[int, int, int, bool]] = {"]
+    lines += [f'    ("{k}", {d}, {c}): {tile},' for (k, d, c), tile in hopper.items()]
+    lines.append("}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Inputs of one head_dim, dtype and masking, with what each kernel needs from the one before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    is_causal: bool
+    hopper: bool
+
+    @classmethod
+    def make(cls, head_dim: int, dtype: torch.dtype, is_causal: bool, seq: int) -> "_Case":
+        shape = (1, max(1, 2048 // head_dim), seq, head_dim)
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+        return cls(q, k, v, do, is_causal, runs_hopper_kernels(q))
+
+    def measure(self, kernel: str, tile: AnyTile, rep_ms: int) -> Measurement:
+        about = (kernel, str(self.q.dtype).removeprefix("torch."), self.q.shape[-1], self.is_causal, tile)
+        try:
+            time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=rep_ms, return_mode="median")
+        except Exception as error:
+            return Measurement(*about, None, f"{type(error).__name__}: {str(error)[:200]}")
+        return Measurement(*about, time)
+
+    def call(self, kernel: str, tile: AnyTile) -> Callable[[], object]:
+        """A function without arguments that runs `kernel` once with `tile`."""
+        q, k, v, do, is_causal = self.q, self.k, self.v, self.do, self.is_causal
+        out, scale = torch.empty_like(q), q.shape[-1] ** -0.5
+        # Any plausible values time alike: a log-sum-exp near log(seq), and delta 0.
+        lse, delta = torch.full(q.shape[:-1], 9.0, device=q.device), torch.zeros(q.shape[:-1], device=q.device)
+        if isinstance(tile, Tile):
+            return {
+                "forward": lambda: forward.launch_forward(q, k, v, out, lse, is_causal, scale, tile),
+                "dq": lambda: dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
+                "dkdv": lambda: dkdv.launch_dkdv(q, k, v, lse, delta, do, out, out, is_causal, scale, tile),
+            }[kernel]
+        from trainstep.attention.triton.hopper import dkdv as hopper_dkdv
+        from trainstep.attention.triton.hopper import dq as hopper_dq
+        from trainstep.attention.triton.hopper import forward as hopper_forward
+
+        stat = torch.stack([-lse / scale, delta]).flatten(1, 2)
+        return {
+            "forward": lambda: hopper_forward.launch_forward(q, k, v, out, lse, is_causal, scale, tile),
+            "dq": lambda: hopper_dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
+            "dkdv": lambda: hopper_dkdv.launch_dkdv(q, k, v, stat, do, out, out, is_causal, scale, tile),
+        }[kernel]
+
+
+def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """The tables as they are, with the fastest measured tile of each case put in."""
+    portable = {arch: dict(rows) for arch, rows in tables.PORTABLE.items()}
+    hopper: dict[Any, Any] = dict(tables.HOPPER)
+    arch = architecture(torch.cuda.get_device_capability())
+    timed = [result for result in results if result.time_ms is not None]
+    for best in sorted(timed, key=lambda result: -(result.time_ms or 0.0)):  # the fastest of a case is written last
+        if isinstance(best.tile, HopperTile):
+            hopper[best.kernel, max(64, block_of(best.head_dim)), best.is_causal] = astuple(best.tile)
+        else:
+            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32)
+            portable[arch][best.kernel, precision, block_of(best.head_dim), best.is_causal] = astuple(best.tile)
+    return portable, hopper

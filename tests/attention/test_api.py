@@ -1,0 +1,92 @@
+"""`attention`: what it accepts, what it refuses, and that it runs what it was told to."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trainstep.attention
+from trainstep.attention import IMPLEMENTATIONS, attention
+from trainstep.attention.choice import choose
+from trainstep.errors import UsageError
+
+Q = torch.zeros(2, 4, 6, 16)
+BAD = {
+    "q is no tensor": (TypeError, [[1.0]], Q, Q),
+    "integers": (TypeError, Q.int(), Q.int(), Q.int()),
+    "two dtypes": (TypeError, Q, Q.double(), Q),
+    "two devices": (UsageError, Q, Q.to("meta"), Q),
+    "one dimension": (UsageError, Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]),
+    "different numbers of dimensions": (UsageError, Q, Q[0], Q[0]),
+    "k and v differ": (UsageError, Q, Q, Q[:, :, :5]),
+    "head_dim differs": (UsageError, Q, Q[..., :8], Q[..., :8]),
+    "batch differs": (UsageError, Q, Q[:1], Q[:1]),
+    "heads do not divide": (UsageError, Q, Q[:, :3], Q[:, :3]),
+    "batches of 3-D tensors are not shared": (UsageError, Q[0], Q[0, :2], Q[0, :2]),
+    "no queries": (UsageError, Q[:, :, :0], Q, Q),
+    "no keys": (UsageError, Q, Q[:, :, :0], Q[:, :, :0]),
+    "no batch": (UsageError, Q[:0], Q[:0], Q[:0]),
+}
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "sdpa", "flash-reference", "flash-triton"])
+@pytest.mark.parametrize("what", BAD)
+def test_bad_inputs(what: str, impl: str) -> None:
+    error, q, k, v = BAD[what]
+    with pytest.raises(error, match="got"):
+        attention(q, k, v, impl=impl)  # type: ignore[arg-type]
+
+
+def test_the_message_shows_what_came() -> None:
+    with pytest.raises(UsageError, match=r"q \(2, 4, 6, 16\) float32 on cpu, k \(2, 4, 6, 8\) float32 on cpu"):
+        attention(Q, Q[..., :8], Q[..., :8])
+
+
+def test_unknown_implementation() -> None:
+    with pytest.raises(UsageError, match="expected one of eager, eager-compiled"):
+        attention(Q, Q, Q, impl="fast")
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scale_must_be_finite(scale: float) -> None:
+    with pytest.raises(UsageError, match="finite"):
+        attention(Q, Q, Q, scale=scale)
+
+
+def test_triton_is_refused_on_the_cpu() -> None:
+    with pytest.raises(UsageError, match="run on NVIDIA GPUs"):
+        attention(Q, Q, Q, impl="flash-triton")
+
+
+def test_auto_says_what_it_runs() -> None:
+    assert choose(Q, Q, Q, is_causal=True) == "sdpa"
+    torch.testing.assert_close(attention(Q, Q, Q), attention(Q, Q, Q, impl="sdpa"))
+
+
+@pytest.mark.parametrize("impl", ["eager", "sdpa", "flash-reference"])
+def test_autocast_casts_as_sdpa_does(impl: str) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, q.bfloat16(), q, impl=impl).dtype == torch.bfloat16
+        assert attention(q.double(), q.double(), q.double(), impl="eager").dtype == torch.float64
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    for name in trainstep.attention.__all__:
+        assert name in dir(trainstep.attention)
+        assert getattr(trainstep.attention, name) is not None
+    assert set(IMPLEMENTATIONS) >= {"eager", "flash-reference", "flash-triton", "sdpa", "flex", "auto"}
+    with pytest.raises(AttributeError, match="flash_attention_4"):
+        _ = trainstep.attention.flash_attention_4
+
+
+def test_triton_is_not_imported_until_it_is_used() -> None:
+    code = (
+        "import sys, torch; before = 'triton' in sys.modules\n"
+        "from trainstep.attention import attention, FlashAttentionReference\n"
+        "q = torch.zeros(4, 8); attention(q, q, q, impl='eager'); attention(q, q, q)\n"
+        "assert before or 'triton' not in sys.modules\n"
+        "assert 'trainstep.attention.triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,45 @@
+"""What PyTorch ships, through our names: the same numbers, and no silent substitute."""
+
+import pytest
+import torch
+
+from tests.attention.budget import Case, assert_within_budget, value_and_gradients
+from trainstep.attention import attention
+from trainstep.errors import UsageError
+
+ON_CPU = ["sdpa", "sdpa-flash", "sdpa-math", "eager-compiled"]
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("case", [Case(40, 40, 16), Case(30, 50, 16, heads=4, kv_heads=2)], ids=str)
+def test_output_and_gradients(impl: str, case: Case, is_causal: bool) -> None:
+    q, k, v, do = case.inputs(torch.float32)
+    actual = value_and_gradients(lambda *t: attention(*t, is_causal=is_causal, impl=impl), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, is_causal, case.head_dim**-0.5)
+
+
+def test_flex_without_gradients() -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    o = attention(q, k, v, is_causal=True, impl="flex")
+    assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
+
+
+def test_flex_has_no_backward_on_the_cpu() -> None:
+    q, k, v, _ = Case(40, 40, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match="no backward on the CPU"):
+        attention(q.requires_grad_(), k, v, impl="flex")
+
+
+@pytest.mark.parametrize("impl", ["sdpa-cudnn", "sdpa-efficient"])
+def test_a_backend_that_cannot_run_is_not_replaced(impl: str) -> None:
+    q, k, v, _ = Case(8, 8, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match=impl):
+        attention(q, k, v, impl=impl)
+
+
+def test_more_shapes_than_torch_compile_keeps_by_default_stay_compiled() -> None:
+    for n in range(1, 12):
+        q, k, v, do = Case(n, n, 8).inputs(torch.float32)
+        o = attention(q, k, v, impl="eager-compiled")  # fullgraph: beyond the limit this would raise
+        assert_within_budget({"o": o}, q, k, v, do, False, 8**-0.5)

@@ -1,0 +1,17 @@
+"""Run the kernels' arithmetic here, without a GPU: `interpreted` in its own process, with Triton's interpreter on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    file = Path(__file__).with_name("interpreted.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
