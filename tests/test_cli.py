@@ -23,7 +23,7 @@ def trainstep(*words, cwd=REPOSITORY):
     return subprocess.run([sys.executable, "-m", "trainstep.cli", *words], capture_output=True, text=True, cwd=cwd)
 
 
-COMMANDS = [(), ("analyze",), ("bench",), ("bench", "step"), ("bench", "ladder"), ("compare",), ("info",)]
+COMMANDS = [(), ("analyze",), ("bench",), ("bench", "step"), ("bench", "ladder"), ("compare",), ("dtypes",), ("info",)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -19,6 +19,7 @@ from tyro.conf import OmitArgPrefixes, subcommand
 from trainstep.commands.analyze import Analyze
 from trainstep.commands.bench import BenchLadder, BenchStep
 from trainstep.commands.compare import Compare
+from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
 from trainstep.commands.options import ModelFlags, StepFlags, preset
 from trainstep.errors import UsageError
@@ -51,6 +52,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     commands: Any = Union[  # noqa: UP007
         Annotated[Analyze, subcommand("analyze", default=Analyze(**one_model))],
         Annotated[bench, subcommand("bench")],
+        Annotated[Dtypes, subcommand("dtypes")],
         Annotated[Compare, subcommand("compare")],
         Annotated[Info, subcommand("info")],
     ]

@@ -182,6 +182,26 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("GB/s, read + written", "gb_s"),
         ),
     ),
+    "dtype": (
+        "The dtype of everything in a training step; alike modules as one row",
+        (
+            *_SETTINGS,
+            case_column("module", "module"),
+            value_column("class", "class"),
+            value_column("modules", "modules"),
+            *(value_column(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+            _OUTCOME,
+        ),
+    ),
+    "accumulation": (
+        "0.01 added a thousand times",
+        (
+            case_column("accumulator", "accumulator"),
+            case_column("addend", "addend"),
+            Column("sum", lambda row: f"{row.values['total']:.4f}"),
+            value_column("why", "why"),
+        ),
+    ),
 }
 """For every kind of record: its table's caption and columns."""
 

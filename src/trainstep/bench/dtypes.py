@@ -1,0 +1,93 @@
+"""`trainstep dtypes`: the dtypes of a training step, precision by precision, as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.step import case_columns
+from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
+from trainstep.measure.environment import describe
+from trainstep.report.records import Record, Scalar
+from trainstep.training_step import TrainingStep
+from trainstep.workload import WorkloadSource, resolve_device
+
+RESULT, LOSS = "(forward's result)", "(loss)"
+"""Names of the two rows that belong to no module."""
+
+
+def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
+    """Build the workload, run one forward and backward pass of it, and say which dtypes were seen.
+
+    Raises:
+        UnsupportedError: the precision is not this device's, or compilation is asked for: compiled code keeps the
+            dtypes that eager code shows, but has no modules left to show them.
+    """
+    if config.compile != "off":
+        raise UnsupportedError(f"compile={config.compile} leaves no modules to watch; use --compile off")
+    workload = source.build(config)
+    watch = DtypeWatch(workload.module)
+    watched = dataclasses.replace(
+        workload, forward=watch.result_of(workload.forward), loss=watch.loss_of(workload.loss)
+    )
+    step = TrainingStep(watched, config)
+    with watch:
+        step.gradients(step.next_batch())
+    return watch.found()
+
+
+def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[Record]:
+    """One row for every module, or group of alike modules, under every configuration; then the result and the loss."""
+    for config in configs:
+        case, environment = case_columns(source, config), describe(resolve_device(config.device))
+        found = attempt(partial(observe_dtypes, source, config))
+        if isinstance(found, Failure):
+            yield Record("dtype", case | {"module": "all"}, {}, {}, found.status, found.reason, environment)
+            continue
+        for module, count in alike(found.modules):
+            yield Record("dtype", case | {"module": module.name or "(root)"}, _values(module, count), {}, "ok", "",
+                         environment)  # fmt: skip
+        for name, dtypes in ((RESULT, found.result), (LOSS, found.loss)):
+            yield Record("dtype", case | {"module": name}, {"outputs": _text(dtypes)}, environment=environment)
+
+
+def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
+    """Modules whose names differ in numbers only and whose dtypes are the same, as one, with their count.
+
+    `blocks.0.norm` and `blocks.1.norm` become `blocks.*.norm`, ×2; a single module keeps its name.
+    """
+    groups: dict[ModuleDtypes, list[ModuleDtypes]] = {}
+    for module in modules:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name)
+        groups.setdefault(dataclasses.replace(module, name=pattern), []).append(module)
+    return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
+
+
+def _values(module: ModuleDtypes, count: int) -> dict[str, Scalar]:
+    return {
+        "class": module.kind,
+        "modules": count,
+        "parameters": _text(module.parameters),
+        "inputs": _text(module.inputs),
+        "outputs": _text(module.outputs),
+        "gradients": _text(module.gradients),
+    }
+
+
+def _text(dtypes: Sequence[str]) -> str | None:
+    return ", ".join(dtypes) or None
+
+
+def accumulation_records() -> Iterator[Record]:
+    """0.01 added a thousand times: one row for each mixture of dtypes, computed here and now on the CPU."""
+    environment = describe(torch.device("cpu"))
+    for each in accumulate():
+        case: dict[str, Scalar] = {"accumulator": each.accumulator, "addend": each.addend}
+        yield Record("accumulation", case, {"total": each.total, "why": each.why}, environment=environment)
