@@ -1,5 +1,7 @@
 """The dtypes of a toy whose answers are known: fc – relu – layer norm – fc."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,12 @@ def test_nested_inputs_and_keywords_are_seen():
     (root,) = watch.found().modules
     assert root.inputs == ("fp32", "fp64", "bool")
     assert root.outputs == ("fp32", "fp64")
+
+
+def test_results_that_are_objects_are_looked_into():
+    watch = DtypeWatch(nn.Identity())
+    watch.result_of(lambda: SimpleNamespace(loss=torch.ones(()), logits=torch.ones(1, dtype=torch.bfloat16), n=3))()
+    assert watch.found().result == ("fp32", "bf16")
 
 
 def test_a_hundredth_added_a_thousand_times():

@@ -123,8 +123,14 @@ def _noting(function: Callable[..., Any], seen: dict[str, None]) -> Callable[...
 
 
 def _dtypes(value: Any) -> dict[str, None]:
-    """The different dtypes of the tensors anywhere in `value`, in order."""
-    return {short_name(leaf.dtype): None for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+    """The different dtypes of the tensors anywhere in `value`, in order; also in the fields of a result object."""
+    found: dict[str, None] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found[short_name(leaf.dtype)] = None
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+            found |= {short_name(each.dtype): None for each in vars(leaf).values() if isinstance(each, Tensor)}
+    return found
 
 
 @dataclass(frozen=True)
