@@ -219,6 +219,61 @@ def test_tensors_anywhere_in_a_batch_are_mapped():
     assert mapped == {"a": 2 * one, "b": [2 * one, (2 * one, "text")], "c": 3}
 
 
+USER_MODEL = """
+import functools, torch
+from torch import nn
+import torch.nn.functional as F
+from trainstep import Workload
+
+class Model(nn.Module):
+    def __init__(self, mask=False, attend=True):
+        super().__init__()
+        self.inner, self.mask, self.attend = nn.Linear(8, 8), mask, attend
+    def forward(self, x):
+        q = self.inner(x)
+        if not self.attend:
+            return q
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4).bool() if self.mask else None)
+
+def make(**options):
+    return Workload(Model(**options), [torch.randn(2, 3, 4, 8)], lambda out, batch: out.square().mean(),
+                    functools.partial(torch.optim.SGD, lr=0.1), forward=lambda module, batch: module(batch))
+
+def masked(): return make(mask=True)
+def without(): return make(attend=False)
+"""
+
+
+def test_a_users_attention_is_replaced_and_put_back(tmp_path, monkeypatch):
+    write_module(tmp_path, monkeypatch, "user_attention", USER_MODEL)
+    original = nn.functional.scaled_dot_product_attention
+    losses = []
+    for impl in ("eager", "flash-reference"):
+        step = build_step(factory_source("user_attention:make"), StepConfig(device="cpu", attention=impl))
+        losses.append(float(step(step.next_batch())))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert nn.functional.scaled_dot_product_attention is original
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"), [("masked", "with a mask"), ("without", "never calls torch.nn.functional")]
+)
+def test_attention_that_cannot_be_replaced_is_not_pretended(tmp_path, monkeypatch, factory, message):
+    write_module(tmp_path, monkeypatch, "user_attention", USER_MODEL)
+    step = build_step(
+        factory_source(f"user_attention:{factory}"), StepConfig(device="cpu", attention="flash-reference")
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        step(step.next_batch())
+
+
+def test_the_replacement_really_runs(tmp_path, monkeypatch):
+    write_module(tmp_path, monkeypatch, "user_attention", USER_MODEL)
+    step = build_step(factory_source("user_attention:make"), StepConfig(device="cpu", attention="flash-triton"))
+    with pytest.raises(UsageError, match="the Triton kernels run on NVIDIA GPUs"):
+        step(step.next_batch())
+
+
 def test_chunked_loss_trains_the_same():
     source = builtin_source("tiny", SIZES["tiny"])
     losses = {}

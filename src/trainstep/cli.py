@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, subcommand
 
 from trainstep.commands.analyze import Analyze
-from trainstep.commands.bench import BenchLadder, BenchStep
+from trainstep.commands.bench import BenchAttention, BenchLadder, BenchStep, attention_defaults
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
@@ -33,19 +33,20 @@ class _Choice:
 
     size: str | None = None
     config: Path | None = None
-    help: bool = False
+    grid: str | None = None
 
 
 def _parse(arguments: Sequence[str]) -> Any:
     """The command that the arguments name, as one of the dataclasses above."""
     one_model: dict[str, Any] = {}
+    choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
     if set(arguments[:2]) & {"analyze", "ladder"} and not {"-h", "--help"} & set(arguments):
-        choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
+        Annotated[BenchAttention, subcommand("attention", default=attention_defaults(choice.grid))],
     ]
     bench: Any = dataclasses.make_dataclass("Bench", [("experiment", experiments)])
     bench.__doc__ = "Run an experiment over a grid of cases."

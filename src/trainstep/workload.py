@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.config import ModelConfig, OptimizerImpl, StepConfig
+from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import load_tokens, token_batches
@@ -58,7 +58,8 @@ class WorkloadSource:
     name: str
     """For tables and file names."""
     build: Callable[[StepConfig], Workload]
-    """Builds the workload. Ours obey the step's attention, loss, batch and context; a user's factory is fixed."""
+    """Builds the workload. Ours obey the step's attention, loss, batch and context; of these, a user's obeys attention
+    alone, and only where it differs from the default, which stands for what the model itself calls."""
     model: ModelConfig | None = None
     """The shape of the built-in model; None for a user's."""
 
@@ -141,7 +142,7 @@ def factory_source(spec: str) -> WorkloadSource:
 
 
 def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConfig) -> Workload:
-    for name in ("attention", "loss", "batch", "context", "learning_rate"):
+    for name in ("loss", "batch", "context", "learning_rate"):
         if getattr(step, name) != getattr(StepConfig(), name):
             raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
     torch.manual_seed(step.seed)
@@ -153,7 +154,27 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
         raise UsageError(
             f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
         )
+    if step.attention != StepConfig().attention:
+        workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)
     return workload
+
+
+def _forward_with_attention(
+    forward: Callable[[nn.Module, Any], Any], impl: AttentionImpl, module: nn.Module, batch: Any
+) -> Any:
+    """The user's forward, with the model's own calls of scaled_dot_product_attention sent to `impl`."""
+    from trainstep.attention.replace import sdpa_replaced
+
+    with sdpa_replaced(impl) as seen:
+        outputs = forward(module, batch)
+    if not seen.calls and not torch.compiler.is_compiling() and not _is_compiled(module):
+        raise UnsupportedError("the model never calls torch.nn.functional.scaled_dot_product_attention")
+    return outputs
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether any part is compiled; then a call is seen only while it is traced."""
+    return any(child._compiled_call_impl is not None for child in module.modules())
 
 
 def _last_line(error: Exception) -> str:

@@ -27,8 +27,11 @@ def test_rungs_by_device_and_workload():
     on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"))]
     assert "TF32 matmuls" in on_gpu
     assert "TF32 matmuls" not in on_cpu
-    users = [rung.change for rung in rungs_for(WorkloadSource("theirs", SOURCE.build), CPU)]
-    assert not any({"attention", "loss"} & set(change) for change in users)
+    assert "our FlashAttention" in on_gpu
+    assert "our FlashAttention" not in on_cpu
+    users = [rung.change for rung in rungs_for(WorkloadSource("theirs", SOURCE.build), torch.device("cuda"))]
+    assert {"attention": "flash-triton"} in users
+    assert not any("loss" in change for change in users)
 
 
 def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import count_tokens, grid_cases, measure_step, run_cases
+from trainstep.bench.step import count_tokens, measure_step, run_cases, step_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops
@@ -20,7 +20,7 @@ SMALL = {"batch": (2,), "context": (32,), "device": ("cpu",)}
 
 
 def test_every_phase_of_every_mode():
-    cases = grid_cases([SOURCE], SMALL, modes=("forward", "forward-backward", "step"), warmups=(1,), steps=6)
+    cases = step_cases([SOURCE], SMALL, modes=("forward", "forward-backward", "step"), warmups=(1,), steps=6)
     forward, both, whole = run_cases(cases)
     phases = ("forward", "loss", "backward", "optimizer")
     assert [f"{name}_ms" in forward.values for name in phases] == [True, False, False, False]
@@ -37,7 +37,7 @@ def test_every_phase_of_every_mode():
 
 
 def test_the_numbers_follow_from_the_samples():
-    (record,) = run_cases(grid_cases([SOURCE], SMALL, warmups=(2,), steps=7))
+    (record,) = run_cases(step_cases([SOURCE], SMALL, warmups=(2,), steps=7))
     samples = torch.tensor(record.samples["step"], dtype=torch.float64)
     assert record.values["step_ms"] == pytest.approx(float(samples.median()))
     assert record.values["step_mean_ms"] == pytest.approx(float(samples.mean()))
@@ -58,7 +58,7 @@ def test_the_warmup_study_is_windows_of_one_run():
         return SOURCE.build(step)
 
     source = WorkloadSource("counted", build, TOY)
-    records = list(run_cases(grid_cases([source], SMALL, warmups=(0, 1, 2, 5), steps=6)))
+    records = list(run_cases(step_cases([source], SMALL, warmups=(0, 1, 2, 5), steps=6)))
     assert len(calls) == 1
     assert [record.case["warmup"] for record in records] == [0, 1, 2, 5]
     cold, warm = records[0].samples["step"], records[3].samples["step"]
@@ -68,7 +68,7 @@ def test_the_warmup_study_is_windows_of_one_run():
 
 
 def test_passes_alternate():
-    cases = grid_cases([SOURCE], SMALL | {"precision": ("fp32", "bf16")}, repeat=2)
+    cases = step_cases([SOURCE], SMALL | {"precision": ("fp32", "bf16")}, repeat=2)
     assert [(case.config.precision, case.repeat) for case in cases] == [
         ("fp32", 0), ("bf16", 0), ("fp32", 1), ("bf16", 1),
     ]  # fmt: skip
@@ -77,7 +77,7 @@ def test_passes_alternate():
 @pytest.mark.parametrize("bad", [{"steps": 0}, {"repeat": 0}, {"warmups": (-1,)}, {"warmups": ()}])
 def test_an_empty_grid_is_refused(bad):
     with pytest.raises(UsageError, match="nothing to run"):
-        grid_cases([SOURCE], SMALL, **bad)
+        step_cases([SOURCE], SMALL, **bad)
 
 
 def failing_source(name, error):
@@ -94,7 +94,7 @@ def test_failures_are_rows_and_the_rest_goes_on():
         failing_source("broken", ZeroDivisionError("division by zero")),
         SOURCE,
     ]
-    records = list(run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,))))
+    records = list(run_cases(step_cases(sources, SMALL, steps=1, warmups=(0,))))
     assert [record.status for record in records] == ["out of memory", "unsupported", "failed", "ok"]
     assert records[0].reason == "CUDA out of memory. Tried to allocate 20.00 GiB."
     assert records[2].reason == "ZeroDivisionError: division by zero"
@@ -109,14 +109,14 @@ def test_real_out_of_memory_on_a_cpu_is_recognised():
 
 def test_wrong_input_ends_the_run():
     with pytest.raises(UsageError, match="no such data"):
-        list(run_cases(grid_cases([failing_source("x", UsageError("no such data"))], SMALL)))
+        list(run_cases(step_cases([failing_source("x", UsageError("no such data"))], SMALL)))
 
 
 def test_what_was_measured_is_on_disk_when_it_is_interrupted(tmp_path):
     sources = [SOURCE, failing_source("interrupted", KeyboardInterrupt())]
     writer = RecordWriter(tmp_path / "results.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        deque(map(writer.write, run_cases(grid_cases(sources, SMALL, steps=1, warmups=(0,)))))
+        deque(map(writer.write, run_cases(step_cases(sources, SMALL, steps=1, warmups=(0,)))))
     (kept,) = read_records(tmp_path / "results.jsonl")
     assert kept.case["workload"] == "toy"
     assert json.loads((tmp_path / "results.jsonl").read_text())["values"]["step_ms"] > 0
@@ -148,7 +148,7 @@ def test_tokens_are_counted_where_the_batch_tells():
 @pytest.mark.gpu
 def test_gpu_rows_have_both_clocks():
     source = builtin_source("toy", TOY)
-    (record,) = run_cases(grid_cases([source], {"batch": (2,), "context": (64,)}, steps=7))
+    (record,) = run_cases(step_cases([source], {"batch": (2,), "context": (64,)}, steps=7))
     assert record.status == "ok", record.reason
     assert record.values["wait_ms"] >= 0
     assert record.values["forward_issue_ms"] > 0
@@ -159,6 +159,6 @@ def test_gpu_rows_have_both_clocks():
 @pytest.mark.gpu
 def test_gpu_out_of_memory_is_a_row():
     huge = builtin_source("huge", ModelConfig(d_model=8192, d_ff=32768, num_layers=200, num_heads=64))
-    first, second = run_cases(grid_cases([huge, SOURCE], {"batch": (2,), "context": (32,)}, steps=1, warmups=(0,)))
+    first, second = run_cases(step_cases([huge, SOURCE], {"batch": (2,), "context": (32,)}, steps=1, warmups=(0,)))
     assert first.status == "out of memory"
     assert second.status == "ok"

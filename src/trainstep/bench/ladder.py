@@ -63,6 +63,8 @@ def rungs_for(source: WorkloadSource, device: torch.device) -> list[Rung]:
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
     fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
+    if on_gpu:
+        fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})]
     fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})]
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []

@@ -32,7 +32,7 @@ from trainstep.workload import WorkloadSource, resolve_device
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
-FIXED_BY_WORKLOAD = ("batch", "context", "attention", "loss")
+FIXED_BY_WORKLOAD = ("batch", "context", "loss")
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ class StepCase:
 
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Scalar]:
     """Workload and settings, as the columns of a row."""
-    unknown = () if source.is_builtin else FIXED_BY_WORKLOAD
-    settings = {name: None if name in unknown else getattr(config, name) for name in CASE_FIELDS}
+    settings = {name: getattr(config, name) for name in CASE_FIELDS}
+    if not source.is_builtin:
+        settings |= dict.fromkeys(FIXED_BY_WORKLOAD)
+        if config.attention == StepConfig().attention:
+            settings["attention"] = None  # what the model itself calls
     return {"workload": source.name} | settings
 
 
-def grid_cases(
+def step_cases(
     sources: Sequence[WorkloadSource],
     axes: Mapping[str, Sequence[Any]],
     *,

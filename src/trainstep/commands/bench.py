@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
 from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode, resolve_size
 
 StepGrid: Any = grid_of(StepConfig)
+AttentionGrid: Any = grid_of(AttentionCase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class BenchStep(Common):
 
     def run(self) -> int:
         """Measure, print and write."""
-        from trainstep.bench.step import grid_cases, run_cases
+        from trainstep.bench.step import run_cases, step_cases
         from trainstep.workload import builtin_source, factory_source
 
         if self.workload is None:
@@ -49,7 +51,7 @@ class BenchStep(Common):
         else:
             sources = [factory_source(self.workload)]
         axes = {each.name: getattr(self.grid, each.name) for each in dataclasses.fields(StepGrid)}
-        cases = grid_cases(sources, axes, modes=self.mode, warmups=self.warmup, steps=self.steps, repeat=self.repeat)
+        cases = step_cases(sources, axes, modes=self.mode, warmups=self.warmup, steps=self.steps, repeat=self.repeat)
         return run_and_report(run_cases(cases), self.out, "bench step", total=len(cases))
 
 
@@ -69,3 +71,41 @@ class BenchLadder(OneModel):
         source = self.source()
         records = climb(source, self.step.checked(), warmup=self.warmup, steps=self.steps)
         return run_and_report(records, self.out, f"ladder of {source.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAttention(Common):
+    """Time attention, forward and backward, over a grid: every flag with commas is an axis. Checked before timed."""
+
+    grid: GridName | None = None
+    """A named grid, as defaults for the axes: naive (eager against compiled) or flash (every implementation)."""
+    case: ListName | None = None
+    """A named list of shapes instead: leaderboard (CS336's case) or peers; --impl and --dtype still apply."""
+    axes: AttentionGrid = field(default_factory=AttentionGrid)
+    """The cases; every combination of the values is one."""
+    warmup: int = 5
+    """Passes before the timed ones."""
+    passes: int = 100
+    """Timed passes, each forward and backward."""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu, cuda or cuda:N."""
+    out: Path = Path("results/bench-attention")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        """Measure, print and write."""
+        from trainstep.bench.attention import run_cases
+
+        axes = {each.name: getattr(self.axes, each.name) for each in dataclasses.fields(AttentionGrid)}
+        if self.case is None:
+            cases = grid_cases(axes)
+        else:
+            cases = listed_cases(self.case, axes["impl"], axes["dtype"])
+        records = run_cases(cases, device=self.device, warmup=self.warmup, passes=self.passes)
+        return run_and_report(records, self.out, "bench attention", total=len(cases))
+
+
+def attention_defaults(grid: str | None) -> BenchAttention:
+    """The command with the axes of a named grid, if there is one of that name, as defaults that other flags change."""
+    axes = {name: values for known, each in GRIDS.items() if known == grid for name, values in each.items()}
+    return BenchAttention(axes=AttentionGrid(**axes))

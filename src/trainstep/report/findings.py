@@ -56,7 +56,7 @@ def recommended_flags(records: Sequence[Record]) -> str:
         return ""
     start, end = kept[0].case, kept[-1].case
     names = ("precision", "attention", "optimizer", "compile", "loss")
-    return " ".join(f"--{name} {end[name]}" for name in names if end[name] != start[name])
+    return " ".join(f"--{name} {end[name]}" for name in names if end.get(name) != start.get(name))
 
 
 def _gain(records: Sequence[Record]) -> list[Finding]:
@@ -138,8 +138,8 @@ def _launch_bound(records: Sequence[Record]) -> list[Finding]:
     return [
         Finding(
             "launches",
-            f"The host needs {_ms(issue)} to launch the forward pass, which takes {_ms(forward)}: launches set the pace, "
-            "not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
+            f"The host needs {_ms(issue)} to launch the forward pass, which takes {_ms(forward)}: launches set the "
+            "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
         )
     ]
 

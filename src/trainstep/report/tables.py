@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import rich.table
 
 
+TERMINAL_CELL = 60
+"""Characters of a cell that the terminal shows."""
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a table."""
@@ -174,6 +178,29 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             Column("reason", lambda row: row.reason, brief=False),
         ),
     ),
+    "attention": (
+        "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
+        (
+            *(case_column(name, name) for name in ("dtype", "causal", "batch", "heads", "head_dim", "seq")),
+            Column("implementation", lambda row: str(row.case["impl"])),
+            value_column("forward", "forward_ms"),
+            value_column("backward", "backward_ms"),
+            median_column("both [95 %]", "both"),
+            value_column("TFLOP/s forward", "forward_tflops", brief=False),
+            value_column("TFLOP/s backward", "backward_tflops", brief=False),
+            value_column("TFLOP/s", "both_tflops"),
+            value_column("before backward (GiB)", "before_backward_gib"),
+            value_column("by formula (GiB)", "predicted_before_backward_gib", brief=False),
+            value_column("peak (GiB)", "peak_gib"),
+            value_column("peak by formula (GiB)", "predicted_peak_gib"),
+            value_column("score matrices at the peak", "score_matrices_at_peak", brief=False),
+            value_column("error of o", "o_error", digits=2, brief=False),
+            value_column("check and compilation (s)", "check_s", digits=2, brief=False),
+            value_column("graphs compiled", "compilations", brief=False),
+            value_column("recompiled while timed", "recompilations_timed", brief=False),
+            _OUTCOME,
+        ),
+    ),
     "ceiling": (
         "What this device reaches",
         (
@@ -290,7 +317,7 @@ def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def to_terminal(table: Table) -> rich.table.Table:
-    """A rich table; markup in cells is shown, not obeyed."""
+    """A rich table; markup in cells is shown, not obeyed, and long reasons are cut: the files have them in full."""
     import rich.box
     import rich.table
     import rich.text
@@ -301,7 +328,8 @@ def to_terminal(table: Table) -> rich.table.Table:
     for title in table.columns:
         drawn.add_column(rich.text.Text(title), overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(rich.text.Text(cell) for cell in row))
+        cells = (cell if len(cell) <= TERMINAL_CELL else cell[: TERMINAL_CELL - 1] + "…" for cell in row)
+        drawn.add_row(*map(rich.text.Text, cells))
     return drawn
 
 

@@ -1,0 +1,190 @@
+"""`trainstep bench attention`: time and memory of attention, forward and backward, case by case over a grid.
+
+Each case is first checked (see `attention_check`); a wrong one gets no time. Before every pass the L2 cache is
+overwritten, which also keeps the device busy while the host launches the pass. Compilation is timed apart, and a
+compilation that happens during the timed passes is counted and shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from trainstep.attention import attention
+from trainstep.bench.attention_cases import AttentionCase
+from trainstep.bench.attention_check import Errors, check, random_inputs
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.memory import GIB, step_memory
+from trainstep.measure.phases import PhaseContext
+from trainstep.measure.stats import summarize
+from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
+from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
+from trainstep.plan.flops import attention_flops
+from trainstep.report.records import Record, Scalar
+from trainstep.workload import resolve_device
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+FLUSH_BYTES = 512 * 2**20
+"""Written before each pass: several times any L2, and a tenth of a millisecond of device time."""
+
+BACKWARD_FLOPS = 2.5
+"""Backward over forward: five matrix products for two, the scores recomputed."""
+
+COMPILED_IMPLS = ("eager-compiled", "flex")
+"""Made by torch.compile, so that on a CPU their allocations cannot be followed."""
+
+
+def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[Record]:
+    """Measure case by case and yield each row when it is known; one that fails, or is wrong, is a row too."""
+    if warmup < 1 or passes < 1:
+        raise UsageError(f"warmup is {warmup} and passes {passes}; expected at least one of each")
+    target = resolve_device(device)
+    for case in cases:
+        result = attempt(partial(_measure, case, target, warmup, passes))
+        record = partial(Record, "attention", asdict(case), environment=describe(target))
+        if isinstance(result, Failure):
+            yield record(_predicted(case), status=result.status, reason=result.reason)
+        elif isinstance(result, Errors):
+            reason = ", ".join(f"{name} off by {result.found[name]:.2g} of {result.allowed[name]:.2g}"
+                               for name in result.found)  # fmt: skip
+            yield record(status="wrong", reason=reason)
+        else:
+            values, samples = result
+            yield record(values | _predicted(case), samples)
+
+
+def _measure(
+    case: AttentionCase, device: torch.device, warmup: int, passes: int
+) -> tuple[dict[str, Scalar], dict[str, list[float]]] | Errors:
+    dtype = DTYPES[case.dtype]
+
+    def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return attention(q, k, v, is_causal=case.is_causal, impl=case.impl)
+        except UsageError as error:  # the grid is sound; this implementation cannot run this case here
+            raise UnsupportedError(str(error)) from error
+
+    compiled_before = _compilations()
+    start = time.perf_counter()
+    errors = check(implementation, case.shape, dtype, device, is_causal=case.is_causal)
+    check_s = time.perf_counter() - start
+    compiled = _compilations() - compiled_before
+    if not errors.within_budget:
+        return errors
+    memory = _memory_values(implementation, case, device)
+    compiled_before = _compilations()
+    timing = _time(implementation, case, device, warmup, passes)
+    samples = {
+        "forward": [sample.laps["forward"].ms for sample in timing.samples],
+        "backward": [sample.laps["backward"].ms for sample in timing.samples],
+        "both": [_both(sample, device) for sample in timing.samples],
+    }
+    values = _time_values(case, samples) | {
+        "n": passes,
+        **memory,
+        "check_s": check_s,
+        "compilations": compiled,
+        "recompilations_timed": _compilations() - compiled_before,
+        **{f"{name}_error": error for name, error in errors.found.items()},
+        **gpu_state(device),
+    }
+    return values, samples
+
+
+def _time(
+    implementation: Callable[[Tensor, Tensor, Tensor], Tensor],
+    case: AttentionCase,
+    device: torch.device,
+    warmup: int,
+    passes: int,
+) -> Timing:
+    q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=2)
+    flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+
+    def step(phase: PhaseContext) -> None:
+        with phase("forward"):
+            o = implementation(q, k, v)
+        with phase("backward"):
+            torch.autograd.grad(o, (q, k, v), do)
+
+    return time_steps(step, device=device_clock(device), warmup=warmup, steps=passes, cover=flush.zero_)
+
+
+def _both(sample: Sample, device: torch.device) -> float:
+    """Forward and backward together, with the gap between them."""
+    if isinstance(device_clock(device), CpuClock):
+        return sample.laps["forward"].ms + sample.laps["backward"].ms
+    return sample.ms
+
+
+def _memory_values(
+    implementation: Callable[[Tensor, Tensor, Tensor], Tensor], case: AttentionCase, device: torch.device
+) -> dict[str, Scalar]:
+    """One pass with all that it owns allocated inside, so that what was there before can be taken off."""
+    if device.type == "cpu" and case.impl in COMPILED_IMPLS:
+        return {}
+
+    def step(phase: PhaseContext) -> None:
+        with phase("inputs"):
+            q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=3)
+        with phase("forward"):
+            o = implementation(q, k, v)
+        with phase("backward"):
+            gradients = torch.autograd.grad(o, (q, k, v), do)
+        del gradients
+
+    peaks = step_memory(step, device, [])
+    passes = max(peaks.by_phase["forward"], peaks.by_phase["backward"])  # making the inputs needs float32 copies
+    return {
+        "before_backward_gib": (peaks.after["forward"] - peaks.before) / GIB,
+        "peak_gib": (passes - peaks.before) / GIB,
+    }
+
+
+def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dict[str, Scalar]:
+    heads = max(case.heads, 1)
+    forward = attention_flops(case.batch, heads, case.seq, case.seq, case.head_dim, is_causal=case.is_causal)
+    flops = {"forward": forward, "backward": BACKWARD_FLOPS * forward, "both": (1 + BACKWARD_FLOPS) * forward}
+    values: dict[str, Scalar] = {}
+    for name, milliseconds in samples.items():
+        summary = summarize(milliseconds)
+        values |= {
+            f"{name}_ms": summary.median,
+            f"{name}_low_ms": summary.interval.low if summary.interval else None,
+            f"{name}_high_ms": summary.interval.high if summary.interval else None,
+            f"{name}_tflops": flops[name] / summary.median / 1e9,
+        }
+    return values
+
+
+def _predicted(case: AttentionCase) -> dict[str, Scalar]:
+    """What the formulas say of the case's memory, for the implementations they describe."""
+    memory = _formula(case)
+    if memory is None:
+        return {}
+    return {
+        "predicted_before_backward_gib": memory.before_backward / GIB,
+        "predicted_peak_gib": memory.peak / GIB,
+        "score_matrices_at_peak": memory.score_matrices,
+    }
+
+
+def _formula(case: AttentionCase) -> AttentionMemory | None:
+    sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
+    if case.impl == "eager":
+        return eager_memory(*sizes, is_causal=case.is_causal)
+    return flash_memory(*sizes) if case.impl == "flash-triton" else None
+
+
+def _compilations() -> int:
+    """Graphs that torch.compile has compiled so far in this process."""
+    return int(counters["stats"]["unique_graphs"])

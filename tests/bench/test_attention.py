@@ -1,0 +1,138 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import trainstep.bench.attention as bench
+from trainstep.attention.eager import attention_eager
+from trainstep.bench.attention import run_cases
+from trainstep.bench.attention_cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
+from trainstep.bench.attention_check import NAMES, check, oracle
+from trainstep.errors import UsageError
+
+CPU = torch.device("cpu")
+SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes", dtype="fp32")
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("seq", [5, 1024, 1500])
+def test_the_sliced_oracle_is_autograds(seq, is_causal):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(seq, 8, dtype=torch.float64, generator=generator) for _ in range(4))
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    o = attention_eager(*leaves, is_causal, 1 / math.sqrt(8))
+    expected = (o.detach(), *torch.autograd.grad(o, leaves, do))
+    for own, reference in zip(oracle(q, k, v, do, is_causal=is_causal), expected, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-10, atol=1e-12)
+
+
+def eager(q, k, v):
+    return attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_right_implementation_is_within_budget(dtype):
+    errors = check(eager, (2, 3, 100, 16), dtype, CPU, is_causal=True)
+    assert errors.within_budget
+    assert set(errors.found) == set(NAMES)
+
+
+def wrong_scale(q, k, v):
+    return attention_eager(q, k, v, True, 1.01 / math.sqrt(q.shape[-1]))
+
+
+def not_causal(q, k, v):
+    return attention_eager(q, k, v, False, 1 / math.sqrt(q.shape[-1]))
+
+
+def wrong_last_head(q, k, v):
+    o = eager(q, k, v)
+    return torch.cat((o[:, :-1], o[:, -1:] * 1.01), dim=1)
+
+
+def no_gradient_for_k(q, k, v):
+    return eager(q, k * 1.02 - k.detach() * 0.02, v)
+
+
+def not_a_number(q, k, v):
+    return eager(q, k, v) * math.nan
+
+
+@pytest.mark.parametrize("broken", [wrong_scale, not_causal, wrong_last_head, no_gradient_for_k, not_a_number])
+def test_a_wrong_implementation_is_caught(broken):
+    assert not check(broken, (2, 3, 100, 16), torch.float32, CPU, is_causal=True).within_budget
+
+
+def test_no_time_for_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, *, is_causal, impl: wrong_scale(q, k, v))
+    (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=1)
+    assert row.status == "wrong"
+    assert "o off by" in row.reason
+    assert not any(name.endswith("_ms") for name in row.values)
+
+
+def test_a_row_has_times_rates_memory_and_errors():
+    (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=8)
+    assert row.status == "ok", row.reason
+    assert row.values["n"] == len(row.samples["both"]) == 8
+    assert row.values["both_ms"] == pytest.approx(row.values["forward_ms"] + row.values["backward_ms"], rel=0.5)
+    forward = 2 * 2 * 4 * 64 * 64 * 16 / 2  # batch · heads · 4·S²·D, half for causal
+    assert row.values["forward_tflops"] == pytest.approx(forward / row.values["forward_ms"] / 1e9)
+    assert row.values["both_tflops"] == pytest.approx(3.5 * forward / row.values["both_ms"] / 1e9)
+    assert 0 < row.values["before_backward_gib"] < row.values["peak_gib"]
+    assert row.values["recompilations_timed"] == 0
+    assert 0 < row.values["o_error"] < 1e-6
+
+
+def test_compilation_is_counted_and_kept_out_of_the_passes():
+    case = dataclasses.replace(SMALL, impl="eager-compiled", seq=32)
+    (row,) = run_cases([case], device="cpu", warmup=1, passes=7)
+    if row.status == "unsupported":
+        pytest.skip(row.reason)
+    assert row.status == "ok", row.reason
+    assert row.values["compilations"] >= 1
+    assert row.values["recompilations_timed"] == 0
+    assert row.values["check_s"] > 10 * row.values["both_ms"] / 1e3
+
+
+def test_what_cannot_run_here_is_a_row():
+    cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("flash-triton", "sdpa-cudnn", "sdpa")]
+    rows = list(run_cases(cases, device="cpu", warmup=1, passes=1))
+    assert [row.status for row in rows] == ["unsupported", "unsupported", "ok"]
+    assert "NVIDIA" in rows[0].reason
+    assert rows[0].values["predicted_peak_gib"] > 0
+
+
+def test_named_grids_are_those_of_the_assignment():
+    naive = grid_cases(GRIDS["naive"])
+    assert len(naive) == 4 * 5 * 2
+    assert {case.shape for case in naive} >= {(8, 16384, 128), (8, 256, 16)}
+    flash = grid_cases(GRIDS["flash"])
+    assert {case.seq for case in flash} == {2**power for power in range(7, 17)}
+    assert {case.dtype for case in flash} == {"bf16", "fp32"}
+    (board,) = listed_cases("leaderboard", ("flash-triton",), ("bf16",))
+    assert (board.shape, board.is_causal) == ((1, 16, 16384, 64), True)
+    assert len(LISTS["peers"]) == 8
+
+
+@pytest.mark.parametrize("axes", [{"seq": (0,)}, {"heads": (-1,)}, {"head_dim": (-8,)}])
+def test_impossible_cases(axes):
+    with pytest.raises(UsageError, match="impossible attention case"):
+        grid_cases(axes)
+
+
+@pytest.mark.parametrize(("warmup", "passes"), [(0, 1), (1, 0)])
+def test_nothing_to_run(warmup, passes):
+    with pytest.raises(UsageError, match="expected at least one of each"):
+        list(run_cases([SMALL], device="cpu", warmup=warmup, passes=passes))
+
+
+@pytest.mark.gpu
+def test_long_sequences_need_memory_linear_in_their_length():
+    cases = [AttentionCase("flash-triton", heads=1, seq=seq, head_dim=128) for seq in (16384, 32768)]
+    short, long = run_cases(cases, device="cuda", warmup=1, passes=2)
+    assert short.status == long.status == "ok", (short.reason, long.reason)
+    for row in (short, long):
+        assert row.values["before_backward_gib"] == pytest.approx(row.values["predicted_before_backward_gib"], rel=0.02)
+    assert long.values["peak_gib"] == pytest.approx(2 * short.values["peak_gib"], rel=0.05)
