@@ -68,7 +68,7 @@ def write_html(records: Sequence[Record], path: Path) -> None:
 
 def _title(records: Sequence[Record]) -> str:
     names = dict.fromkeys(str(row.case["workload"]) for row in records if row.case.get("workload") is not None)
-    return ", ".join(names) or "results"
+    return ", ".join(names) or ", ".join(dict.fromkeys(record.kind for record in records)) or "no results"
 
 
 def _subtitle(records: Sequence[Record]) -> list[str]:

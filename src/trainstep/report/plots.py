@@ -20,13 +20,20 @@ from bokeh.plotting import figure
 COLOURS: Mapping[str, str] = {
     role: f"#fe{number:02x}fd"
     for number, role in enumerate(
-        ("ink", "muted", "rule", "accent", "neutral", "warn", "paper", "series-1", "series-2", "series-3", "series-4")
+        (
+            *("ink", "muted", "rule", "accent", "neutral", "warn", "paper"),
+            *("series-1", "series-2", "series-3", "series-4"),
+            *(f"kind-{number}" for number in range(1, 9)),
+        )
     )
 }
 """Role → the stand-in for the page's CSS variable of that name."""
 
 SERIES = ("series-1", "series-2", "series-3", "series-4")
 """Roles for lines that follow one another, the first the palest."""
+
+KINDS = tuple(f"kind-{number}" for number in range(1, 9))
+"""Roles for lines of different things, told apart by hue (after Okabe & Ito)."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 ROW_HEIGHT = 34
@@ -231,6 +238,17 @@ def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: st
     plot.xaxis.ticker = FixedTicker(ticks=list(range(len(names))))
     plot.xaxis.major_label_overrides = {index: PlainText(text=name) for index, name in enumerate(names)}
     _hover_columns(plot, series, list(range(len(names))), [f"{name} {x_axis}" for name in names])
+    return plot
+
+
+def curves(places: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
+    """Lines with markers over named places, logarithmic upwards. A series' x are indices of `places`."""
+    plot = lines([replace(one, markers=True) for one in series], x_axis, y_axis, log=True, hover=False)
+    plot.x_range = Range1d(-0.3, len(places) - 0.7)
+    plot.xaxis.ticker = FixedTicker(ticks=list(range(len(places))))
+    plot.xaxis.major_label_overrides = {index: PlainText(text=place) for index, place in enumerate(places)}
+    plot.xaxis.major_label_policy = NoOverlap()
+    _hover_columns(plot, series, list(range(len(places))), [f"{x_axis} {place}" for place in places])
     return plot
 
 

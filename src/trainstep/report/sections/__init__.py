@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from trainstep.report.blocks import Section
 from trainstep.report.records import Record
+from trainstep.report.sections.attention import attention
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
 from trainstep.report.sections.phases import grid, phases, warmup
@@ -22,6 +23,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     grid,
     ladder,
     correctness,
+    attention,
     memory,
     workload,
     environment,

@@ -1,0 +1,31 @@
+import re
+
+from trainstep.report.html import render
+from trainstep.report.records import Record
+
+
+def row(impl, seq, both=1.0, status="ok", reason=""):
+    case = {"impl": impl, "batch": 1, "heads": 2, "seq": seq, "head_dim": 64, "causal": "yes", "dtype": "bf16"}
+    values = {"forward_ms": 0.3, "backward_ms": 0.7, "both_ms": both, "both_low_ms": 0.9, "both_high_ms": 1.1,
+              "both_tflops": 100.0, "before_backward_gib": 0.5, "peak_gib": 1.0}  # fmt: skip
+    return Record("attention", case, values if status == "ok" else {}, status=status, reason=reason)
+
+
+def test_every_case_is_a_row_with_its_raw_value():
+    page = render([row("flash-triton", 1024, 1.23456), row("sdpa", 1024, 2.5), row("eager", 2048, status="out of memory",
+                   reason="needed 20 GiB")])  # fmt: skip
+    assert 'data-value="1.23456"' in page
+    assert "needed 20 GiB" in page
+    assert page.count("<h2") >= 1
+    assert "Time of forward and backward" in page
+    assert "Peak memory" in page
+
+
+def test_one_length_needs_no_chart():
+    page = render([row("flash-triton", 1024), row("sdpa", 1024)])
+    assert "Attention by implementation" in page
+    assert "Time of forward and backward" not in page
+
+
+def test_the_title_says_what_was_measured():
+    assert re.search(r"<h1[^>]*>\s*attention\s*</h1>", render([row("sdpa", 64)]))
