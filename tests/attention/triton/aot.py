@@ -7,74 +7,100 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from trainstep.attention.triton.dkdv import dkdv_kernel
-from trainstep.attention.triton.dq import dq_kernel
-from trainstep.attention.triton.forward import forward_kernel
-from trainstep.attention.triton.tuning import Tile, block_of
+from trainstep.attention.triton import dkdv, dq, forward
+from trainstep.attention.triton.hopper import dkdv as hopper_dkdv
+from trainstep.attention.triton.hopper import dq as hopper_dq
+from trainstep.attention.triton.hopper import forward as hopper_forward
+from trainstep.attention.triton.tuning import HopperTile, Tile
 
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+PORTABLE = {"forward": forward.forward_kernel, "dq": dq.dq_kernel, "dkdv": dkdv.dkdv_kernel}
+HOPPER = {"forward": hopper_forward.forward_kernel, "dq": hopper_dq.dq_kernel, "dkdv": hopper_dkdv.dkdv_kernel}
+STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "do")}  # the others are a consumer's own 64 rows
+FLOAT32 = ("lse_ptr", "delta_ptr", "stat_ptr")
 
 
 @dataclass(frozen=True)
 class Compiled:
     ptx: str
     shared_bytes: int
-    registers: int
-    spilled_bytes: int
+    spilled_bytes: int  # local memory per thread
 
 
-def compile_kernel(
-    kernel: str,
-    tile: Tile,
-    capability: int,
-    dtype: torch.dtype,
-    head_dim: int,
-    is_causal: bool,
-    precision: str = "tf32",
+def compile_portable(
+    kernel: str, tile: Tile, capability: int, dtype: str, head_dim: int, is_causal: bool, precision: str
 ) -> Compiled:
-    """Compile one of KERNELS for sm_`capability`, with the argument alignment that ordinary tensors have."""
-    fn = KERNELS[kernel]
-    constants: dict[str, Any] = {
+    """A portable kernel for sm_`capability`; dtype in Triton's names ("bf16"), head_dim a power of two from 16."""
+    constants = {
         "IS_CAUSAL": is_causal,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": block_of(head_dim),
+        "BLOCK_D": head_dim,
         "BLOCK_Q": tile.queries,
         "BLOCK_K": tile.keys,
         "PRECISION": precision,
     }
+    signature, attributes = _arguments(PORTABLE[kernel], constants, {}, dtype)
+    source = ASTSource(PORTABLE[kernel], signature, constants, attributes)
+    return _compile(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def compile_hopper(kernel: str, tile: HopperTile, head_dim: int, is_causal: bool) -> Compiled:
+    """A Hopper kernel in bfloat16, as it is for ordinary multi-head attention (one query head per key head)."""
+    streams_queries = kernel == "dkdv"
+    constants = {
+        "group": 1,
+        "IS_CAUSAL": is_causal,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": head_dim,
+        "BLOCK_Q" if streams_queries else "BLOCK_K": tile.block,
+        "CONSUMERS": tile.consumers,
+        "STAGES": tile.stages,
+        "OWN_REGS": tile.own_in_registers,
+        "REGISTERS": tile.registers,
+    }
+    descriptors = {}
+    for tensor in ("q", "k", "v", "do"):
+        shape = [1, 1, tile.block if tensor in STREAMED[kernel] else 64, head_dim]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
+        descriptors[f"{tensor}_desc"] = f"tensordesc<bf16{shape},{layout!r}>"
+    signature, attributes = _arguments(HOPPER[kernel], constants, descriptors, "bf16")
+    return _compile(GluonASTSource(HOPPER[kernel], signature, constants, attributes), 90, {"num_warps": 4})
+
+
+def _arguments(
+    kernel: Any, constants: dict[str, Any], descriptors: dict[str, str], dtype: str
+) -> tuple[dict[str, str], dict[tuple[int, ...], Any]]:
+    """The types of a kernel's arguments, and the alignment that ordinary tensors give them."""
     signature, attributes = {}, {}
-    for index, name in enumerate(fn.arg_names):
+    for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in descriptors:
+            signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*fp32" if name in ("lse_ptr", "delta_ptr") else f"*{TYPES[dtype]}"
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif name.startswith("stride_"):
-            signature[name] = "i32"
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[name] = "*fp32" if name in FLOAT32 else f"*{dtype}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
-    compiled = triton.compile(
-        ASTSource(fn, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
-    registers, spilled = _resource_usage(compiled.asm["cubin"])
-    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, registers, spilled)
+        if name.endswith("_ptr") or name.startswith("stride_") or name == "stat_rows":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return signature, attributes
 
 
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, and bytes of local memory per thread (its stack: where registers are spilled to)."""
+def _compile(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, _spilled_bytes(compiled.asm["cubin"]))
+
+
+def _spilled_bytes(cubin: bytes) -> int:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         report = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report))
-    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+    usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", report))
+    return int(usage["STACK"]) + int(usage["LOCAL"])

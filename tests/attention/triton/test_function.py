@@ -64,7 +64,7 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     n_queries=st.integers(1, 400),
     n_keys=st.integers(1, 400),

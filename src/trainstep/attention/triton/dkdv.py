@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
@@ -31,6 +32,7 @@ def _walk_queries(
     dims = tl.arange(0, BLOCK_D)
     q_offsets = rows[:, None] * stride_qn + dims[None, :]
     do_offsets = rows[:, None] * stride_don + dims[None, :]
+    nothing = tl.zeros([k.shape[0], BLOCK_Q], tl.float32)
     for start in tl.range(first, last, BLOCK_Q):
         start_long = tl.cast(start, tl.int64)
         row_mask = rows < n_queries - start
@@ -45,14 +47,14 @@ def _walk_queries(
         else:
             lse = tl.load(lse_ptr + start + rows)
         delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
-        scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
+        scores_t = multiply(k, tl.trans(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
         if MASKED and IS_CAUSAL:
             scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
         p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp_t = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        dv = multiply(p_t.to(do.dtype), do, dv, PRECISION)
+        dp_t = multiply(v, tl.trans(do), nothing, PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = multiply(ds_t.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
@@ -29,6 +30,7 @@ def _walk_keys(
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[None, :] * stride_vn + dims[:, None]
+    nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
     for start in tl.range(first, last, BLOCK_K):
         start_long = tl.cast(start, tl.int64)
         mask = (dims < HEAD_DIM)[:, None]
@@ -37,13 +39,13 @@ def _walk_keys(
         PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
         k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
         v_t = load_tile(v_ptr + start_long * stride_vn + v_offsets, mask, PARTIAL)
-        scores = tl.dot(q, k_t, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+        scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        dp = tl.dot(do, v_t, input_precision=PRECISION)
+        dp = multiply(do, v_t, nothing, PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=PRECISION)
+        dq = multiply(ds.to(k_t.dtype), tl.trans(k_t), dq, PRECISION)
     return dq
 
 

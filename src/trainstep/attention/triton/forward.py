@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
@@ -33,6 +34,7 @@ def _attend(
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[:, None] * stride_vn + dims[None, :]
+    nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
     for start in tl.range(first, last, BLOCK_K):
         start_long = tl.cast(start, tl.int64)
         k_mask = (dims < HEAD_DIM)[:, None]
@@ -43,7 +45,7 @@ def _attend(
         PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
         k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, k_mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
         v = load_tile(v_ptr + start_long * stride_vn + v_offsets, v_mask, PARTIAL)  # [BLOCK_K, BLOCK_D]
-        scores = tl.dot(q, k_t, input_precision=PRECISION)  # [BLOCK_Q, BLOCK_K]
+        scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on.
@@ -52,7 +54,7 @@ def _attend(
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
 

@@ -75,30 +75,28 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     return sizes
 
 
-@torch.library.custom_op("trainstep::flash_attention_forward", mutates_args=(), device_types="cuda")
-def forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """o in q's shape and dtype, and the log-sum-exp of the scores (float32, q.shape[:-1])."""
     sign, magnitude = _split_scale(scale)
-    return launch_forward(q if sign == 1 else q * sign, k, v, is_causal, magnitude)
+    with torch.cuda.device(q.device):  # Triton launches on the current device
+        return launch_forward(q if sign == 1 else q * sign, k, v, is_causal, magnitude)
 
 
-@torch.library.custom_op("trainstep::flash_attention_backward", mutates_args=(), device_types="cuda")
-def backward_op(
+def _gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from what the forward saved and the gradient of o."""
     sign, magnitude = _split_scale(scale)
-    dq, dk, dv = launch_backward(q if sign == 1 else q * sign, k, v, o, lse, do, is_causal, magnitude)
+    with torch.cuda.device(q.device):
+        dq, dk, dv = launch_backward(q if sign == 1 else q * sign, k, v, o, lse, do, is_causal, magnitude)
     return (dq if sign == 1 else dq * sign), dk, dv
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(four_dims(q)).reshape(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@backward_op.register_fake
-def _(
+def _gradients_fake(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(four_dims(t)).reshape(t.shape) for t in (q, k, v))
@@ -117,11 +115,30 @@ def _backward(ctx: Any, do: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None
     return dq, dk, dv, None, None
 
 
-forward_op.register_autograd(_backward, setup_context=_save)
-
-
 def _split_scale(scale: float) -> tuple[int, float]:
     """scale = sign · magnitude with a positive magnitude: the kernels scale the row maximum, which needs that."""
     if scale > 0:
         return 1, scale
     return (-1, -scale) if scale < 0 else (0, 1.0)
+
+
+# Defined piece by piece: `torch.library.custom_op` does the same, but checks every call for aliased outputs, which took
+# longer than both kernels on short sequences.
+_tags = (torch.Tag.pt2_compliant_tag,)
+_forward_name, _backward_name = "trainstep::flash_attention_forward", "trainstep::flash_attention_backward"
+torch.library.define(
+    _forward_name, "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)", tags=_tags
+)
+torch.library.define(
+    _backward_name,
+    "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, bool is_causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+torch.library.impl(_forward_name, "cuda", _forward)
+torch.library.impl(_backward_name, "cuda", _gradients)
+torch.library.register_fake(_forward_name, _forward_fake)
+torch.library.register_fake(_backward_name, _gradients_fake)
+torch.library.register_autograd(_forward_name, _backward, setup_context=_save)
+forward_op = torch.ops.trainstep.flash_attention_forward.default
+backward_op = torch.ops.trainstep.flash_attention_backward.default

@@ -376,7 +376,7 @@ PORTABLE: dict[str, dict[tuple[str, str, int, bool], tuple[int, int, int, int]]]
 }
 
 HOPPER: dict[tuple[str, int, bool], tuple[int, int, int, bool]] = {
-    ("forward", 64, False): (3, 128, 2, False),
+    ("forward", 64, False): (3, 128, 3, False),
     ("forward", 64, True): (3, 128, 2, False),
     ("forward", 128, False): (2, 128, 2, False),
     ("forward", 128, True): (2, 128, 2, False),
@@ -384,12 +384,12 @@ HOPPER: dict[tuple[str, int, bool], tuple[int, int, int, bool]] = {
     ("forward", 256, True): (2, 64, 2, False),
     ("dq", 64, False): (2, 128, 3, False),
     ("dq", 64, True): (2, 128, 3, False),
-    ("dq", 128, False): (2, 64, 3, False),
+    ("dq", 128, False): (2, 64, 3, True),
     ("dq", 128, True): (2, 64, 3, False),
     ("dq", 256, False): (2, 32, 3, False),
     ("dq", 256, True): (2, 32, 3, False),
-    ("dkdv", 64, False): (3, 64, 2, False),
-    ("dkdv", 64, True): (3, 64, 2, False),
+    ("dkdv", 64, False): (3, 64, 3, False),
+    ("dkdv", 64, True): (3, 64, 3, False),
     ("dkdv", 128, False): (2, 64, 2, False),
     ("dkdv", 128, True): (2, 64, 2, False),
     ("dkdv", 256, False): (2, 64, 2, False),

@@ -1,0 +1,93 @@
+"""Every configuration in the tables, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from tests.attention.triton.aot import Compiled, compile_hopper, compile_portable
+from trainstep.attention.triton.tables import HOPPER, PORTABLE
+from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
+from trainstep.errors import UsageError
+
+# Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
+# held to what 8.6, 8.9 and 12.0 have, the least since 8.0).
+LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "other": 99 * 1024}
+CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 86}
+
+# The Hopper kernels whose registers do not quite hold everything, with the bytes per thread they keep in local memory:
+# loop invariants, stored before the walk over whole tiles and read at its edges, never within it.
+SPILLED = {("forward", 64, True): 40, ("dkdv", 128, True): 16, ("dkdv", 256, True): 56}
+
+Row = tuple[str, str, int, bool]
+
+
+def _portable(arch: str, row: Row) -> Compiled:
+    kernel, precision, head_dim, is_causal = row
+    dtype, multiply = ("bf16", "tf32") if precision == "16-bit" else ("fp32", precision)
+    tile = Tile(*PORTABLE[arch][row])
+    return compile_portable(kernel, tile, CAPABILITY[arch], dtype, head_dim, is_causal, multiply)
+
+
+def _hopper(row: tuple[str, int, bool]) -> Compiled:
+    return compile_hopper(row[0], HopperTile(*HOPPER[row]), *row[1:])
+
+
+@pytest.mark.parametrize("arch", PORTABLE)
+def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
+    # A causal kernel contains the full one: where both have one configuration, compiling it says both.
+    rows = [row for row in PORTABLE[arch] if row[3] or PORTABLE[arch][row] != PORTABLE[arch][*row[:3], True]]
+    with ProcessPoolExecutor(2) as pool:
+        compiled = dict(zip(rows, pool.map(_portable, [arch] * len(rows), rows), strict=True))
+    too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
+    assert not too_large
+    if arch == "sm_90":  # where the portable kernels run in 16 bits there: up to head_dim 32
+        small = {row: c for row, c in compiled.items() if row[1] == "16-bit" and row[2] <= 32}
+        assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
+
+
+def test_every_hopper_configuration_compiles_and_fits() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        compiled = dict(zip(HOPPER, pool.map(_hopper, HOPPER), strict=True))
+    for row, result in compiled.items():
+        assert result.shared_bytes <= LIMITS["sm_90"], row
+        assert "wgmma.mma_async" in result.ptx, row
+        assert "cp.async.bulk.tensor" in result.ptx, row
+        assert result.spilled_bytes <= SPILLED.get(row, 0), row
+
+
+def test_the_tables_are_complete() -> None:
+    kernels, causal = ("forward", "dq", "dkdv"), (False, True)
+    for rows in PORTABLE.values():
+        assert set(rows) == {
+            (k, p, d, c)
+            for k in kernels
+            for p in ("16-bit", "tf32", "ieee")
+            for d in (16, 32, 64, 128, 256)
+            for c in causal
+        }
+    assert set(HOPPER) == {(k, d, c) for k in kernels for d in (64, 128, 256) for c in causal}
+
+
+def test_look_up() -> None:
+    assert [architecture(c) for c in ((8, 0), (9, 0), (10, 0), (8, 6), (12, 0))] == [
+        "sm_80",
+        "sm_90",
+        "sm_100",
+        "other",
+        "other",
+    ]
+    assert hopper_tile_for("dq", 40, True) == hopper_tile_for("dq", 64, True)
+    with pytest.raises(UsageError, match="512"):
+        hopper_tile_for("dq", 512, True)
+
+
+def test_float32_multiplies_as_pytorch_is_set_to() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert multiply_precision(torch.float32) == "ieee"
+        torch.set_float32_matmul_precision("high")
+        assert multiply_precision(torch.float32) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
