@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "attention": {"config", "errors"},
     "model": {"attention", "config", "errors"},
     "blocks": {"errors"},
+    "checkpointing": {"blocks", "config", "errors"},
     "measure": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model"},
-    "training_step": {"blocks", "config", "errors", "measure", "workload"},
+    "training_step": {"blocks", "checkpointing", "config", "errors", "measure", "workload"},
     "bench": {
         "attention",
         "blocks",

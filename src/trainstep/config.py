@@ -113,6 +113,10 @@ class StepConfig:
     loss: LossImpl = "dense"
     """Cross-entropy: dense (all logits at once) or chunked (head and loss over slices of tokens, recomputed in
     backward, so that the logits never exist in full)."""
+    checkpointing: str = "none"
+    """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
+    the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
+    of the blocks)."""
     optimizer: OptimizerImpl = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: float = 3e-4
@@ -126,6 +130,24 @@ class StepConfig:
         for name in ("batch", "context", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
+        blocks_per_checkpoint(self.checkpointing)
+
+
+def blocks_per_checkpoint(policy: str) -> int | None:
+    """K of the checkpointing policy `every-K`; None for none, selective and recursive.
+
+    Raises:
+        UsageError: no such policy.
+    """
+    if policy in ("none", "selective", "recursive"):
+        return None
+    word, _, count = policy.partition("-")
+    if word == "every" and count.isascii() and count.isdigit() and int(count) > 0:
+        return int(count)
+    raise UsageError(
+        f"checkpointing is {policy!r}; expected none, every-K for the K blocks between two checkpoints (every-1 keeps "
+        "the input of every block), selective or recursive"
+    )
 
 
 def resolve_size(name: str) -> ModelConfig:

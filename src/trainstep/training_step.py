@@ -1,4 +1,4 @@
-"""One training step of a workload under a `StepConfig`: the precision, compilation and optimizer it asks for.
+"""One training step of a workload under a `StepConfig`: the precision, checkpointing, compilation and optimizer.
 
 All of it is applied from outside, so it works on any module; the phases are announced to whatever instrument listens.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.blocks import find_blocks
+from trainstep.checkpointing import apply as apply_checkpointing
 from trainstep.config import Precision, StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.phases import PhaseContext, no_phases
@@ -39,6 +40,7 @@ class TrainingStep:
         self.optimizer = workload.optimizer(self.module.parameters())
         if config.optimizer == "adamw-fused" and not self.optimizer.defaults.get("fused"):
             self.optimizer = _fused(self.optimizer)
+        apply_checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None

@@ -29,7 +29,7 @@ from trainstep.report.records import Record, Scalar
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
-CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer", "seed")
+CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
 FIXED_BY_WORKLOAD = ("batch", "context", "loss")
@@ -60,6 +60,8 @@ class StepCase:
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Scalar]:
     """Workload and settings, as the columns of a row."""
     settings = {name: getattr(config, name) for name in CASE_FIELDS}
+    if config.checkpointing == "none":
+        settings["checkpointing"] = None  # as in rows from before there was a choice
     if not source.is_builtin:
         settings |= dict.fromkeys(FIXED_BY_WORKLOAD)
         if config.attention == StepConfig().attention:

@@ -13,7 +13,7 @@ from trainstep.report.tables import Table, number
 
 MATCHED_BY = {
     "step": (
-        *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer"),
+        *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
         *("mode", "warmup"),
     ),
     "rung": ("workload", "batch", "context", "rung"),

@@ -122,6 +122,7 @@ _OUTCOME = Column(
 _SETTINGS = (
     *(case_column(name, name) for name in ("workload", "context", "batch", "precision", "compile", "attention")),
     case_column("loss kind", "loss"),
+    case_column("checkpointing", "checkpointing"),
     case_column("optimizer kind", "optimizer"),
     case_column("seed", "seed"),
 )
