@@ -19,10 +19,20 @@ def test_eager_memory_is_exact(causal, seq, head_dim):
 
 def test_hand_count():
     """One head, 4 tokens of 2 features, float32: T = 32 bytes, N = 64 bytes."""
-    memory = eager_memory(1, 1, 4, 2, 4, is_causal=False)
+    memory = eager_memory(1, 1, 4, 2, 4, is_causal=False, on_gpu=False)
     assert memory.before_backward == 5 * 32 + 64
     assert memory.peak == 6 * 32 + 3 * 64
     assert memory.score_matrices == 3
+    assert eager_memory(1, 1, 4, 2, 4, is_causal=False, on_gpu=True).peak == memory.peak + 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", ["yes", "no"])
+def test_eager_memory_on_a_gpu(causal):
+    case = AttentionCase("eager", batch=2, heads=2, seq=2048, head_dim=64, causal=causal, dtype="fp32")
+    (row,) = run_cases([case], device="cuda", warmup=1, passes=1)
+    assert row.values["before_backward_gib"] == pytest.approx(row.values["predicted_before_backward_gib"], rel=0.01)
+    assert row.values["peak_gib"] == pytest.approx(row.values["predicted_peak_gib"], rel=0.02)
 
 
 def test_flash_memory_is_linear_in_the_length():

@@ -12,13 +12,19 @@ def row(impl, seq, both=1.0, status="ok", reason=""):
 
 
 def test_every_case_is_a_row_with_its_raw_value():
-    page = render([row("flash-triton", 1024, 1.23456), row("sdpa", 1024, 2.5), row("eager", 2048, status="out of memory",
-                   reason="needed 20 GiB")])  # fmt: skip
+    failed = row("eager", 2048, status="out of memory", reason="needed 20 GiB")
+    page = render([row("flash-triton", 1024, 1.23456), row("flash-triton", 512), row("sdpa", 1024, 2.5), failed])
     assert 'data-value="1.23456"' in page
     assert "needed 20 GiB" in page
     assert page.count("<h2") >= 1
     assert "Time of forward and backward" in page
     assert "Peak memory" in page
+
+
+def test_failed_cases_alone_are_a_table():
+    page = render([row("eager", seq, status="wrong", reason="o off by 1") for seq in (512, 1024)])
+    assert "o off by 1" in page
+    assert "Peak memory" not in page
 
 
 def test_one_length_needs_no_chart():

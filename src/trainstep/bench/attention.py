@@ -52,14 +52,14 @@ def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passe
         result = attempt(partial(_measure, case, target, warmup, passes))
         record = partial(Record, "attention", asdict(case), environment=describe(target))
         if isinstance(result, Failure):
-            yield record(_predicted(case), status=result.status, reason=result.reason)
+            yield record(_predicted(case, target), status=result.status, reason=result.reason)
         elif isinstance(result, Errors):
             reason = ", ".join(f"{name} off by {result.found[name]:.2g} of {result.allowed[name]:.2g}"
                                for name in result.found)  # fmt: skip
             yield record(status="wrong", reason=reason)
         else:
             values, samples = result
-            yield record(values | _predicted(case), samples)
+            yield record(values | _predicted(case, target), samples)
 
 
 def _measure(
@@ -166,9 +166,9 @@ def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dic
     return values
 
 
-def _predicted(case: AttentionCase) -> dict[str, Scalar]:
+def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
     """What the formulas say of the case's memory, for the implementations they describe."""
-    memory = _formula(case)
+    memory = _formula(case, device)
     if memory is None:
         return {}
     return {
@@ -178,10 +178,10 @@ def _predicted(case: AttentionCase) -> dict[str, Scalar]:
     }
 
 
-def _formula(case: AttentionCase) -> AttentionMemory | None:
+def _formula(case: AttentionCase, device: torch.device) -> AttentionMemory | None:
     sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
     if case.impl == "eager":
-        return eager_memory(*sizes, is_causal=case.is_causal)
+        return eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")
     return flash_memory(*sizes) if case.impl == "flash-triton" else None
 
 

@@ -191,7 +191,7 @@ def _time_one(
     device.synchronize()
     if cover is not None:
         cover()
-    start_mark, start = device.record(), clock()
+    start, start_mark = clock(), device.record()  # the host's reads enclose the device's marks
     step(phase)
     end_mark, issued = device.record(), clock()
     device.synchronize()

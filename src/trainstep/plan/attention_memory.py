@@ -4,8 +4,9 @@ Let T = batch · heads · seq · head_dim elements (one of q, k, v, o) and N = b
 The inputs q, k, v and the gradient of o are alive throughout: 4T.
 
 Eager. Forward multiplies, scales, and takes the softmax; each step frees the one before, so two score matrices are
-alive at once, and the probabilities P stay for backward. Backward holds P and dP and writes dS: three. With a causal
-mask the masked scores take the place of the scaled ones, and masks of a byte per score of one head are alive too.
+alive at once, and the probabilities P stay for backward. Backward holds P and dP and writes dS: three, and on a GPU
+four, as CUDA's softmax backward first writes dP ∘ P. With a causal mask the masked scores take the place of the scaled
+ones, and masks of a byte per score of one head are alive too.
 
 Flash. No score matrix exists. Backward needs o and the log-sum-exp (one float32 per query), and adds the three
 gradients and one more float32 per query (the row sums of dO ∘ O). Imports no torch.
@@ -32,7 +33,7 @@ class AttentionMemory:
 
 
 def eager_memory(
-    batch: int, heads: int, seq: int, head_dim: int, element_bytes: int, *, is_causal: bool
+    batch: int, heads: int, seq: int, head_dim: int, element_bytes: int, *, is_causal: bool, on_gpu: bool
 ) -> AttentionMemory:
     """Memory of the eager oracle, forward and backward, self-attention."""
     tensor = batch * heads * seq * head_dim * element_bytes
@@ -40,8 +41,9 @@ def eager_memory(
     mask = seq**2 if is_causal else 0  # saved for backward
     before = 5 * tensor + scores + mask  # the inputs, o, and P
     forward = 4 * tensor + 2 * scores + 2 * mask
-    backward = 6 * tensor + 3 * scores + mask  # beside the inputs: o and dv, and P, dP, dS
-    return AttentionMemory(before, max(forward, backward), 3 if backward > forward else 2)
+    in_backward = 4 if on_gpu else 3  # P, dP, dS, and on a GPU dP ∘ P
+    backward = 6 * tensor + in_backward * scores + mask  # beside the inputs: o and dv
+    return AttentionMemory(before, max(forward, backward), in_backward if backward > forward else 2)
 
 
 def flash_memory(batch: int, heads: int, seq: int, head_dim: int, element_bytes: int) -> AttentionMemory:

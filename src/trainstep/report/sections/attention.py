@@ -23,7 +23,7 @@ def attention(records: Sequence[Record]) -> Section | None:
     blocks: list[Block] = []
     for shape in shapes:
         group = [row for row in rows if tuple(row.case[name] for name in SHAPE) == shape]
-        if len({row.case["seq"] for row in group}) > 1:
+        if len({row.case["seq"] for row in group if row.status == "ok"}) > 1:
             title = ", ".join(f"{name} {value}" for name, value in zip(SHAPE, shape, strict=True))
             blocks.append(Charts([_chart(group, impls, title, *what) for what in _CHARTS]))
     lead = (
