@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainstep.cli import main
 from trainstep.commands.grids import field_docs, grid_of
@@ -94,6 +95,22 @@ def test_bench_step_with_commas_and_repeats(tmp_path):
     assert "the interval should contain 1" in found.stdout
 
 
+def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
+    words = ["--grid", "naive", "--seq", "32,64", "--head-dim", "16", "--impl", "eager,sdpa,flash-triton"]
+    found = trainstep("bench", "attention", *words, "--device", "cpu", "--passes", "7", "--out", str(tmp_path))
+    assert found.returncode == 0, found.stderr
+    records = read_records(tmp_path / "results.jsonl")
+    assert len(records) == 6
+    assert {(record.case["batch"], record.case["heads"]) for record in records} == {(8, 0)}
+    assert [record.status for record in records].count("unsupported") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
+def test_tuning_needs_a_gpu(capsys):
+    assert main_code(["tune", "attention", "--dry-run"]) == 2
+    assert "torch finds none" in capsys.readouterr().err
+
+
 def test_a_users_module_in_the_example(tmp_path):
     found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
                       "--out", str(tmp_path))  # fmt: skip
@@ -139,6 +156,8 @@ BAD = [
     (["analyze", "--steps", "0"], "steps is 0"),
     (["bench", "step", "--steps", "0"], "nothing to run"),
     (["bench", "step", "--size", "tiny,huge"], "unknown size 'huge'"),
+    (["bench", "attention", "--seq", "0"], "impossible attention case"),
+    (["bench", "attention", "--passes", "0"], "expected at least one of each"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
     (["compare", "README.md", "README.md"], "line 1: not JSON"),
 ]

@@ -22,6 +22,7 @@ from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
 from trainstep.commands.options import ModelFlags, StepFlags, preset
+from trainstep.commands.tune import Tune
 from trainstep.errors import UsageError
 
 DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
@@ -55,6 +56,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[bench, subcommand("bench")],
         Annotated[Dtypes, subcommand("dtypes")],
         Annotated[Compare, subcommand("compare")],
+        Annotated[Tune, subcommand("tune")],
         Annotated[Info, subcommand("info")],
     ]
     command = tyro.cli(commands, args=arguments, prog="trainstep", description=DESCRIPTION, config=(OmitArgPrefixes,))
