@@ -3,4 +3,17 @@
 (architecture, dtype, head_dim, causal) → (from this length on, implementation), ascending.
 """
 
-FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]] = {}
+FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]] = {
+    ("sm_90", "bfloat16", 64, False): ((0, "sdpa-cudnn"),),
+    ("sm_90", "bfloat16", 64, True): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float16", 64, False): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float16", 64, True): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float32", 64, False): ((0, "sdpa-efficient"),),
+    ("sm_90", "float32", 64, True): ((0, "sdpa-efficient"),),
+    ("sm_90", "bfloat16", 128, False): ((0, "sdpa-cudnn"),),
+    ("sm_90", "bfloat16", 128, True): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float16", 128, False): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float16", 128, True): ((0, "sdpa-cudnn"),),
+    ("sm_90", "float32", 128, False): ((0, "sdpa-efficient"),),
+    ("sm_90", "float32", 128, True): ((0, "sdpa-efficient"),),
+}

@@ -68,7 +68,7 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 @given(
     n_queries=st.integers(1, 400),
     n_keys=st.integers(1, 400),
-    head_dim=st.integers(8, 256),
+    head_dim=st.sampled_from([8, 33, 64, 100, 256]),  # each compiles its own kernels
     group=st.integers(1, 3),
     is_causal=st.booleans(),
     scale=st.sampled_from([-0.3, 0.0, 0.05, 0.5]),

@@ -17,7 +17,7 @@ CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 86}
 
 # The Hopper kernels whose registers do not quite hold everything, with the bytes per thread they keep in local memory:
 # loop invariants, stored before the walk over whole tiles and read at its edges, never within it.
-SPILLED = {("forward", 64, True): 40, ("dkdv", 128, True): 16, ("dkdv", 256, True): 56}
+SPILLED = {("forward", 64, False): 16, ("forward", 64, True): 40, ("dkdv", 128, True): 16, ("dkdv", 256, True): 56}
 
 Row = tuple[str, str, int, bool]
 
