@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 
 def climb_with(monkeypatch, rungs, source=SOURCE, **options):
     monkeypatch.setattr(ladder, "rungs_for", lambda source, device: rungs)
-    return list(climb(source, BASE, **({"warmup": 1, "steps": 7} | options)))
+    *records, control = climb(source, BASE, **({"warmup": 1, "steps": 7} | options))
+    assert control.kind == "control"
+    return records
 
 
 def test_rungs_by_device_and_workload():
@@ -94,6 +96,15 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].values["gradient_error"] == 0
 
 
+def test_the_first_rung_is_measured_again_at_the_end(monkeypatch):
+    monkeypatch.setattr(ladder, "rungs_for", lambda source, device: [Rung("one", {"attention": "sdpa"})])
+    first, _, control = climb(SOURCE, BASE, warmup=1, steps=7)
+    assert control.case["attention"] == first.case["attention"] == "eager"
+    assert control.values["first_ms"] == pytest.approx(first.values["step_ms"])
+    assert control.values["ratio"] == pytest.approx(control.values["again_ms"] / control.values["first_ms"])
+    assert control.values["ratio_low"] < control.values["ratio"] < control.values["ratio_high"]
+
+
 def test_budget_grows_with_depth_and_with_the_formats_rounding():
     assert error_budget("bf16", "fp32", 300, None) == pytest.approx(2**-8 * math.sqrt(900), rel=1e-3)
     assert error_budget("fp32", "fp32", 300, None) == pytest.approx(2 * 2**-24 * math.sqrt(900))
@@ -160,4 +171,6 @@ def test_the_whole_ladder_on_a_gpu():
     source = builtin_source("toy", ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4))
     records = list(climb(source, StepConfig(context=256), warmup=2, steps=7))
     assert [record.status for record in records] == ["ok"] * len(records), [record.reason for record in records]
-    assert all(record.values["gradient_error"] <= record.values["error_budget"] for record in records)
+    rungs = [record for record in records if record.kind == "rung"]
+    assert len(rungs) == len(records) - 1 == 1 + len(rungs_for(source, torch.device("cuda")))
+    assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)

@@ -108,6 +108,14 @@ def test_noise(changes, text):
     assert bool(text) is bool(found)
 
 
+@pytest.mark.parametrize(("low", "high", "remarked"), [(0.9, 1.1, False), (0.4, 0.6, True), (None, None, False)])
+def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high, remarked):
+    control = Record(
+        "control", CASE, {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": low, "ratio_high": high}
+    )
+    assert ("The machine changed" in said([control], "noise")) is remarked
+
+
 def test_a_grid_of_steps_is_not_one_analysed_step():
     other = Record("step", CASE | {"warmup": 5, "precision": "bf16"}, step().values)
     assert analysed_step([step(), other]) is None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,11 +121,17 @@ class Climbed:
 
 
 def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10) -> Iterator[Record]:
-    """Climb from `base` and yield a row of kind "rung" for every rung, the first included."""
+    """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
+
+    Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
+    does not, the machine changed during the climb, and the report says so.
+    """
     device = resolve_device(base.device)
     ladder = _Ladder(source, device, warmup, steps)
     for rung in [Rung("baseline", {}), *rungs_for(source, device)]:
         yield ladder.try_rung(rung, dataclasses.replace(ladder.kept.config if ladder.kept else base, **rung.change))
+    if ladder.first is not None:
+        yield ladder.control(ladder.first)
 
 
 class _Ladder:
@@ -156,6 +163,17 @@ class _Ladder:
         values = self._judge(result)
         samples = phase_samples(result.measurement.timing) | {"training_loss": result.measurement.losses}
         return Record("rung", case, values, samples, environment=environment)
+
+    def control(self, first: Climbed) -> Record:
+        """The first rung again, at the end of the climb."""
+        case, environment = case_columns(self.source, first.config), describe(self.device)
+        again = attempt(partial(self._measure, first.config))
+        if isinstance(again, Failure):
+            return Record("control", case, status=again.status, reason=again.reason, environment=environment)
+        ratio = ratio_of_medians(again.wall_ms, first.wall_ms)
+        medians = {"first_ms": statistics.median(first.wall_ms), "again_ms": statistics.median(again.wall_ms)}
+        values = medians | _ratio_values("ratio", ratio)
+        return Record("control", case, values, {"step": again.wall_ms}, environment=environment)
 
     def _measure(self, config: StepConfig) -> Climbed:
         step = build_step(self.source, config)

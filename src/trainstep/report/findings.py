@@ -221,6 +221,23 @@ def _noise(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
+def _control(records: Sequence[Record]) -> list[Finding]:
+    found = []
+    for row in of_kind(records, "control"):
+        low, high = row.values.get("ratio_low"), row.values.get("ratio_high")
+        if low is None or _number(low) <= 1 <= _number(high):
+            continue
+        found.append(
+            Finding(
+                "noise",
+                f"The machine changed while it was measured: the baseline took {_ms(row.values['first_ms'])} at the "
+                f"start of the ladder and {_ms(row.values['again_ms'])} at its end. Speed-ups are no more certain than "
+                "that; run again on a quieter machine.",
+            )
+        )
+    return found
+
+
 _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _gain,
     _dominance,
@@ -230,6 +247,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _warmup,
     _rejected,
     _noise,
+    _control,
 )
 
 

@@ -179,6 +179,16 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             Column("reason", lambda row: row.reason, brief=False),
         ),
     ),
+    "control": (
+        "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
+        (
+            *_SETTINGS[:3],
+            value_column("start (ms)", "first_ms"),
+            value_column("end (ms)", "again_ms"),
+            ratio_column("end / start [95 %]", "ratio"),
+            _OUTCOME,
+        ),
+    ),
     "attention": (
         "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
         (
