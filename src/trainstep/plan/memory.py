@@ -1,0 +1,228 @@
+"""Bytes that a training step of the built-in Transformer needs: at rest, per block, and at its peak per checkpointing.
+
+Derived from what autograd saves and what backward holds beside it; tests compare every figure with measured bytes.
+Sizes: B sequences of S tokens, N = B·S; D d_model, F d_ff, H heads, V vocabulary; T = N·D, A = N·F, C = B·H·S² scores.
+Bytes per element: e of matrix products (4, or 2 in half precision), r of the residual stream and w of the weights (4,
+or 2 in bf16-pure).
+
+At rest. Weights w·P, AdamW's two moments 2·w·P, rotary tables. Gradients add w·P during backward.
+
+One block keeps
+    each of 2 norms      4T (its input, float32) + 4N (1/rms), and another 4T where the norm is not fused (CPU)
+    projections' inputs  eT for query, key, value; eT for gate, up; eT for output. Under autocast every projection of a
+                         float32 input has its own cast: 3eT and 2eT
+    attention            q, k, v: 3eT; eager: the probabilities eC and the mask S² (CUDA autocast: softmax in float32,
+                         4C, and its cast, 2C); fused: the result eT and the log-sum-exp 4·B·H·S
+    SwiGLU               gate, silu(gate), up and their product: 4eA
+    weights' casts       2 bytes for each element of the seven matrices, under autocast
+
+Backward of a block holds besides, at worst, either three gradients of SwiGLU's size where its product was freed (+2eA),
+or, when the feed-forward's residuals are gone, the gradients before and after the softmax (two more score matrices).
+
+The peak is the largest of these moments:
+    loss            all residuals, the logits, their float32 copy in half precision, and their log-softmax
+    log-softmax     in backward: the same residuals, 12·N·V (the log-softmax and the gradients on both sides of it)
+    head            the logits' gradient and the head's
+    block i         gradients of everything after it, residuals of everything before it, and its own worst, as above.
+                    Checkpointing every K blocks keeps r·T for each earlier group in place of residuals, and all that
+                    the blocks of i's own group keep, up to i
+    embedding       the end of backward: all gradients, and that of the residual stream
+    optimizer       weights, gradients, state, and for the foreach AdamW another w·P (the denominators)
+
+Left out, as it is below one percent: step counters, token ids, the CUDA libraries' workspaces (some tens of MiB).
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainstep.config import ModelConfig, OptimizerImpl, Precision, StepConfig, blocks_per_checkpoint
+from trainstep.errors import UnsupportedError
+
+FUSED_ATTENTION = ("auto", "flash-reference", "flash-triton", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+"""Implementations that keep q, k, v, the result and the log-sum-exp."""
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """What does not depend on the batch."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def at_rest(self) -> int:
+        """Before the step: there are no gradients."""
+        return self.weights + self.optimizer_state
+
+
+def static_bytes(num_parameters: int, precision: Precision, optimizer: OptimizerImpl) -> StaticBytes:
+    """Bytes of weights, gradients and optimizer state; autocast keeps all of them in float32."""
+    weights = num_parameters * (2 if precision == "bf16-pure" else 4)
+    return StaticBytes(weights, weights, 0 if optimizer == "sgd" else 2 * weights)
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one block keeps for backward, and what its backward needs besides."""
+
+    attention_half: int
+    """Kept by the attention and its norm, weights' casts included."""
+    feed_forward_half: int
+    """Kept by the feed-forward and its norm, weights' casts included."""
+    feed_forward_worst: int
+    """Beyond what is kept, at the worst moment of the feed-forward's backward."""
+    attention_worst: int
+    """Beyond what the attention half keeps, at the worst moment of its backward."""
+
+    @property
+    def kept(self) -> int:
+        """Residuals of the whole block."""
+        return self.attention_half + self.feed_forward_half
+
+
+def block_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> BlockBytes:
+    """Residuals of one block, uncompiled.
+
+    Raises:
+        UnsupportedError: an attention implementation that is neither eager nor fused.
+    """
+    sizes = _Sizes(model, step, on_cuda)
+    e, tokens, stream, wide, scores = sizes.element, sizes.tokens, sizes.stream, sizes.wide, sizes.scores
+    copies = 1 if sizes.autocast else 0  # further casts of the same input
+    per_query = 4 * tokens * model.num_heads
+    if step.attention == "eager":
+        in_float32 = sizes.autocast and on_cuda
+        attention = 3 * e * stream + step.context**2 + (6 if in_float32 else e) * scores
+        worst = 2 * (4 if in_float32 else e) * scores - (2 * scores if in_float32 else 0) - e * stream
+    elif step.attention in FUSED_ATTENTION:
+        attention = 4 * e * stream + per_query
+        worst = 3 * e * stream + per_query
+    else:
+        raise UnsupportedError(
+            f"no memory formula for attention={step.attention}; there is one for eager, {', '.join(FUSED_ATTENTION)}"
+        )
+    casts = 2 if sizes.autocast else 0
+    d, f = model.d_model, model.d_ff
+    return BlockBytes(
+        attention_half=sizes.norm + (1 + 2 * copies) * e * stream + attention + e * stream + casts * 4 * d * d,
+        feed_forward_half=sizes.norm + (1 + copies) * e * stream + 4 * e * wide + casts * 3 * d * f,
+        feed_forward_worst=2 * e * wide + sizes.residual * stream + e * d * f,
+        attention_worst=worst + sizes.residual * stream,
+    )
+
+
+class _Sizes:
+    """Elements and bytes per element, as the module's docstring names them."""
+
+    def __init__(self, model: ModelConfig, step: StepConfig, on_cuda: bool) -> None:
+        self.autocast = step.precision in ("bf16", "fp16")
+        pure = step.precision == "bf16-pure"
+        self.element = 2 if self.autocast or pure else 4
+        self.residual = self.weight = 2 if pure else 4
+        self.tokens = step.batch * step.context
+        self.stream = self.tokens * model.d_model
+        self.wide = self.tokens * model.d_ff
+        self.scores = step.batch * model.num_heads * step.context**2
+        self.logits = self.tokens * model.vocab_size
+        self.norm = (4 if on_cuda else 8) * self.stream + 4 * self.tokens + (4 * model.d_model if pure else 0)
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """A step's memory, moment by moment."""
+
+    static: StaticBytes
+    moments: dict[str, int]
+    """Bytes alive at each moment that may be the peak."""
+
+    @property
+    def peak(self) -> int:
+        """The most."""
+        return max(self.moments.values())
+
+    @property
+    def moment(self) -> str:
+        """When."""
+        return max(self.moments, key=self.moments.__getitem__)
+
+
+def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBytes:
+    """The peak of a whole training step (mode "step"), its optimizer's state in place.
+
+    Raises:
+        UnsupportedError: compiled code, the chunked loss, checkpointing other than none and every-K, or an attention
+            without a formula.
+    """
+    size = blocks_per_checkpoint(step.checkpointing)
+    if step.compile != "off" or step.loss != "dense" or step.checkpointing in ("selective", "recursive"):
+        raise UnsupportedError(
+            f"no memory formula for compile={step.compile}, loss={step.loss}, checkpointing={step.checkpointing}; "
+            "there is one for uncompiled code, the dense loss, and checkpointing none or every-K"
+        )
+    sizes, block = _Sizes(model, step, on_cuda), block_bytes(model, step, on_cuda=on_cuda)
+    static = static_bytes(model.num_parameters, step.precision, step.optimizer)
+    rest = static.at_rest + 4 * step.context * model.head_dim
+    layers, e, logits = model.num_layers, sizes.element, sizes.logits
+    head = model.vocab_size * model.d_model
+    casts = 2 * (layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff)) if sizes.autocast else 0
+    if size is None:
+        kept, loss_casts = layers * block.kept, 0  # what is kept includes the casts
+    else:
+        # Autocast's cache holds every weight's cast until the loss is there, whoever needs it.
+        kept, loss_casts = -(-layers // size) * sizes.residual * sizes.stream, casts
+    tail = sizes.norm + e * sizes.stream + (2 * head if sizes.autocast else 0)
+    before = rest + kept + tail
+    moments = {
+        "loss": before + loss_casts + (8 if e == 4 else 10) * logits,
+        "log-softmax": before + 12 * logits,
+        "head": before + e * (logits + sizes.stream + head) + (sizes.weight * head if sizes.autocast else 0),
+    }
+    for index, alive in _block_moments(model, sizes, block, size):
+        moments[f"block {index}"] = rest + alive
+    moments["embedding"] = rest + static.gradients + sizes.residual * sizes.stream
+    moments["optimizer"] = rest + static.gradients + (static.weights if step.optimizer == "adamw-foreach" else 0)
+    return PeakBytes(static, moments)
+
+
+def _block_moments(model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: int | None) -> Iterator[tuple[int, int]]:
+    """(block, bytes alive beyond those at rest at the worst moment of its backward), in the order of backward."""
+    d, f = model.d_model, model.d_ff
+    attention_weights, feed_forward_weights = 4 * d * d + d, 3 * d * f + d
+    gradients = sizes.weight * (model.vocab_size * d + d)
+    for index in reversed(range(model.num_layers)):
+        group = index // size if size is not None else 0
+        in_group = index - group * size if size is not None else index
+        inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
+        earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
+        feed_forward = block.kept + block.feed_forward_worst
+        attention = block.attention_half + block.attention_worst + sizes.weight * feed_forward_weights
+        yield index, earlier + gradients + max(feed_forward, attention)
+        gradients += sizes.weight * (attention_weights + feed_forward_weights)
+
+
+def best_checkpointing(model: ModelConfig, step: StepConfig, memory: float, *, on_cuda: bool) -> str:
+    """The checkpointing to choose for `memory` bytes: none if that fits, else the every-K with the smallest peak.
+
+    Every K costs one more forward of the blocks, so a larger peak buys nothing. Of equal peaks (where another moment
+    than the blocks' is the largest) the smallest K: it leaves the most room for what the formula leaves out.
+
+    Raises:
+        UnsupportedError: not even that fits, or there is no formula.
+    """
+
+    def peak(policy: str) -> int:
+        return peak_bytes(model, dataclasses.replace(step, checkpointing=policy), on_cuda=on_cuda).peak
+
+    if peak("none") <= memory:
+        return "none"
+    best = min((f"every-{size}" for size in range(1, model.num_layers + 1)), key=peak)
+    if peak(best) > memory:
+        raise UnsupportedError(
+            f"even checkpointing={best} needs {peak(best) / 2**30:.3g} GiB of {memory / 2**30:.3g}; use a smaller batch"
+        )
+    return best

@@ -1,0 +1,127 @@
+"""The formulas against bytes counted on a CPU: each storage that operators make, from creation to release."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainstep.config import SIZES, ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, step_memory
+from trainstep.measure.residuals import residuals
+from trainstep.model.transformer import build_transformer
+from trainstep.plan.memory import best_checkpointing, block_bytes, peak_bytes, static_bytes
+from trainstep.training_step import build_step
+from trainstep.workload import builtin_source
+
+BLOCK = ModelConfig(vocab_size=256, d_model=64, d_ff=160, num_layers=1, num_heads=2, max_context=48)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash-reference"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
+def test_a_block_keeps_exactly_the_bytes_of_the_formula(precision, attention):
+    step = StepConfig(batch=3, context=48, precision=precision, attention=attention)
+    torch.manual_seed(0)
+    model = build_transformer(BLOCK, impl=attention)
+    pure = precision == "bf16-pure"
+    if pure:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    x = torch.randn(3, 48, 64, dtype=torch.bfloat16 if pure else torch.float32, requires_grad=True)
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    with torch.autocast("cpu", half, enabled=precision in ("bf16", "fp16")):
+        kept, _ = residuals(lambda: model.blocks[0](x, model.rotary), model)
+    assert block_bytes(BLOCK, step, on_cuda=False).kept == kept.bytes
+
+
+def measured(model, config):
+    step = build_step(builtin_source("toy", model, Path(__file__)), config)
+    batch = step.next_batch()
+    step(batch)  # makes the optimizer's state
+    resident = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
+    return step_memory(lambda phase: step(batch, phase=phase), step.device, resident), step
+
+
+SHAPES = {  # which moment is the peak
+    "scores": (ModelConfig(vocab_size=256, d_model=32, d_ff=48, num_layers=5, num_heads=4), 1, 384, "sgd"),
+    "feed-forward": (ModelConfig(vocab_size=300, d_model=64, d_ff=256, num_layers=5, num_heads=4), 4, 64, "sgd"),
+    "logits": (ModelConfig(vocab_size=3000, d_model=32, d_ff=96, num_layers=2, num_heads=2), 3, 64, "adamw-foreach"),
+    "weights": (ModelConfig(vocab_size=300, d_model=192, d_ff=512, num_layers=3, num_heads=4), 1, 16, "sgd"),
+    "denominators": (ModelConfig(vocab_size=300, d_model=192, d_ff=512, num_layers=3, num_heads=4), 1, 16,
+                     "adamw-foreach"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every-1", "every-2", "every-3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_peak_is_within_half_a_percent(shape, precision, attention, checkpointing):
+    model, batch, context, optimizer = SHAPES[shape]
+    config = StepConfig(
+        batch=batch,
+        context=context,
+        precision=precision,
+        attention=attention,
+        checkpointing=checkpointing,
+        optimizer=optimizer,
+        device="cpu",
+    )
+    found, _ = measured(model, config)
+    predicted = peak_bytes(model, config, on_cuda=False)
+    assert predicted.peak == pytest.approx(found.peak, rel=0.005)
+    moments = predicted.moments
+    assert moments["loss"] == pytest.approx(found.by_phase["loss"], rel=0.005)
+    in_backward = max(value for name, value in moments.items() if name not in ("loss", "optimizer"))
+    assert in_backward == pytest.approx(found.by_phase["backward"], rel=0.005)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused", "sgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_static_bytes_are_those_of_the_tensors(precision, optimizer):
+    found, step = measured(BLOCK, StepConfig(batch=1, context=16, precision=precision, optimizer=optimizer,
+                                             device="cpu"))  # fmt: skip
+    static = static_bytes(BLOCK.num_parameters, precision, optimizer)
+    assert static.weights == static.gradients == parameter_bytes(step.module)
+    state = [each for each in optimizer_state_tensors(step.optimizer) if each.dim() > 0]  # without step counters
+    assert static.optimizer_state == sum(each.nbytes for each in state)
+    assert static.at_rest == pytest.approx(found.before, rel=0.05), "rotary tables and counters besides"
+
+
+def test_the_published_example_of_the_residual_stream():
+    """2.7B, context 2048, batch 4: a checkpoint of one block's input is 80 MiB in float32."""
+    one = StepConfig(batch=4, context=2048, checkpointing="every-1", attention="sdpa")
+    two = dataclasses.replace(one, checkpointing="every-2")
+    peaks = [peak_bytes(SIZES["2.7B"], config, on_cuda=True).moments["log-softmax"] for config in (one, two)]
+    assert peaks[0] - peaks[1] == 16 * 4 * 2048 * 2560 * 4
+
+
+def test_cuda_saves_the_softmax_of_autocast_in_float32():
+    step = StepConfig(batch=1, context=1024, precision="bf16")
+    cpu, cuda = (block_bytes(SIZES["small"], step, on_cuda=on_cuda) for on_cuda in (False, True))
+    scores = 12 * 1024**2
+    assert cuda.attention_half - cpu.attention_half == 4 * scores - 4 * 1024 * 768  # and its norms are fused
+
+
+def test_the_best_checkpointing_for_a_memory():
+    step = StepConfig(batch=4, context=2048, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+    size = SIZES["2.7B"]
+
+    def peak(policy):
+        return peak_bytes(size, dataclasses.replace(step, checkpointing=policy), on_cuda=True).peak
+
+    assert best_checkpointing(size, step, math.inf, on_cuda=True) == "none"
+    best = best_checkpointing(size, step, peak("none") - 1, on_cuda=True)
+    assert peak(best) == min(peak(f"every-{k}") for k in range(1, 33))
+    with pytest.raises(UnsupportedError, match="use a smaller batch"):
+        best_checkpointing(size, step, peak(best) - 1, on_cuda=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"compile": "model"}, {"loss": "chunked"}, {"checkpointing": "selective"}, {"attention": "flex"}]
+)
+def test_where_there_is_no_formula(settings):
+    with pytest.raises(UnsupportedError, match="no memory formula"):
+        peak_bytes(BLOCK, StepConfig(**settings), on_cuda=False)
