@@ -1,6 +1,6 @@
 from torch import nn
 
-from trainstep.blocks import find_blocks
+from trainstep.blocks import find_blocks, without_numbers
 from trainstep.config import SIZES
 from trainstep.model.transformer import TransformerBlock, build_transformer
 
@@ -30,3 +30,9 @@ def test_a_sequential_of_one_repeated_class_counts():
 
 def test_a_module_without_lists_has_none():
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+def test_numbers_in_names_are_only_whole_parts():
+    assert without_numbers("h.10.mlp.0") == "h.*.mlp.*"
+    assert without_numbers("conv1.fc2.3x") == "conv1.fc2.3x"
+    assert without_numbers("7") == "*"

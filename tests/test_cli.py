@@ -24,7 +24,17 @@ def trainstep(*words, cwd=REPOSITORY):
     return subprocess.run([sys.executable, "-m", "trainstep.cli", *words], capture_output=True, text=True, cwd=cwd)
 
 
-COMMANDS = [(), ("analyze",), ("bench",), ("bench", "step"), ("bench", "ladder"), ("compare",), ("dtypes",), ("info",)]
+COMMANDS = [
+    (),
+    ("analyze",),
+    ("bench",),
+    ("bench", "step"),
+    ("bench", "ladder"),
+    ("compare",),
+    ("dtypes",),
+    ("memory",),
+    ("info",),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -158,6 +168,9 @@ BAD = [
     (["bench", "step", "--size", "tiny,huge"], "unknown size 'huge'"),
     (["bench", "attention", "--seq", "0"], "impossible attention case"),
     (["bench", "attention", "--passes", "0"], "expected at least one of each"),
+    (["memory"], "give --residuals, --checkpointing or both"),
+    (["memory", "--checkpointing", "--policies", "none,often"], "expected none, every-K"),
+    (["bench", "step", "--checkpointing", "every-0"], "expected none, every-K"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
     (["compare", "README.md", "README.md"], "line 1: not JSON"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 
@@ -24,3 +26,8 @@ def _repeats_one_class(module: nn.Module) -> bool:
         return False
     classes = {type(child) for child in module}
     return len(classes) == 1 and any(True for child in module for _ in child.children())
+
+
+def without_numbers(name: str) -> str:
+    """A module's dotted name with its numbers replaced, so that alike modules share it: `blocks.*.attention.query`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -21,6 +21,7 @@ from trainstep.commands.bench import BenchAttention, BenchLadder, BenchStep, att
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
+from trainstep.commands.memory import Memory, MemoryStepFlags
 from trainstep.commands.options import ModelFlags, StepFlags, preset
 from trainstep.commands.tune import Tune
 from trainstep.errors import UsageError
@@ -40,10 +41,12 @@ class _Choice:
 def _parse(arguments: Sequence[str]) -> Any:
     """The command that the arguments name, as one of the dataclasses above."""
     one_model: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
     choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
-    if set(arguments[:2]) & {"analyze", "ladder"} and not {"-h", "--help"} & set(arguments):
+    if set(arguments[:2]) & {"analyze", "ladder", "memory"} and not {"-h", "--help"} & set(arguments):
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
+        memory = {"model": ModelFlags(**vars(model)), "step": MemoryStepFlags(**vars(step))}
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
@@ -55,6 +58,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[Analyze, subcommand("analyze", default=Analyze(**one_model))],
         Annotated[bench, subcommand("bench")],
         Annotated[Dtypes, subcommand("dtypes")],
+        Annotated[Memory, subcommand("memory", default=Memory(**memory))],
         Annotated[Compare, subcommand("compare")],
         Annotated[Tune, subcommand("tune")],
         Annotated[Info, subcommand("info")],

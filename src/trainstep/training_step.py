@@ -96,13 +96,22 @@ class TrainingStep:
         scaler.update(scale / 2)
         return True
 
-    def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
+    def differentiable_loss(self, batch: Any) -> Tensor:
+        """Forward and loss alone: the unscaled loss with its graph, for instruments that look at what forward keeps."""
+        with _matmul_precision(self.config.precision):
+            return self._loss_of(batch, no_phases)
+
+    def _loss_of(self, batch: Any, phase: PhaseContext) -> Tensor:
         with self._autocast():
             with phase("forward"):
                 outputs = self._forward(self.module, batch)
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
+        return loss
+
+    def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
+        loss = self._loss_of(batch, phase)
         with phase("backward"):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()

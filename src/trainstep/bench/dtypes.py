@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -11,6 +10,7 @@ import torch
 
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns
+from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
@@ -65,8 +65,7 @@ def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
     """
     groups: dict[ModuleDtypes, list[ModuleDtypes]] = {}
     for module in modules:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", module.name)
-        groups.setdefault(dataclasses.replace(module, name=pattern), []).append(module)
+        groups.setdefault(dataclasses.replace(module, name=without_numbers(module.name)), []).append(module)
     return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
 
 

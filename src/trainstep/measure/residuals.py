@@ -65,7 +65,7 @@ class _Packed:
     """What the pack hook hands to autograd in a tensor's stead."""
 
     def __init__(self, tensor: Tensor, module: str) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # with its graph, a saved output would keep itself alive in a circle
         self.module = module
         self.casts_parameter = _casts_parameter(tensor)
 

@@ -200,6 +200,29 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
+def _checkpointing(records: Sequence[Record]) -> list[Finding]:
+    """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
+    rows = {str(row.case["checkpointing"]): row for row in of_kind(records, "checkpointing")}
+    peaks = {name: _number(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
+    sizes = sorted(int(name.removeprefix("every-")) for name in peaks if name.startswith("every-"))
+    if not sizes:
+        return []
+    limit = next(iter(rows.values())).values.get("memory_gib")
+    if "none" in peaks and limit is not None and peaks["none"] <= _number(limit):
+        room = f"{_gib(peaks['none'])} of {_gib(_number(limit))}"
+        return [Finding("checkpointing", f"No checkpointing is needed: the step fits without ({room}).")]
+    best = min(sizes, key=lambda size: peaks[f"every-{size}"])
+    peak = peaks[f"every-{best}"]
+    nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
+    beside = _listed([f"every-{size} {_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
+    if limit is not None and peak > _number(limit):
+        sentence = f"No policy of every K blocks fits into {_gib(_number(limit))}: the smallest peak is {_gib(peak)}"
+    else:
+        sentence = f"The best K is {best}: a checkpoint every {best} block{'s' * (best > 1)} peaks at {_gib(peak)}"
+    against = f"; without checkpointing {_gib(peaks['none'])}" if "none" in peaks else ""
+    return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
+
+
 def _noise(records: Sequence[Record]) -> list[Finding]:
     step = analysed_step(records)
     if step is None or step.values.get("step_low_ms") is None:
@@ -246,6 +269,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _memory,
     _warmup,
     _rejected,
+    _checkpointing,
     _noise,
     _control,
 )

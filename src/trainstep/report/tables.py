@@ -240,6 +240,34 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("why", "why"),
         ),
     ),
+    "residual": (
+        "What forward keeps for backward, without parameters; each storage once",
+        (
+            *_SETTINGS,
+            case_column("part", "part"),
+            Column("what", lambda row: str(row.case["what"])),
+            value_column("kept for", "operation"),
+            value_column("tensor", "tensor"),
+            value_column("storages", "storages"),
+            value_column("MiB", "mib"),
+            value_column("share (%)", "share", 100),
+            value_column("formula (MiB)", "formula_mib"),
+            _OUTCOME,
+        ),
+    ),
+    "checkpointing": (
+        "One training step under checkpointing policies: peak memory predicted and measured, and time",
+        (
+            *(column for column in _SETTINGS if column.title != "checkpointing"),
+            Column("checkpointing", lambda row: str(row.case["checkpointing"])),
+            value_column("predicted (GiB)", "predicted_gib", digits=4),
+            value_column("peak (GiB)", "peak_gib", digits=4),
+            value_column("prediction off by (%)", "prediction_error", 100, digits=2),
+            value_column("peak in", "peak_phase"),
+            median_column("step (ms) [95 %]", "step"),
+            _OUTCOME,
+        ),
+    ),
 }
 """For every kind of record: its table's caption and columns."""
 

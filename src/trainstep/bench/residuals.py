@@ -1,0 +1,137 @@
+"""`trainstep memory --residuals`: what forward keeps for backward, by module and operation, as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.step import case_columns
+from trainstep.blocks import find_blocks, without_numbers
+from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.measure.dtypes import short_name
+from trainstep.measure.environment import describe
+from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
+from trainstep.report.records import Record, Scalar
+from trainstep.training_step import build_step
+from trainstep.workload import WorkloadSource, resolve_device
+
+MIB = 2**20
+TOP = 5
+"""The largest groups that are rows of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptByStep:
+    """What the forward pass of a training step keeps."""
+
+    whole: Residuals
+    first_block: Residuals
+    """The part of it that the first block keeps; empty where there are no blocks, or compiled code hides them."""
+    stream: Tensor | None
+    """What the first block got: the residual stream, without its data."""
+
+
+def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
+    """Build the workload and run its forward pass and loss once.
+
+    Raises:
+        UnsupportedError: selective checkpointing, which keeps results where autograd does not see them.
+    """
+    if config.checkpointing == "selective":
+        raise UnsupportedError("what selective checkpointing keeps is invisible to autograd; use --checkpointing none")
+    step = build_step(source, config)
+    batch = step.next_batch()
+    blocks = find_blocks(step.module)
+    compiled = config.compile != "off"
+    seen: list[Tensor] = []
+    resident = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if compiled:
+        resident += [*step.module.parameters(), *step.module.buffers()]
+    watch = None if compiled or not blocks else blocks[0].register_forward_pre_hook(partial(_note_input, seen))
+    found, _ = residuals(lambda: step.differentiable_loss(batch), None if compiled else step.module, resident)
+    if watch is not None:
+        watch.remove()
+    first = next((name for name, each in step.module.named_modules() if blocks and each is blocks[0]), None)
+    inside = [each for each in found.kept if first is not None and f"{each.module}.".startswith(f"{first}.")]
+    return KeptByStep(found, Residuals(tuple(inside)), seen[0] if seen else None)
+
+
+def _note_input(seen: list[Tensor], module: nn.Module, args: tuple[Any, ...]) -> None:
+    if args and isinstance(args[0], Tensor):
+        seen.append(torch.empty_like(args[0], device="meta"))
+
+
+def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Record]:
+    """The largest groups of the whole step and of the first block, the residual stream, and the compiled total."""
+    environment = describe(resolve_device(config.device))
+    totals: dict[str, int] = {}
+    for compile in dict.fromkeys((config.compile, "model")):
+        each = dataclasses.replace(config, compile=compile)
+        case = case_columns(source, each)
+        kept = attempt(partial(measure_residuals, source, each))
+        if isinstance(kept, Failure):
+            yield Record("residual", case | {"part": "step", "what": "all"}, {}, {}, kept.status, kept.reason,
+                         environment)  # fmt: skip
+            continue
+        totals[compile] = kept.whole.bytes
+        rows = _groups("step", kept.whole)
+        if kept.first_block.kept:
+            rows += _groups("first block", kept.first_block)
+        if kept.stream is not None:
+            rows.append(_stream(source, each, kept.stream))
+        for what, values in rows:
+            yield Record("residual", case | what, values, environment=environment)
+
+
+Row = tuple[dict[str, Scalar], dict[str, Scalar]]
+
+
+def _groups(part: str, found: Residuals) -> list[Row]:
+    """The largest groups of alike residuals, the rest, and all, with their share."""
+    groups: dict[tuple[str, str, str], list[Residual]] = {}
+    for each in found.kept:
+        shape = "×".join(map(str, each.shape))
+        outside = "(compiled code)" if each.operation == "CompiledFunction" else "(outside modules)"
+        where = without_numbers(each.module) or outside
+        groups.setdefault((where, each.operation, f"{short_name(each.dtype)} {shape}"), []).append(each)
+    size: Callable[[Sequence[Residual]], int] = lambda members: sum(each.bytes for each in members)  # noqa: E731
+    ordered = sorted(groups.items(), key=lambda item: -size(item[1]))
+
+    def row(what: str, operation: str | None, tensor: str | None, members: Sequence[Residual]) -> Row:
+        values: dict[str, Scalar] = {
+            "operation": operation,
+            "tensor": tensor,
+            "storages": len(members),
+            "mib": size(members) / MIB,
+            "share": size(members) / found.bytes if found.bytes else None,
+        }
+        return {"part": part, "what": what}, values
+
+    rows = [row(f"{rank}. {where}", operation, tensor, members)
+            for rank, ((where, operation, tensor), members) in enumerate(ordered[:TOP], start=1)]  # fmt: skip
+    if rest := [each for _, members in ordered[TOP:] for each in members]:
+        rows.append(row("the rest", None, None, rest))
+    return [*rows, row("all", None, None, found.kept)]
+
+
+def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> Row:
+    """The residual stream that the first block got, beside batch · context · d_model · bytes per element."""
+    formula = None
+    if source.model is not None:
+        size = residual_stream_bytes(config.batch, config.context, source.model.d_model, stream.element_size())
+        formula = size / MIB
+    shape = "×".join(map(str, stream.shape))
+    return {"part": "residual stream", "what": "input of the first block"}, {
+        "tensor": f"{short_name(stream.dtype)} {shape}",
+        "storages": 1,
+        "mib": stream.nbytes / MIB,
+        "formula_mib": formula,
+    }
