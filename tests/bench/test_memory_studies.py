@@ -111,5 +111,5 @@ def test_a_policy_that_ran_out_of_memory_is_left_out_of_the_sentence():
     rows = study(8.0, every_1=4.0, every_2=6.0)
     rows.insert(0, Record("checkpointing", {"checkpointing": "none"}, {"memory_gib": 8.0}, status="out of memory"))
     (finding,) = findings(rows)
-    assert finding.sentence.startswith("The best K is 1: a checkpoint every 1 block peaks at 4.00 GiB")
+    assert finding.sentence.startswith("The best K is 1: a checkpoint every block peaks at 4.00 GiB")
     assert finding.sentence.endswith("6.00 GiB).")

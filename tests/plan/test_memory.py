@@ -1,7 +1,6 @@
 """The formulas against bytes counted on a CPU: each storage that operators make, from creation to release."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, step_memory
 from trainstep.measure.residuals import residuals
 from trainstep.model.transformer import build_transformer
-from trainstep.plan.memory import best_checkpointing, block_bytes, peak_bytes, static_bytes
+from trainstep.plan.memory import best_blocks_per_checkpoint, block_bytes, peak_bytes, static_bytes
 from trainstep.training_step import build_step
 from trainstep.workload import builtin_source
 
@@ -103,20 +102,30 @@ def test_cuda_saves_the_softmax_of_autocast_in_float32():
     cpu, cuda = (block_bytes(SIZES["small"], step, on_cuda=on_cuda) for on_cuda in (False, True))
     scores = 12 * 1024**2
     assert cuda.attention_half - cpu.attention_half == 4 * scores - 4 * 1024 * 768  # and its norms are fused
+    whole = [each.attention_half + each.attention_worst for each in (cpu, cuda)]
+    assert whole[1] - whole[0] == (4 * 4 - 3 * 2) * scores - 4 * 1024 * 768  # P, dP, dP ∘ P and dS against P, dP and dS
 
 
-def test_the_best_checkpointing_for_a_memory():
-    step = StepConfig(batch=4, context=2048, precision="bf16", attention="sdpa", optimizer="adamw-fused")
-    size = SIZES["2.7B"]
+@pytest.mark.parametrize(("attention", "best"), [("eager", 1), ("sdpa", 1)])
+def test_the_best_number_of_blocks_where_residuals_outweigh_inputs(attention, best):
+    step = StepConfig(batch=16, context=2048, precision="bf16", attention=attention, optimizer="sgd")
+    model = SIZES["2.7B"]
 
-    def peak(policy):
-        return peak_bytes(size, dataclasses.replace(step, checkpointing=policy), on_cuda=True).peak
+    def peak(size):
+        return peak_bytes(model, dataclasses.replace(step, checkpointing=f"every-{size}"), on_cuda=True).peak
 
-    assert best_checkpointing(size, step, math.inf, on_cuda=True) == "none"
-    best = best_checkpointing(size, step, peak("none") - 1, on_cuda=True)
-    assert peak(best) == min(peak(f"every-{k}") for k in range(1, 33))
-    with pytest.raises(UnsupportedError, match="use a smaller batch"):
-        best_checkpointing(size, step, peak(best) - 1, on_cuda=True)
+    assert best_blocks_per_checkpoint(model, step, on_cuda=True) == best
+    assert peak(best) < peak(2) < peak(3)
+
+
+def test_narrow_blocks_of_a_deep_model_are_best_taken_together():
+    """K · residuals + layers / K · input is smallest near √(layers · input / residuals): about 4 here."""
+    model = ModelConfig(vocab_size=256, d_model=256, d_ff=2, num_layers=144, num_heads=1)
+    step = StepConfig(batch=32, context=256, attention="sdpa", optimizer="sgd")
+    block = block_bytes(model, step, on_cuda=True)
+    expected = (144 * 32 * 256 * 256 * 4 / block.kept) ** 0.5
+    assert best_blocks_per_checkpoint(model, step, on_cuda=True) == pytest.approx(expected, abs=1)
+    assert expected > 3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
 from trainstep.measure.stats import summarize
-from trainstep.plan.memory import PeakBytes, peak_bytes
+from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
 from trainstep.report.records import Record, Scalar
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -27,12 +28,10 @@ def default_policies(source: WorkloadSource, config: StepConfig) -> list[str]:
     if layers == 0:
         raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList, so nothing to checkpoint by block")
     sizes = {1 << power for power in range(layers.bit_length())} | {layers}
-    predicted = {size: _predict(source, dataclasses.replace(config, checkpointing=f"every-{size}"))
-                 for size in range(1, layers + 1)}  # fmt: skip
-    known = {size: each.peak for size, each in predicted.items() if each is not None}
-    if known:
-        best = min(known, key=known.__getitem__)
-        sizes |= {best - 1, best, best + 1} & set(known)
+    if source.model is not None:
+        with contextlib.suppress(UnsupportedError):  # where there is no formula
+            best = best_blocks_per_checkpoint(source.model, config, on_cuda=_on_cuda(config))
+            sizes |= {best - 1, best, best + 1} & set(range(1, layers + 1))
     return ["none", *(f"every-{size}" for size in sorted(sizes)), "selective", "recursive"]
 
 
@@ -74,9 +73,13 @@ def _predict(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:
     if source.model is None:
         return None
     try:
-        return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda")
+        return peak_bytes(source.model, config, on_cuda=_on_cuda(config))
     except UnsupportedError:
         return None
+
+
+def _on_cuda(config: StepConfig) -> bool:
+    return resolve_device(config.device).type == "cuda"
 
 
 def _measured(found: StepMeasurement, predicted: PeakBytes | None, step_ms: Sequence[float]) -> dict[str, Scalar]:

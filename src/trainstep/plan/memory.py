@@ -17,7 +17,8 @@ One block keeps
     weights' casts       2 bytes for each element of the seven matrices, under autocast
 
 Backward of a block holds besides, at worst, either three gradients of SwiGLU's size where its product was freed (+2eA),
-or, when the feed-forward's residuals are gone, the gradients before and after the softmax (two more score matrices).
+or, when the feed-forward's residuals are gone, the gradients before and after the softmax: two more score matrices, and
+on CUDA a third, their product with the probabilities.
 
 The peak is the largest of these moments:
     loss            all residuals, the logits, their float32 copy in half precision, and their log-softmax
@@ -98,7 +99,8 @@ def block_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> Block
     if step.attention == "eager":
         in_float32 = sizes.autocast and on_cuda
         attention = 3 * e * stream + step.context**2 + (6 if in_float32 else e) * scores
-        worst = 2 * (4 if in_float32 else e) * scores - (2 * scores if in_float32 else 0) - e * stream
+        beside = (3 if on_cuda else 2) * (4 if in_float32 else e)  # CUDA's softmax backward also writes dP ∘ P
+        worst = (beside - 2 if in_float32 else beside) * scores - e * stream
     elif step.attention in FUSED_ATTENTION:
         attention = 4 * e * stream + per_query
         worst = 3 * e * stream + per_query
@@ -205,24 +207,16 @@ def _block_moments(model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: i
         gradients += sizes.weight * (attention_weights + feed_forward_weights)
 
 
-def best_checkpointing(model: ModelConfig, step: StepConfig, memory: float, *, on_cuda: bool) -> str:
-    """The checkpointing to choose for `memory` bytes: none if that fits, else the every-K with the smallest peak.
+def best_blocks_per_checkpoint(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> int:
+    """The K of every-K with the smallest peak; of equal peaks, where the blocks' is not the largest, the smallest K.
 
-    Every K costs one more forward of the blocks, so a larger peak buys nothing. Of equal peaks (where another moment
-    than the blocks' is the largest) the smallest K: it leaves the most room for what the formula leaves out.
+    Every K costs one more forward of the blocks, so a larger peak buys nothing, however much memory there is.
 
     Raises:
-        UnsupportedError: not even that fits, or there is no formula.
+        UnsupportedError: as `peak_bytes`.
     """
 
-    def peak(policy: str) -> int:
-        return peak_bytes(model, dataclasses.replace(step, checkpointing=policy), on_cuda=on_cuda).peak
+    def peak(size: int) -> int:
+        return peak_bytes(model, dataclasses.replace(step, checkpointing=f"every-{size}"), on_cuda=on_cuda).peak
 
-    if peak("none") <= memory:
-        return "none"
-    best = min((f"every-{size}" for size in range(1, model.num_layers + 1)), key=peak)
-    if peak(best) > memory:
-        raise UnsupportedError(
-            f"even checkpointing={best} needs {peak(best) / 2**30:.3g} GiB of {memory / 2**30:.3g}; use a smaller batch"
-        )
-    return best
+    return min(range(1, model.num_layers + 1), key=peak)

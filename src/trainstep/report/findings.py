@@ -218,7 +218,8 @@ def _checkpointing(records: Sequence[Record]) -> list[Finding]:
     if limit is not None and peak > _number(limit):
         sentence = f"No policy of every K blocks fits into {_gib(_number(limit))}: the smallest peak is {_gib(peak)}"
     else:
-        sentence = f"The best K is {best}: a checkpoint every {best} block{'s' * (best > 1)} peaks at {_gib(peak)}"
+        every = "every block" if best == 1 else f"every {best} blocks"
+        sentence = f"The best K is {best}: a checkpoint {every} peaks at {_gib(peak)}"
     against = f"; without checkpointing {_gib(peaks['none'])}" if "none" in peaks else ""
     return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
 
