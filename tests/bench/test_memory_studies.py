@@ -51,6 +51,15 @@ def test_rows_of_residuals():
     assert "share (%)" in table.columns
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_code_checkpoints_too():
+    eager, compiled = (
+        measure_residuals(TOY, dataclasses.replace(STEP, checkpointing="every-1", compile=compile)).whole.bytes
+        for compile in ("off", "model")
+    )
+    assert compiled <= eager
+
+
 def test_selective_checkpointing_hides_what_it_keeps():
     with pytest.raises(UnsupportedError, match="use --checkpointing none"):
         measure_residuals(TOY, dataclasses.replace(STEP, checkpointing="selective"))
