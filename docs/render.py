@@ -12,19 +12,11 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainstep.report.columns import Column, case_column, mean_column, median_column, number, value_column
 from trainstep.report.compare import comparison_table, repeatability
+from trainstep.report.formats import to_markdown
 from trainstep.report.records import Record, of_kind, read_records
-from trainstep.report.tables import (
-    Column,
-    Table,
-    case_column,
-    make_table,
-    mean_column,
-    median_column,
-    tabulate,
-    to_markdown,
-    value_column,
-)
+from trainstep.report.tables import Table, make_table, tabulate
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -87,6 +79,78 @@ def ladder(size: str) -> Table:
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
 
 
+SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
+
+
+def peers() -> Table:
+    """Our kernels beside what torch ships, shape by shape, all in one run."""
+    rows = results("h200-attention-peers", "attention")
+    ours = "flash-triton"
+    others = [impl for impl in dict.fromkeys(str(row.case["impl"]) for row in rows) if impl != ours]
+    shapes = dict.fromkeys(tuple(row.case[name] for name in SHAPE) for row in rows)
+    cells = []
+    for shape in shapes:
+        times = {row.case["impl"]: row for row in rows if tuple(row.case[name] for name in SHAPE) == shape}
+        own = times[ours].values
+        line = [number(part) for part in shape]
+        line += [" / ".join(number(own[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
+        line += [number(own["both_tflops"])]
+        for impl in others:
+            other = times[impl].values.get("both_ms")
+            line.append(f"{number(other)} ({other / own['both_ms']:.2f}×)" if isinstance(other, float) else "–")
+        cells.append(tuple(line))
+    columns = (
+        *SHAPE,
+        "ours: forward / backward / both (ms)",
+        "TFLOP/s",
+        *(f"{impl} (ms, times ours)" for impl in others),
+    )
+    return Table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
+
+
+def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: str) -> Table:
+    """One value of every implementation against the sequence length."""
+    rows = [
+        row for row in results(name, "attention") if row.case["dtype"] == dtype and row.case["head_dim"] == head_dim
+    ]
+    impls = list(dict.fromkeys(str(row.case["impl"]) for row in rows))
+    lengths = sorted({int(row.case["seq"] or 0) for row in rows})
+    found = {(row.case["seq"], row.case["impl"]): row for row in rows}
+
+    def cell(seq: int, impl: str) -> str:
+        row = found.get((seq, impl))
+        if row is None:
+            return "not run"
+        return number(row.values.get(value)) if row.status == "ok" else row.status
+
+    cells = tuple((f"{seq:,}", *(cell(seq, impl) for impl in impls)) for seq in lengths)
+    case = rows[0].case
+    what = "forward and backward" if value == "both_ms" else "peak memory"
+    caption = f"{what} ({unit}), {dtype}, head_dim {head_dim}, batch {case['batch']}, causal {case['causal']}"
+    return Table(name, f"{caption}; {where(rows)}", ("sequence", *impls), cells)
+
+
+def attention_memory() -> Table:
+    """Measured bytes beside the formula, for the eager formula and for ours."""
+    rows = [
+        row
+        for name in ("h200-attention-naive", "h200-attention-long")
+        for row in results(name, "attention")
+        if row.values.get("predicted_peak_gib") is not None and row.case["head_dim"] == 128
+    ]
+    columns = (
+        Column("implementation", lambda row: str(row.case["impl"])),
+        *(Column(name, lambda row, name=name: number(row.case[name])) for name in ("dtype", "batch", "heads", "seq")),
+        value_column("before backward (GiB)", "before_backward_gib"),
+        value_column("by formula", "predicted_before_backward_gib"),
+        value_column("peak (GiB)", "peak_gib"),
+        value_column("peak by formula", "predicted_peak_gib"),
+        value_column("score matrices at the peak", "score_matrices_at_peak"),
+        Column("outcome", lambda row: row.status),
+    )
+    return tabulate("attention-memory", f"head_dim 128; {where(rows)}", columns, rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "sizes-fp32": lambda: sizes("fp32", "off"),
     "sizes-bf16": lambda: sizes("bf16", "off"),
@@ -97,6 +161,13 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "ladder-small": lambda: ladder("small"),
     "ladder-large": lambda: ladder("large"),
     "ladder-2.7B": lambda: ladder("2.7B"),
+    "attention-peers": peers,
+    "attention-naive": lambda: attention_by_length("h200-attention-naive", "fp32", 64, "both_ms", "ms"),
+    "attention-flash-bf16": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "both_ms", "ms"),
+    "attention-flash-bf16-128": lambda: attention_by_length("h200-attention-flash", "bf16", 128, "both_ms", "ms"),
+    "attention-flash-fp32": lambda: attention_by_length("h200-attention-flash", "fp32", 64, "both_ms", "ms"),
+    "attention-flash-memory": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "peak_gib", "GiB"),
+    "attention-memory": attention_memory,
 }
 
 

@@ -7,19 +7,10 @@ import typst
 from markdown_it import MarkdownIt
 from pylatexenc.latexwalker import LatexEnvironmentNode, LatexWalker
 
+from trainstep.report.columns import number
+from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
 from trainstep.report.records import Record
-from trainstep.report.tables import (
-    Table,
-    make_table,
-    make_tables,
-    number,
-    to_csv,
-    to_latex,
-    to_markdown,
-    to_terminal,
-    to_typst,
-    write_tables,
-)
+from trainstep.report.tables import Table, make_table, make_tables
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
 TABLE = Table("nasty", f"caption {NASTY}", ("first", NASTY), ((NASTY, "1.5 ± 0.1"), ("[start of a row", "2×\n3–4 …")))

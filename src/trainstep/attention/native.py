@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import describe
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError
 
 BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -46,7 +46,7 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sca
     except RuntimeError as error:
         # Raised by PyTorch's own choice of backend, before anything is launched.
         if "No available kernel" in str(error) or "No viable backend" in str(error):
-            raise UsageError(
+            raise UnsupportedError(
                 f"impl={impl!r} cannot run these inputs here: {describe(q, k, v)}, is_causal={is_causal}. "
                 "PyTorch's warnings say why; impl='sdpa' lets PyTorch pick a backend that can"
             ) from error
@@ -56,7 +56,7 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sca
 def attention_flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
     """FlexAttention, compiled for this shape. On CPU tensors that need gradients, which it cannot give: UsageError."""
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise UsageError(
+        raise UnsupportedError(
             f"impl='flex' has no backward on the CPU: {describe(q, k, v)}; use impl='eager' or 'sdpa' there"
         )
     mask = _causal_block_mask(q.shape[-2], k.shape[-2], str(q.device)) if is_causal else None

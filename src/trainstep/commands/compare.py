@@ -25,8 +25,8 @@ class Compare(Common):
     def run(self) -> int:
         """Read, compare and print."""
         from trainstep.report.compare import compare, comparison_table
+        from trainstep.report.formats import to_terminal
         from trainstep.report.records import read_records
-        from trainstep.report.tables import to_terminal
 
         comparisons = compare(read_records(self.old), read_records(self.new), self.spread)
         console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))

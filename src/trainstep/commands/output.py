@@ -19,9 +19,10 @@ INTERRUPTED = 130
 def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
     """Write each record as it comes, with progress; then print the tables and findings and write the report."""
     from trainstep.report.compare import comparison_table, repeatability
+    from trainstep.report.formats import to_terminal
     from trainstep.report.records import RecordWriter
     from trainstep.report.report import Report
-    from trainstep.report.tables import make_tables, to_terminal
+    from trainstep.report.tables import make_tables
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")

@@ -33,8 +33,8 @@ class Report:
         Raises:
             UsageError: the folder cannot be written.
         """
+        from trainstep.report.formats import write_tables
         from trainstep.report.html import write_html
-        from trainstep.report.tables import write_tables
 
         page = folder / "report.html"
         try:

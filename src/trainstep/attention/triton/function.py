@@ -12,7 +12,7 @@ from torch import Tensor
 from trainstep.attention.inputs import Sizes, as_autocast, check_inputs, describe, resolve_scale
 from trainstep.attention.triton.dispatch import launch_backward, launch_forward
 from trainstep.attention.triton.schedule import four_dims
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257)
@@ -61,14 +61,14 @@ def check_supported(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     if q.dtype not in DTYPES:
         raise TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
     if sizes.head_dim not in HEAD_DIMS:
-        raise UsageError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
+        raise UnsupportedError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
     if q.device.type != "cuda" or torch.version.hip is not None:
-        raise UsageError(
+        raise UnsupportedError(
             f"the Triton kernels run on NVIDIA GPUs: got {describe(q, k, v)}. "
             "Move the tensors to one, or use impl='sdpa' or impl='flash-reference'"
         )
     if torch.cuda.get_device_capability(q.device) < (8, 0):
-        raise UsageError(
+        raise UnsupportedError(
             f"the Triton kernels need compute capability 8.0 (Ampere) or newer, {q.device} has "
             f"{torch.cuda.get_device_capability(q.device)}; use impl='sdpa' there"
         )

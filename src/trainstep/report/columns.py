@@ -1,0 +1,241 @@
+"""What a table of each kind of record shows: its caption and its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainstep.report.records import Record, Scalar
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    """Header, with the unit."""
+    cell: Callable[[Record], str]
+    """The text of one row's cell."""
+    brief: bool = True
+    """Whether the terminal shows it too; files always do."""
+    setting: bool = False
+    """Whether it says what was run: when it is the same in several rows, it moves to the caption."""
+
+
+def number(value: Scalar, digits: int = 3) -> str:
+    """A number with `digits` significant digits (thousands in full), "–" for None, other values as they are."""
+    if value is None:
+        return "–"
+    if isinstance(value, (bool, str)):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    return text if "e" not in text or abs(value) < 1e-4 else f"{value:.{digits}f}"
+
+
+def value_column(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True) -> Column:
+    """One of the record's values."""
+
+    def cell(row: Record) -> str:
+        value = row.values.get(name)
+        scaled = value * scale if isinstance(value, float) and scale != 1 else value
+        return number(scaled, digits)
+
+    return Column(title, cell, brief)
+
+
+def case_column(title: str, name: str) -> Column:
+    """One of the settings that identify the case."""
+    return Column(title, lambda row: number(row.case.get(name)), setting=True)
+
+
+def median_column(title: str, phase: str) -> Column:
+    """The median with its 95 % interval."""
+
+    def cell(row: Record) -> str:
+        middle, low, high = (row.values.get(f"{phase}_{part}") for part in ("ms", "low_ms", "high_ms"))
+        if middle is None or low is None or high is None:
+            return number(middle)
+        return f"{number(middle)} [{number(low)}–{number(high)}]"
+
+    return Column(title, cell)
+
+
+def mean_column(title: str, phase: str) -> Column:
+    """Mean ± standard deviation."""
+
+    def cell(row: Record) -> str:
+        mean, std = row.values.get(f"{phase}_mean_ms"), row.values.get(f"{phase}_std_ms")
+        return number(mean) if std is None else f"{number(mean)} ± {number(std, 2)}"
+
+    return Column(title, cell, brief=False)
+
+
+def ratio_column(title: str, name: str, brief: bool = True) -> Column:
+    """A ratio with its interval."""
+
+    def cell(row: Record) -> str:
+        value, low, high = (row.values.get(name + part) for part in ("", "_low", "_high"))
+        if value is None or low is None:
+            return f"{number(value)}×" if value is not None else "–"
+        return f"{number(value)}× [{number(low)}–{number(high)}]"
+
+    return Column(title, cell, brief)
+
+
+OUTCOME = Column(
+    "outcome", lambda row: row.status if row.status == "ok" else f"{row.status}: {row.reason}", setting=True
+)
+
+SETTINGS = (
+    *(case_column(name, name) for name in ("workload", "context", "batch", "precision", "compile", "attention")),
+    case_column("loss kind", "loss"),
+    case_column("checkpointing", "checkpointing"),
+    case_column("optimizer kind", "optimizer"),
+    case_column("seed", "seed"),
+)
+
+COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
+    "workload": (
+        "The workload",
+        (
+            case_column("workload", "workload"),
+            value_column("parameters", "parameters"),
+            value_column("weights (GiB)", "parameters_gib"),
+            value_column("blocks", "blocks"),
+            value_column("tokens per step", "tokens"),
+            value_column("forward (TFLOP)", "forward_tflop"),
+        ),
+    ),
+    "step": (
+        "Time of one step and its phases, ms",
+        (
+            *SETTINGS,
+            case_column("mode", "mode"),
+            case_column("warm-up", "warmup"),
+            case_column("pass", "repeat"),
+            Column("n", lambda row: number(row.values.get("n")), setting=True),
+            *(value_column(name, f"{name}_ms") for name in ("forward", "loss", "backward", "optimizer")),
+            median_column("step [95 %]", "step"),
+            *(
+                mean_column(f"{name}, mean ± std", name)
+                for name in ("forward", "loss", "backward", "optimizer", "step")
+            ),
+            value_column("host waits", "wait_ms", brief=False),
+            value_column("first step", "first_step_ms"),
+            value_column("tokens/s", "tokens_per_s", brief=False),
+            value_column("TFLOP/s", "achieved_tflops", brief=False),
+            value_column("utilisation (%)", "utilisation", 100, brief=False),
+            value_column("peak (GiB)", "peak_gib"),
+            OUTCOME,
+        ),
+    ),
+    "rung": (
+        "The ladder: one change per rung, each checked against the first rung's loss and gradients",
+        (
+            *SETTINGS[:3],
+            Column("rung", lambda row: str(row.case["rung"])),
+            median_column("step (ms) [95 %]", "step"),
+            ratio_column("speed-up [95 %]", "speedup"),
+            ratio_column("against the rung before", "gain", brief=False),
+            value_column("peak (GiB)", "peak_gib"),
+            value_column("utilisation (%)", "utilisation", 100, brief=False),
+            value_column("gradient error", "gradient_error", digits=2),
+            value_column("budget", "error_budget", digits=2),
+            value_column("verdict", "verdict"),
+            Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False),
+            Column("reason", lambda row: row.reason, brief=False),
+        ),
+    ),
+    "control": (
+        "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
+        (
+            *SETTINGS[:3],
+            value_column("start (ms)", "first_ms"),
+            value_column("end (ms)", "again_ms"),
+            ratio_column("end / start [95 %]", "ratio"),
+            OUTCOME,
+        ),
+    ),
+    "attention": (
+        "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
+        (
+            *(case_column(name, name) for name in ("dtype", "causal", "batch", "heads", "head_dim", "seq")),
+            Column("implementation", lambda row: str(row.case["impl"])),
+            value_column("forward", "forward_ms"),
+            value_column("backward", "backward_ms"),
+            median_column("both [95 %]", "both"),
+            value_column("TFLOP/s forward", "forward_tflops", brief=False),
+            value_column("TFLOP/s backward", "backward_tflops", brief=False),
+            value_column("TFLOP/s", "both_tflops"),
+            value_column("before backward (GiB)", "before_backward_gib"),
+            value_column("by formula (GiB)", "predicted_before_backward_gib", brief=False),
+            value_column("peak (GiB)", "peak_gib"),
+            value_column("peak by formula (GiB)", "predicted_peak_gib"),
+            value_column("score matrices at the peak", "score_matrices_at_peak", brief=False),
+            value_column("error of o", "o_error", digits=2, brief=False),
+            value_column("check and compilation (s)", "check_s", digits=2, brief=False),
+            value_column("graphs compiled", "compilations", brief=False),
+            value_column("recompiled while timed", "recompilations_timed", brief=False),
+            OUTCOME,
+        ),
+    ),
+    "ceiling": (
+        "What this device reaches",
+        (
+            case_column("operation", "what"),
+            value_column("TFLOP/s", "tflops"),
+            value_column("GB/s, read + written", "gb_s"),
+        ),
+    ),
+    "dtype": (
+        "The dtype of everything in a training step; alike modules as one row",
+        (
+            *SETTINGS,
+            case_column("module", "module"),
+            value_column("class", "class"),
+            value_column("modules", "modules"),
+            *(value_column(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+            OUTCOME,
+        ),
+    ),
+    "accumulation": (
+        "0.01 added a thousand times",
+        (
+            case_column("accumulator", "accumulator"),
+            case_column("addend", "addend"),
+            Column("sum", lambda row: f"{row.values['total']:.4f}"),
+            value_column("why", "why"),
+        ),
+    ),
+    "residual": (
+        "What forward keeps for backward, without parameters; each storage once",
+        (
+            *SETTINGS,
+            case_column("part", "part"),
+            Column("what", lambda row: str(row.case["what"])),
+            value_column("kept for", "operation"),
+            value_column("tensor", "tensor"),
+            value_column("storages", "storages"),
+            value_column("MiB", "mib"),
+            value_column("share (%)", "share", 100),
+            value_column("formula (MiB)", "formula_mib"),
+            OUTCOME,
+        ),
+    ),
+    "checkpointing": (
+        "One training step under checkpointing policies: peak memory predicted and measured, and time",
+        (
+            *(column for column in SETTINGS if column.title != "checkpointing"),
+            Column("checkpointing", lambda row: str(row.case["checkpointing"])),
+            value_column("predicted (GiB)", "predicted_gib", digits=4),
+            value_column("peak (GiB)", "peak_gib", digits=4),
+            value_column("prediction off by (%)", "prediction_error", 100, digits=2),
+            value_column("peak in", "peak_phase"),
+            median_column("step (ms) [95 %]", "step"),
+            OUTCOME,
+        ),
+    ),
+}
+"""For every kind of record: its table's caption and columns."""

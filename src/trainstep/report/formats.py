@@ -1,0 +1,127 @@
+"""Tables → Markdown, LaTeX, Typst, CSV and the terminal.
+
+Every writer escapes what its format treats as special, so names from a user's model can hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainstep.report.records import Record
+from trainstep.report.tables import Table, make_tables
+
+if TYPE_CHECKING:
+    import pandas
+    import rich.table
+
+TERMINAL_CELL = 60
+"""Characters of a cell that the terminal shows."""
+
+
+def to_markdown(table: Table) -> str:
+    """A GitHub-flavoured Markdown table, its caption above."""
+    escaped = _escaped(table, _MARKDOWN)
+    return f"{_escape(table.caption, _MARKDOWN)}\n\n{escaped.to_markdown(index=False, disable_numparse=True)}\n"
+
+
+def to_latex(table: Table) -> str:
+    """A LaTeX `table` with a `tabular`; needs no package."""
+    escaped = _escaped(table, _LATEX)
+    rules = [" & ".join(escaped.columns), *(" & ".join(row) for row in escaped.itertuples(index=False))]
+    body = " \\\\\n".join(rules[:1]) + " \\\\\n\\hline\n" + " \\\\\n".join(rules[1:]) + " \\\\"
+    return (
+        f"\\begin{{table}}\n\\caption{{{_escape(table.caption, _LATEX)}}}\n"
+        f"\\begin{{tabular}}{{{'l' * len(table.columns)}}}\n\\hline\n{body}\n\\hline\n"
+        "\\end{tabular}\n\\end{table}\n"
+    )
+
+
+def to_typst(table: Table) -> str:
+    """A Typst `figure` with a `table`."""
+    escaped = _escaped(table, _TYPST)
+    header = ", ".join(f"[{title}]" for title in escaped.columns)
+    body = "\n".join("    " + ", ".join(f"[{cell}]" for cell in row) + "," for row in escaped.itertuples(index=False))
+    return (
+        f"#figure(\n  table(\n    columns: {len(table.columns)},\n    table.header({header}),\n{body}\n  ),\n"
+        f"  caption: [{_escape(table.caption, _TYPST)}],\n)\n"
+    )
+
+
+def to_csv(table: Table) -> str:
+    """Comma-separated values, quoted where needed (RFC 4180)."""
+    return str(table.frame().to_csv(index=False))
+
+
+WRITERS: Mapping[str, Callable[[Table], str]] = {
+    "md": to_markdown,
+    "tex": to_latex,
+    "typ": to_typst,
+    "csv": to_csv,
+}
+"""File ending → writer."""
+
+
+def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Write every table in every format into `folder`; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for table in make_tables(records):
+        for ending, writer in WRITERS.items():
+            path = folder / f"{table.name}.{ending}"
+            path.write_text(writer(table), encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def to_terminal(table: Table) -> rich.table.Table:
+    """A rich table; markup in cells is shown, not obeyed, and long reasons are cut: the files have them in full."""
+    import rich.box
+    import rich.table
+    import rich.text
+
+    drawn = rich.table.Table(
+        title=rich.text.Text(table.caption), box=rich.box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+    )
+    for title in table.columns:
+        drawn.add_column(rich.text.Text(title), overflow="fold")
+    for row in table.rows:
+        cells = (cell if len(cell) <= TERMINAL_CELL else cell[: TERMINAL_CELL - 1] + "…" for cell in row)
+        drawn.add_row(*map(rich.text.Text, cells))
+    return drawn
+
+
+def _escaped(table: Table, escapes: Mapping[str, str]) -> pandas.DataFrame:
+    frame = table.frame()
+    frame.columns = [_escape(title, escapes) for title in frame.columns]
+    return frame.map(lambda cell: _escape(cell, escapes))
+
+
+def _escape(text: str, escapes: Mapping[str, str]) -> str:
+    return "".join(escapes.get(character, character) for character in text)
+
+
+_BREAKS = {"\n": " ", "\r": " "}
+_MARKDOWN = _BREAKS | {character: f"\\{character}" for character in "\\|`*_[]<>#~$"}
+_LATEX = _BREAKS | {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "[": "{[}",  # a row that starts with [ would be read as an argument of the \\ before it
+    "]": "{]}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "–": "--",
+    "…": r"\ldots{}",
+}
+_TYPST = _BREAKS | {character: f"\\{character}" for character in "\\*_`$#<>@[]~/=-+"}
