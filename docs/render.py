@@ -96,7 +96,7 @@ def peers() -> Table:
         line += [" / ".join(number(own[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
         line += [number(own["both_tflops"])]
         for impl in others:
-            other = times[impl].values.get("both_ms")
+            other = times[impl].values.get("both_ms") if impl in times else None
             line.append(f"{number(other)} ({other / own['both_ms']:.2f}×)" if isinstance(other, float) else "–")
         cells.append(tuple(line))
     columns = (
@@ -131,16 +131,18 @@ def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: 
 
 
 def attention_memory() -> Table:
-    """Measured bytes beside the formula, for the eager formula and for ours."""
+    """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
     rows = [
         row
-        for name in ("h200-attention-naive", "h200-attention-long")
+        for name in ("h200-attention-flash", "h200-attention-oom")
         for row in results(name, "attention")
-        if row.values.get("predicted_peak_gib") is not None and row.case["head_dim"] == 128
+        if row.values.get("predicted_peak_gib") is not None
+        and row.case["head_dim"] == 128
+        and int(row.case["seq"] or 0) >= 16384
     ]
     columns = (
         Column("implementation", lambda row: str(row.case["impl"])),
-        *(Column(name, lambda row, name=name: number(row.case[name])) for name in ("dtype", "batch", "heads", "seq")),
+        *(case_column(name, name) for name in ("dtype", "causal", "batch", "seq")),
         value_column("before backward (GiB)", "before_backward_gib"),
         value_column("by formula", "predicted_before_backward_gib"),
         value_column("peak (GiB)", "peak_gib"),
@@ -162,10 +164,8 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "ladder-large": lambda: ladder("large"),
     "ladder-2.7B": lambda: ladder("2.7B"),
     "attention-peers": peers,
-    "attention-naive": lambda: attention_by_length("h200-attention-naive", "fp32", 64, "both_ms", "ms"),
     "attention-flash-bf16": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "both_ms", "ms"),
     "attention-flash-bf16-128": lambda: attention_by_length("h200-attention-flash", "bf16", 128, "both_ms", "ms"),
-    "attention-flash-fp32": lambda: attention_by_length("h200-attention-flash", "fp32", 64, "both_ms", "ms"),
     "attention-flash-memory": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "peak_gib", "GiB"),
     "attention-memory": attention_memory,
 }
