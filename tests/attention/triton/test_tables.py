@@ -16,9 +16,8 @@ LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "other
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 86}
 
 # The Hopper kernels whose registers do not quite hold everything, with the bytes per thread they keep in local memory.
-# These are known shortfalls, not a tolerance: nothing may spill that does not stand here, and none of these more. In the
-# machine code of dK/dV at head_dim 128 they are loop invariants, read outside the walk over whole tiles; the others were
-# not read.
+# Known shortfalls, not a tolerance: nothing else may spill, and none of these more. In the machine code of dK/dV at
+# head_dim 128 they are loop invariants, read outside the walk over whole tiles; the others' code was not read.
 SPILLED = {("forward", 64, False): 16, ("forward", 64, True): 40, ("dkdv", 128, True): 16, ("dkdv", 256, True): 56}
 
 Row = tuple[str, str, int, bool]
