@@ -96,6 +96,15 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].values["gradient_error"] == 0
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(3, False), (7, True)])
+def test_too_few_samples_keep_nothing(monkeypatch, steps, kept):
+    """Smaller and not told apart is worth keeping, but only where there is an interval to tell by."""
+    monkeypatch.setattr(ladder, "verdict", lambda ratio: "inconclusive")
+    monkeypatch.setattr(ladder, "_is_smaller", lambda rung, than: True)
+    records = climb_with(monkeypatch, [Rung("chunked", {"loss": "chunked"})], steps=steps)
+    assert records[1].values["kept"] is kept
+
+
 def test_the_first_rung_is_measured_again_at_the_end(monkeypatch):
     monkeypatch.setattr(ladder, "rungs_for", lambda source, device: [Rung("one", {"attention": "sdpa"})])
     first, _, control = climb(SOURCE, BASE, warmup=1, steps=7)

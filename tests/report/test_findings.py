@@ -45,6 +45,14 @@ def test_the_gain_has_its_interval_and_its_proof():
     assert "off by 0.005 of 0.02 allowed" in sentence
 
 
+def test_what_is_kept_for_its_memory_is_not_called_faster():
+    smaller = rung("bf16 autocast", "inconclusive", speedup=0.97, speedup_low=0.9, speedup_high=1.05, peak_gib=2.0)
+    sentence = said([rung("baseline", "baseline", peak_gib=4.0), smaller], "gain")
+    assert "faster" not in sentence
+    assert "no difference in time that these samples can show (95 % interval 0.90–1.05)" in sentence
+    assert "peak memory 4.00 GiB → 2.00 GiB" in sentence
+
+
 def test_no_gain_is_said_too():
     records = [rung("baseline", "baseline"), rung("x", "slower", kept=False, gain=0.5)]
     assert "No change on the ladder made the step faster" in said(records, "gain")

@@ -210,7 +210,8 @@ class _Ladder:
             total = ratio_of_medians(self.first.wall_ms, rung.wall_ms)
             gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
             called = verdict(gain)
-            keep = called == "faster" or (called == "inconclusive" and _is_smaller(rung, self.kept))
+            no_slower = called == "inconclusive" and gain.interval is not None
+            keep = called == "faster" or (no_slower and _is_smaller(rung, self.kept))
         if keep:
             self.kept = rung
         values = timing_values(rung.measurement, rung.measurement.timing, rung.config.precision)

@@ -65,20 +65,28 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
         return []
     if len(kept) == 1:
         return [Finding("gain", "No change on the ladder made the step faster: the baseline is the best found.")]
-    last = kept[-1].values
+    first, last = kept[0].values, kept[-1].values
     names = _listed([str(row.case["rung"]) for row in kept[1:]])
-    verb = "make" if len(kept) > 2 else "makes"
-    interval = ""
-    if last.get("speedup_low") is not None:
-        interval = f" (95 % interval {_number(last['speedup_low']):.2f}–{_number(last['speedup_high']):.2f})"
-    return [
-        Finding(
-            "gain",
-            f"{names[0].upper()}{names[1:]} {verb} the step {_number(last['speedup']):.2f}× faster{interval}: "
-            f"{_ms(kept[0].values['step_ms'])} → {_ms(last['step_ms'])}, with loss and gradients within the error "
-            f"budget (off by {_number(last['gradient_error']):.1g} of {_number(last['error_budget']):.1g} allowed).",
+    low, high = _number(last["speedup_low"]), _number(last["speedup_high"])
+    interval = f"(95 % interval {low:.2f}–{high:.2f})"
+    proof = (
+        f"with loss and gradients within the error budget (off by {_number(last['gradient_error']):.1g} of "
+        f"{_number(last['error_budget']):.1g} allowed)"
+    )
+    if low <= 1:
+        peaks = [first.get("peak_gib"), last.get("peak_gib")]
+        memory = "" if None in peaks else f": peak memory {_gib(_number(peaks[0]))} → {_gib(_number(peaks[1]))}"
+        sentence = (
+            f"{names[0].upper()}{names[1:]}: no difference in time that these samples can show {interval}, kept for "
+            f"what else they save{memory}, {proof}."
         )
-    ]
+    else:
+        verb = "make" if len(kept) > 2 else "makes"
+        sentence = (
+            f"{names[0].upper()}{names[1:]} {verb} the step {_number(last['speedup']):.2f}× faster {interval}: "
+            f"{_ms(first['step_ms'])} → {_ms(last['step_ms'])}, {proof}."
+        )
+    return [Finding("gain", sentence)]
 
 
 def _dominance(records: Sequence[Record]) -> list[Finding]:
