@@ -79,6 +79,18 @@ def ladder(size: str) -> Table:
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
 
 
+def limits(size: str) -> Table:
+    """The phases of the ladder's first and last kept rungs."""
+    kept = [row for row in results(f"h200-analyze-{size}", "rung") if row.values["kept"]]
+    columns = (
+        Column("rung", lambda row: str(row.case["rung"])),
+        *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer", "step")),
+        value_column("TFLOP/s", "achieved_tflops"),
+        value_column("utilisation (%)", "utilisation", 100),
+    )
+    return tabulate("limits", f"{size}; {where(kept)}", columns, [kept[0], kept[-1]])
+
+
 SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
 
 
@@ -162,6 +174,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "repeat": repeat,
     "ladder-small": lambda: ladder("small"),
     "ladder-large": lambda: ladder("large"),
+    "limits-large": lambda: limits("large"),
     "ladder-2.7B": lambda: ladder("2.7B"),
     "attention-peers": peers,
     "attention-flash-bf16": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "both_ms", "ms"),

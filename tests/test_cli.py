@@ -1,6 +1,7 @@
 """The command as its users meet it: help, errors, files."""
 
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,22 @@ def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
 def test_tuning_needs_a_gpu(capsys):
     assert main_code(["tune", "attention", "--dry-run"]) == 2
     assert "torch finds none" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    words = ["bench", "step", "--context", "16,32,64,128,256,512", "--steps", "20", "--device", "cpu"]
+    command = [sys.executable, "-m", "trainstep.cli", *words, "--out", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    results = tmp_path / "results.jsonl"
+    deadline = time.monotonic() + 60
+    while not (results.exists() and results.read_text().count("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "rows measured so far are kept" in output
+    assert 1 <= len(read_records(results)) < 6
+    assert (tmp_path / "report.html").exists()
 
 
 def test_a_users_module_in_the_example(tmp_path):

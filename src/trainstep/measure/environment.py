@@ -91,9 +91,11 @@ def _commit() -> str:
 def _nvml(device: torch.device, read: Any) -> dict[str, str | float | int]:
     try:
         import pynvml
-
+    except ImportError:
+        return {}
+    try:
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no permission: NVML raises its own classes
+    except pynvml.NVMLError:  # no driver, or none that answers
         return {}
     try:
         return dict(read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(_uuid(device))))
