@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from trainstep.report.finding import Finding, in_gib, in_ms, listed, numeric
 from trainstep.report.records import Record, of_kind
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
@@ -16,14 +16,6 @@ NOISY_INTERVAL = 0.10
 """A median whose interval is wider than this share of it was measured on a noisy machine."""
 LOW_UTILISATION = 0.35
 """Below this share of the matmul ceiling a step leaves much to win."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence, and what it is about."""
-
-    topic: str
-    sentence: str
 
 
 def findings(records: Sequence[Record]) -> list[Finding]:
@@ -41,7 +33,7 @@ def _full_steps(records: Sequence[Record]) -> list[Record]:
 
 def analysed_step(records: Sequence[Record]) -> Record | None:
     """The step that was taken apart: the row with the longest warm-up."""
-    return max(_full_steps(records), key=lambda row: _number(row.case["warmup"]), default=None)
+    return max(_full_steps(records), key=lambda row: numeric(row.case["warmup"]), default=None)
 
 
 def kept_rungs(records: Sequence[Record]) -> list[Record]:
@@ -66,16 +58,16 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
     if len(kept) == 1:
         return [Finding("gain", "No change on the ladder made the step faster: the baseline is the best found.")]
     first, last = kept[0].values, kept[-1].values
-    names = _listed([str(row.case["rung"]) for row in kept[1:]])
-    low, high = _number(last["speedup_low"]), _number(last["speedup_high"])
+    names = listed([str(row.case["rung"]) for row in kept[1:]])
+    low, high = numeric(last["speedup_low"]), numeric(last["speedup_high"])
     interval = f"(95 % interval {low:.2f}–{high:.2f})"
     proof = (
-        f"with loss and gradients within the error budget (off by {_number(last['gradient_error']):.1g} of "
-        f"{_number(last['error_budget']):.1g} allowed)"
+        f"with loss and gradients within the error budget (off by {numeric(last['gradient_error']):.1g} of "
+        f"{numeric(last['error_budget']):.1g} allowed)"
     )
     if low <= 1:
         peaks = [first.get("peak_gib"), last.get("peak_gib")]
-        memory = "" if None in peaks else f": peak memory {_gib(_number(peaks[0]))} → {_gib(_number(peaks[1]))}"
+        memory = "" if None in peaks else f": peak memory {in_gib(numeric(peaks[0]))} → {in_gib(numeric(peaks[1]))}"
         sentence = (
             f"{names[0].upper()}{names[1:]}: no difference in time that these samples can show {interval}, kept for "
             f"what else they save{memory}, {proof}."
@@ -83,8 +75,8 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
     else:
         verb = "make" if len(kept) > 2 else "makes"
         sentence = (
-            f"{names[0].upper()}{names[1:]} {verb} the step {_number(last['speedup']):.2f}× faster {interval}: "
-            f"{_ms(first['step_ms'])} → {_ms(last['step_ms'])}, {proof}."
+            f"{names[0].upper()}{names[1:]} {verb} the step {numeric(last['speedup']):.2f}× faster {interval}: "
+            f"{in_ms(first['step_ms'])} → {in_ms(last['step_ms'])}, {proof}."
         )
     return [Finding("gain", sentence)]
 
@@ -93,7 +85,7 @@ def _dominance(records: Sequence[Record]) -> list[Finding]:
     step = analysed_step(records)
     if step is None:
         return []
-    times = {name: _number(step.values[f"{name}_ms"]) for name in PHASE_NAMES}
+    times = {name: numeric(step.values[f"{name}_ms"]) for name in PHASE_NAMES}
     total = sum(times.values())
     first, second = sorted(times, key=times.__getitem__, reverse=True)[:2]
     ratio = times["backward"] / times["forward"]
@@ -107,7 +99,7 @@ def _dominance(records: Sequence[Record]) -> list[Finding]:
         Finding(
             "phases",
             f"{first.capitalize()} dominates: {times[first] / total:.0%} of the step "
-            f"({_ms(times[first])} of {_ms(total)}), then {second} with {times[second] / total:.0%}.{remark}",
+            f"({in_ms(times[first])} of {in_ms(total)}), then {second} with {times[second] / total:.0%}.{remark}",
         )
     ]
 
@@ -116,11 +108,11 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
     step, ceilings = analysed_step(records), of_kind(records, "ceiling")
     if step is None or step.values.get("achieved_tflops") is None:
         return []
-    achieved = _number(step.values["achieved_tflops"])
+    achieved = numeric(step.values["achieved_tflops"])
     ceiling = next((row for row in ceilings if row.case["what"] == f"matmul {step.case['precision']}"), None)
     if ceiling is None:
         return []
-    share = achieved / _number(ceiling.values["tflops"])
+    share = achieved / numeric(ceiling.values["tflops"])
     judgement = (
         "most of the step is not matrix products at full speed"
         if share < LOW_UTILISATION
@@ -130,7 +122,7 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
         Finding(
             "utilisation",
             f"The step reaches {achieved:.3g} TFLOP/s, {share:.0%} of what a large {step.case['precision']} matrix "
-            f"product reaches on this device ({_number(ceiling.values['tflops']):.3g} TFLOP/s): {judgement}.",
+            f"product reaches on this device ({numeric(ceiling.values['tflops']):.3g} TFLOP/s): {judgement}.",
         )
     ]
 
@@ -140,13 +132,13 @@ def _launch_bound(records: Sequence[Record]) -> list[Finding]:
     step = analysed_step(records)
     if step is None or step.values.get("forward_issue_ms") is None:
         return []
-    issue, forward = _number(step.values["forward_issue_ms"]), _number(step.values["forward_ms"])
+    issue, forward = numeric(step.values["forward_issue_ms"]), numeric(step.values["forward_ms"])
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
     return [
         Finding(
             "launches",
-            f"The host needs {_ms(issue)} to launch the forward pass, which takes {_ms(forward)}: launches set the "
+            f"The host needs {in_ms(issue)} to launch the forward pass, which takes {in_ms(forward)}: launches set the "
             "pace, not the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not.",
         )
     ]
@@ -157,9 +149,9 @@ def _memory(records: Sequence[Record]) -> list[Finding]:
     if step is None or step.values.get("peak_gib") is None:
         return []
     values = step.values
-    peak, rest = _number(values["peak_gib"]), _number(values["at_rest_gib"])
+    peak, rest = numeric(values["peak_gib"]), numeric(values["at_rest_gib"])
     known = [name for name in PHASE_NAMES if values.get(f"{name}_peak_gib") is not None]
-    phase = max(known, key=lambda name: _number(values[f"{name}_peak_gib"]))
+    phase = max(known, key=lambda name: numeric(values[f"{name}_peak_gib"]))
     share = (peak - rest) / peak
     advice = (
         "activations and temporaries own most of it, so a fused attention, a chunked loss, activation checkpointing or "
@@ -170,7 +162,7 @@ def _memory(records: Sequence[Record]) -> list[Finding]:
     return [
         Finding(
             "memory",
-            f"Memory peaks in {phase} at {_gib(peak)}; {_gib(rest)} of that is there before the step "
+            f"Memory peaks in {phase} at {in_gib(peak)}; {in_gib(rest)} of that is there before the step "
             f"(weights and optimizer state), {share:.0%} comes and goes with it: {advice}.",
         )
     ]
@@ -180,16 +172,16 @@ def _warmup(records: Sequence[Record]) -> list[Finding]:
     rows = {row.case["warmup"]: row for row in _full_steps(records)}
     if len(rows) < 2 or 0 not in rows:
         return []
-    cold, warm = rows[0], rows[max(rows, key=_number)]
-    excess = _number(cold.values["step_mean_ms"]) / _number(warm.values["step_mean_ms"]) - 1
-    first = _number(cold.values["first_step_ms"])
+    cold, warm = rows[0], rows[max(rows, key=numeric)]
+    excess = numeric(cold.values["step_mean_ms"]) / numeric(warm.values["step_mean_ms"]) - 1
+    first = numeric(cold.values["first_step_ms"])
     if excess < COLD_MEAN_EXCESS:
         return []
     return [
         Finding(
             "warm-up",
-            f"Without warm-up the mean would be {excess:.0%} too high: the first step took {_ms(first)}, "
-            f"a warm one takes {_ms(warm.values['step_ms'])}.",
+            f"Without warm-up the mean would be {excess:.0%} too high: the first step took {in_ms(first)}, "
+            f"a warm one takes {in_ms(warm.values['step_ms'])}.",
         )
     ]
 
@@ -201,7 +193,7 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
         if row.status != "ok":
             found.append(Finding("ladder", f"Not used: {name} ({row.status}): {row.reason}."))
         elif called == "slower":
-            gain = _number(row.values["gain"])
+            gain = numeric(row.values["gain"])
             found.append(Finding("ladder", f"Not used: {name} makes the step {1 / gain:.2f}× slower here."))
         elif called == "inconclusive" and not row.values["kept"]:
             found.append(Finding("ladder", f"Not used: {name} makes no difference that these samples can show."))
@@ -211,24 +203,26 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
 def _checkpointing(records: Sequence[Record]) -> list[Finding]:
     """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
     rows = {str(row.case["checkpointing"]): row for row in of_kind(records, "checkpointing")}
-    peaks = {name: _number(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
+    peaks = {name: numeric(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
     sizes = sorted(int(name.removeprefix("every-")) for name in peaks if name.startswith("every-"))
     if not sizes:
         return []
     limit = next(iter(rows.values())).values.get("memory_gib")
-    if "none" in peaks and limit is not None and peaks["none"] <= _number(limit):
-        room = f"{_gib(peaks['none'])} of {_gib(_number(limit))}"
+    if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
+        room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
         return [Finding("checkpointing", f"No checkpointing is needed: the step fits without ({room}).")]
     best = min(sizes, key=lambda size: peaks[f"every-{size}"])
     peak = peaks[f"every-{best}"]
     nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
-    beside = _listed([f"every-{size} {_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
-    if limit is not None and peak > _number(limit):
-        sentence = f"No policy of every K blocks fits into {_gib(_number(limit))}: the smallest peak is {_gib(peak)}"
+    beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
+    if limit is not None and peak > numeric(limit):
+        sentence = (
+            f"No policy of every K blocks fits into {in_gib(numeric(limit))}: the smallest peak is {in_gib(peak)}"
+        )
     else:
         every = "every block" if best == 1 else f"every {best} blocks"
-        sentence = f"The best K is {best}: a checkpoint {every} peaks at {_gib(peak)}"
-    against = f"; without checkpointing {_gib(peaks['none'])}" if "none" in peaks else ""
+        sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
+    against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
     return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
 
 
@@ -236,7 +230,7 @@ def _noise(records: Sequence[Record]) -> list[Finding]:
     step = analysed_step(records)
     if step is None or step.values.get("step_low_ms") is None:
         return []
-    low, median, high = (_number(step.values[name]) for name in ("step_low_ms", "step_ms", "step_high_ms"))
+    low, median, high = (numeric(step.values[name]) for name in ("step_low_ms", "step_ms", "step_high_ms"))
     width = (high - low) / median
     throttle = step.values.get("throttled_by")
     found = []
@@ -257,14 +251,14 @@ def _control(records: Sequence[Record]) -> list[Finding]:
     found = []
     for row in of_kind(records, "control"):
         low, high = row.values.get("ratio_low"), row.values.get("ratio_high")
-        if low is None or _number(low) <= 1 <= _number(high):
+        if low is None or numeric(low) <= 1 <= numeric(high):
             continue
         found.append(
             Finding(
                 "noise",
-                f"The machine changed while it was measured: the baseline took {_ms(row.values['first_ms'])} at the "
-                f"start of the ladder and {_ms(row.values['again_ms'])} at its end. Speed-ups are no more certain than "
-                "that; run again on a quieter machine.",
+                f"The machine changed while it was measured: the baseline took {in_ms(row.values['first_ms'])} at the "
+                f"start of the ladder and {in_ms(row.values['again_ms'])} at its end. Speed-ups are no more certain "
+                "than that; run again on a quieter machine.",
             )
         )
     return found
@@ -282,20 +276,3 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _noise,
     _control,
 )
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
-    return float(value)
-
-
-def _ms(value: object) -> str:
-    return f"{_number(value):.3g} ms" if _number(value) < 1000 else f"{_number(value):.0f} ms"
-
-
-def _gib(value: float) -> str:
-    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.report.findings import Finding, findings, recommended_flags
+from trainstep.report.finding import Finding
+from trainstep.report.findings import findings, recommended_flags
 from trainstep.report.records import Record
 
 
