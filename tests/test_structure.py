@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "model": {"attention", "config", "errors"},
     "blocks": {"errors"},
     "checkpointing": {"blocks", "config", "errors"},
+    "parallel": {"blocks", "config", "errors"},
     "measure": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model"},
     "training_step": {"blocks", "checkpointing", "config", "errors", "measure", "workload"},
@@ -30,6 +31,7 @@ MAY_IMPORT = {
         "errors",
         "hardware",
         "measure",
+        "parallel",
         "plan",
         "report",
         "training_step",
@@ -91,6 +93,7 @@ def loaded_after(statement: str) -> set[str]:
             {"torch", "pandas", "bokeh"},
         ),
         ("import trainstep.attention.eager", {"triton"}),
+        ("import trainstep.parallel", {"torch"}),
     ],
 )
 def test_starting_stays_light(statement, forbidden):

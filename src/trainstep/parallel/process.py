@@ -1,0 +1,204 @@
+"""One process among several: start-up from torchrun's environment, its device, and agreement between ranks.
+
+Launching is torchrun's work. `join_group` reads what torchrun put into the environment, binds the process to the GPU of
+its local rank, joins the group (NCCL for GPU tensors and Gloo for the rest, or Gloo alone) and leaves it in the end.
+Nothing else in trainstep reads the environment or a global group: groups are passed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.errors import UsageError
+
+TIMEOUT_S = 600.0
+"""How long a collective waits for the other ranks before it is an error."""
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of its group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    """The CPU, or the GPU of this local rank, which is also torch's current device."""
+    group: dist.ProcessGroup
+
+
+@contextmanager
+def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
+    """Join the processes that torchrun started, and leave them in the end.
+
+    Args:
+        device: auto (the GPU of the local rank where there are GPUs), cpu or cuda.
+        timeout_s: seconds that a collective waits for the other ranks.
+
+    Raises:
+        UsageError: not started by torchrun, a group joined already, or no GPU for this local rank.
+    """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"this runs in several processes, started by torchrun, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; run: {torchrun_command()}"
+        )
+    with joined(
+        bind_device(device, int(os.environ["LOCAL_RANK"])),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        init_method="env://",
+        timeout_s=timeout_s,
+    ) as process:
+        yield process
+
+
+@contextmanager
+def joined(
+    device: torch.device, *, rank: int, world_size: int, init_method: str, timeout_s: float = TIMEOUT_S
+) -> Iterator[Process]:
+    """Join a group by a rendezvous of one's own (see torch.distributed's `init_method`), and leave it in the end.
+
+    After an error the connections are broken off instead, so that ranks waiting for this one fail too.
+    """
+    if dist.is_initialized():
+        raise UsageError("this process has joined a group already; leave it first (destroy_process_group)")
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    group = resolve_group(None)
+    try:
+        yield Process(rank, world_size, device, group)
+    except BaseException:
+        group.abort()
+        raise
+    dist.destroy_process_group()
+
+
+def bind_device(device: str, local_rank: int) -> torch.device:
+    """The device of a local rank; a GPU becomes torch's current device.
+
+    Raises:
+        UsageError: not auto, cpu or cuda, or fewer GPUs than local ranks.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(
+            f"device is {device!r}; expected auto, cpu or cuda (each local rank takes the GPU of its number)"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        found = f"{count} GPU{'s' if count > 1 else ''}" if count else "no GPU"
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: this machine has {found}; start at most one process per GPU "
+            "(torchrun --nproc-per-node), or use --device cpu"
+        )
+    bound = torch.device("cuda", local_rank)
+    torch.cuda.set_device(bound)
+    return bound
+
+
+def torchrun_command(processes: int = 2) -> str:
+    """The command that starts this very command line under torchrun."""
+    return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep.cli", *sys.argv[1:]])
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that was passed, or that of all processes.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised; start with torchrun, and open trainstep.parallel.join_group() "
+            "or call torch.distributed.init_process_group() first"
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"process_group is {group!r}, a group that this process (rank {dist.get_rank()}) is not in; "
+            "only its members may use it"
+        )
+    return group
+
+
+def check_ranks_agree(
+    wrapper: str,
+    named: Iterable[tuple[str, Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """Raise on every rank where the ranks differ, instead of hanging or adding up different parameters later.
+
+    Compared are the wrapper itself, its settings, and the names, dtypes, shapes, `requires_grad` and order of the
+    tensors. One exchange of objects; every rank of the group must call it.
+
+    Args:
+        wrapper: the name of what is built on these tensors, for the message.
+        named: names and tensors, in the order that matters; their values are not read.
+        group: the ranks that must agree.
+        settings: what else must be alike.
+
+    Raises:
+        UsageError: which rank differs from rank 0 (of the group), and in which parameter or setting.
+    """
+    mine = [f"{name} = {value!r}" for name, value in (settings or {}).items()]
+    count = len(mine)
+    mine += [_described(name, tensor) for name, tensor in named]
+    gathered: list[tuple[str, int, list[str]]] = [("", 0, [])] * group.size()
+    dist.all_gather_object(gathered, (wrapper, count, mine), group=group)
+    differences = [
+        f"rank {rank} {difference}"
+        for rank, theirs in enumerate(gathered)
+        if (difference := _difference(theirs, gathered[0])) is not None
+    ]
+    if differences:
+        raise UsageError(
+            f"{wrapper}: the ranks disagree: {'; '.join(differences)}. Build the same model, in the same order and "
+            "with the same settings, on every rank"
+        )
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", frozen"
+    return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen})"
+
+
+def _difference(theirs: tuple[str, int, list[str]], first: tuple[str, int, list[str]]) -> str | None:
+    """The first thing in which a rank differs from rank 0, or None."""
+    if theirs[0] != first[0]:
+        return f"builds {theirs[0]}, rank 0 {first[0]}"
+    settings = first[1]
+    for number, (there, here) in enumerate(zip(theirs[2], first[2], strict=False)):
+        if there != here:
+            what = "setting" if number < settings else f"parameter {number - settings}"
+            return f"has {there} as {what}, rank 0 {here}"
+    if len(theirs[2]) != len(first[2]):
+        longer, owner = (theirs[2], "it") if len(theirs[2]) > len(first[2]) else (first[2], "rank 0")
+        extra = longer[min(len(theirs[2]), len(first[2]))]
+        return (
+            f"has {len(theirs[2]) - settings} parameters, rank 0 {len(first[2]) - settings}; "
+            f"{extra} is the first that only {owner} has"
+        )
+    return None

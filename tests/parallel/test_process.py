@@ -1,0 +1,190 @@
+"""Start-up, agreement between ranks, and workers that end when they should."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainstep.errors import UsageError
+from trainstep.parallel.process import bind_device, check_ranks_agree, join_group, resolve_group, torchrun_command
+from trainstep.parallel.workers import WorkerError, Workers
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.distributed
+
+
+def _identity(process):
+    total = torch.tensor([process.rank + 1.0])
+    dist.all_reduce(total, group=process.group)
+    return process.rank, process.world_size, str(process.device), total.item()
+
+
+def test_workers_share_a_group(two):
+    assert two.run(_identity) == [(0, 2, "cpu", 3.0), (1, 2, "cpu", 3.0)]
+
+
+def _agree(process, named, settings):
+    check_ranks_agree("Wrapper", named[process.rank].items(), process.group, settings=settings[process.rank])
+
+
+A = {"a": torch.zeros(2, 3, requires_grad=True), "b": torch.zeros(4, dtype=torch.bfloat16)}
+SAME = [{"cap": 1}] * 4
+
+DISAGREEMENTS = {
+    "shape": (A | {"b": torch.zeros(5, dtype=torch.bfloat16)}, "b (bfloat16 (5,), frozen) as parameter 1"),
+    "dtype": (A | {"b": torch.zeros(4)}, "b (float32 (4,), frozen) as parameter 1, rank 0 b (bfloat16 (4,), frozen)"),
+    "name": ({"c": A["a"], "b": A["b"]}, "c (float32 (2, 3)) as parameter 0, rank 0 a (float32 (2, 3))"),
+    "frozen": (A | {"a": torch.zeros(2, 3)}, "a (float32 (2, 3), frozen) as parameter 0"),
+    "order": ({"b": A["b"], "a": A["a"]}, "b (bfloat16 (4,), frozen) as parameter 0"),
+    "missing": ({"a": A["a"]}, "has 1 parameters, rank 0 2; b (bfloat16 (4,), frozen) is the first that only rank 0"),
+}
+
+
+def _disagree(process, cases):
+    """Every rank's message, case by case, in one group: no rank is left waiting in any of them."""
+    messages = []
+    for third, settings in cases:
+        named = [A, A, third, A]
+        try:
+            _agree(process, named, settings)
+            messages.append("agreed")
+        except UsageError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_named_on_every_rank(four):
+    cases = [(third, SAME) for third, _ in DISAGREEMENTS.values()]
+    cases += [(A, SAME), (A, [{"cap": 1}, {"cap": 1}, {"cap": 1}, {"cap": 2}])]
+    by_rank = four.run(_disagree, cases)
+    assert all(messages == by_rank[0] for messages in by_rank)
+    *wrong, agreed, settings = by_rank[0]
+    for message, (name, (_, expected)) in zip(wrong, DISAGREEMENTS.items(), strict=True):
+        assert expected in message, name
+        assert "rank 2 " in message
+        assert "rank 1 " not in message
+        assert "rank 3 " not in message
+    assert agreed == "agreed"
+    assert "rank 3 has cap = 2 as setting, rank 0 cap = 1" in settings
+
+
+def test_an_uninitialised_process_is_told_what_to_do():
+    with pytest.raises(UsageError, match="not initialised; start with torchrun"):
+        resolve_group(None)
+
+
+def test_without_torchrun_the_command_is_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trainstep", "bench", "collectives", "--size-mb", "1,10"])
+    monkeypatch.setenv("RANK", "0")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    command = "torchrun --nproc-per-node=2 -m trainstep.cli bench collectives --size-mb 1,10"
+    assert torchrun_command() == command
+    with pytest.raises(UsageError, match=f"MASTER_PORT are not set; run: {command}"), join_group():
+        pass
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(UsageError, match="expected auto, cpu or cuda"):
+        bind_device("tpu", 0)
+    with pytest.raises(UsageError, match="local rank 99 has no GPU"):
+        bind_device("cuda", 99)
+    assert bind_device("cpu", 99) == torch.device("cpu")
+
+
+def _outside(process):
+    inner = dist.new_group([0])
+    try:
+        return resolve_group(inner).size()
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_group_that_this_rank_is_not_in(two):
+    inside, outside = two.run(_outside)
+    assert inside == 1
+    assert "rank 1) is not in" in outside
+
+
+def _joined_twice(process):
+    from trainstep.parallel.process import joined
+
+    with joined(process.device, rank=0, world_size=1, init_method="env://"):
+        pass
+
+
+def _die(process, how):
+    if process.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("one rank's mistake")
+    dist.all_reduce(torch.ones(10), group=process.group)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["raised", "killed"])
+def test_a_rank_that_dies_is_an_error_on_every_rank(how):
+    with Workers(3, timeout_s=20) as workers:
+        workers.run(_identity)
+        pids = workers.process_ids()
+        start = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            workers.run(_die, how)
+        assert time.monotonic() - start < 20 + 10, "no rank may wait longer than the timeout"
+        assert set(caught.value.failures) == {0, 1, 2}
+        reason = {"raised": "one rank's mistake", "killed": "exit code -9"}[how]
+        assert reason in caught.value.failures[1]
+        assert all("all_reduce" in caught.value.failures[rank] for rank in (0, 2)), (
+            "the others failed in the collective"
+        )
+        assert not any(map(_alive, pids)), "no process is left"
+        assert workers.run(_identity)[2] == (2, 3, "cpu", 6.0), "the next call has new workers"
+
+
+def test_a_second_group_is_refused(two):
+    with pytest.raises(WorkerError, match="joined a group already"):
+        two.run(_joined_twice)
+
+
+def _never(process):
+    time.sleep(600)
+
+
+ORPHANS = """
+import sys, tests.parallel.test_process as t
+from trainstep.parallel.workers import Workers
+if __name__ == "__main__":
+    workers = Workers(2)
+    workers.run(t._identity)
+    print(*workers.process_ids(), flush=True)
+    workers.run(t._never)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(_alive, pids))
+    finally:
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 30
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
