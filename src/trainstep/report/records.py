@@ -40,6 +40,8 @@ class Record:
     """One line, empty where the status is ok."""
     environment: Mapping[str, Scalar] = field(default_factory=dict)
     """Machine, versions, commit, date."""
+    series: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    """Columns too long for values of their own, such as a timeline's events; which belong together, the kind says."""
 
 
 class RecordWriter:
@@ -112,7 +114,7 @@ def _parse(path: Path, number: int, line: str) -> Record:
     known = {item.name for item in fields(Record)}
     if not isinstance(row, dict) or not {"kind", "case"} <= set(row) <= known:
         raise corrupt("not a record")
-    sections = ("case", "values", "samples", "environment")
+    sections = ("case", "values", "samples", "series", "environment")
     if any(not isinstance(row.get(name, {}), dict) for name in sections) or not isinstance(row["kind"], str):
         raise corrupt("a record with a section of the wrong type")
     if row.get("status", "ok") not in get_args(Status):
