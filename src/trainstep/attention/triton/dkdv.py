@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
@@ -72,7 +73,8 @@ def dkdv_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the `group` query heads that read it."""
-    tile, batch_head = tile_and_head(tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
+    program = tl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
     batch = (batch_head // kv_heads).to(tl.int64)
     kv_head = (batch_head % kv_heads).to(tl.int64)
     first_key = tile * BLOCK_K
@@ -127,21 +129,32 @@ def dkdv_kernel(
     tl.store(dv_ptr + keys[:, None] * stride_dvn + dims[None, :], dv.to(dv_ptr.dtype.element_ty), mask=tile_mask)
 
 
-def launch_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool,
-    scale: float, tile: Tile,
-) -> None:  # fmt: skip
-    """Fill dk and dv (like k and v) from the same tensors and the delta that `launch_dq` returned."""
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    is_causal: bool, scale: float, tile: Tile, precision: str,
+) -> Arguments:  # fmt: skip
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     group = heads // kv_heads
     tiles_per_head = triton.cdiv(n_keys, tile.keys)
-    dkdv_kernel[(tiles_per_head * batch * kv_heads,)](
+    return Arguments(
+        tiles_per_head * batch * kv_heads,
         q, k, v, do, lse, delta, dk, dv,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
         tiles_per_head, batch * kv_heads, kv_heads, group, n_queries, n_keys,
         section_heads(q.device, batch * kv_heads, 2 * n_queries * group * head_dim * q.element_size()),
         scale, scale * math.log2(math.e),
         IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
-        PRECISION=multiply_precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+_launch = Launcher(dkdv_kernel, _arguments)
+
+
+def launch_dkdv(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool,
+    scale: float, tile: Tile,
+) -> None:  # fmt: skip
+    """Fill dk and dv (like k and v) from the same tensors and the delta that `launch_dq` returned."""
+    _launch((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, multiply_precision(q.dtype))

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
@@ -63,7 +64,8 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and delta (float32, contiguous like lse) of one query tile. Shapes and grid as in `forward_kernel`."""
-    tile, batch_head = tile_and_head(tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    program = tl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     kv_head = head // group
@@ -112,22 +114,33 @@ def dq_kernel(
     tl.store(dq_ptr + rows[:, None] * stride_dqn + dims[None, :], dq, mask=tile_mask)
 
 
-def launch_dq(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, is_causal: bool, scale: float,
-    tile: Tile,
-) -> Tensor:  # fmt: skip
-    """Fill dq (like q) from four-dimensional tensors and what the forward left; return delta (like lse)."""
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    is_causal: bool, scale: float, tile: Tile, precision: str,
+) -> Arguments:  # fmt: skip
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
-    delta = torch.empty_like(lse)
     tiles_per_head = triton.cdiv(n_queries, tile.queries)
-    dq_kernel[(tiles_per_head * batch * heads,)](
+    return Arguments(
+        tiles_per_head * batch * heads,
         q, k, v, o, do, lse, delta, dq,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
         section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
         scale, scale * math.log2(math.e),
         IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
-        PRECISION=multiply_precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+_launch = Launcher(dq_kernel, _arguments)
+
+
+def launch_dq(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, is_causal: bool, scale: float,
+    tile: Tile,
+) -> Tensor:  # fmt: skip
+    """Fill dq (like q) from four-dimensional tensors and what the forward left; return delta (like lse)."""
+    delta = torch.empty_like(lse)
+    _launch((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile, multiply_precision(q.dtype))
     return delta

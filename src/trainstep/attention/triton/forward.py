@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
@@ -75,7 +76,8 @@ def forward_kernel(
     all_heads = batch · heads; the grid is tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not
     negative.
     """
-    tile, batch_head = tile_and_head(tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    program = tl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     kv_head = head // group
@@ -118,18 +120,29 @@ def forward_kernel(
     tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=row_mask)  # ln 2: to base e
 
 
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
-) -> None:
-    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    is_causal: bool, scale: float, tile: Tile, precision: str,
+) -> Arguments:  # fmt: skip
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     tiles_per_head = triton.cdiv(n_queries, tile.queries)
-    forward_kernel[(tiles_per_head * batch * heads,)](
+    return Arguments(
+        tiles_per_head * batch * heads,
         q, k, v, o, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
         section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()), scale * math.log2(math.e),
         IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
-        PRECISION=multiply_precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+_launch = Launcher(forward_kernel, _arguments)
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
+) -> None:
+    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
+    _launch((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype))

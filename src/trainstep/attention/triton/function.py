@@ -1,7 +1,7 @@
 """FlashAttention in Triton as PyTorch sees it: two custom operators, their gradient, and the functions people call.
 
-The operators carry shapes for tracing (`register_fake`) and the gradient (`register_autograd`), which is what
-torch.compile, activation checkpointing and CUDA graphs need. The kernels save q, k, v, o and the log-sum-exp only.
+The operators carry shapes for tracing (`register_fake`) and the gradient (their implementation for autograd), which is
+what torch.compile, activation checkpointing and CUDA graphs need. The kernels save q, k, v, o and the log-sum-exp only.
 """
 
 from typing import Any, cast
@@ -115,6 +115,32 @@ def _backward(ctx: Any, do: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None
     return dq, dk, dv, None, None
 
 
+def _below_autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return cast(tuple[Tensor, Tensor], forward_op(q, k, v, is_causal, scale))
+
+
+class _Differentiable(torch.autograd.Function):
+    """The forward operator recorded for backward, with both of its results."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        results = _below_autograd(q, k, v, is_causal, scale)
+        _save(ctx, (q, k, v, is_causal, scale), results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *grads)
+
+
+def _autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """What the forward operator does where gradients may be wanted."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return cast(tuple[Tensor, Tensor], _Differentiable.apply(q, k, v, is_causal, scale))  # type: ignore[no-untyped-call]
+    return _below_autograd(q, k, v, is_causal, scale)
+
+
 def _split_scale(scale: float) -> tuple[int, float]:
     """scale = sign · magnitude with a positive magnitude: the kernels scale the row maximum, which needs that."""
     if scale > 0:
@@ -122,8 +148,8 @@ def _split_scale(scale: float) -> tuple[int, float]:
     return (-1, -scale) if scale < 0 else (0, 1.0)
 
 
-# Defined piece by piece: `torch.library.custom_op` does the same, but checks every call for aliased outputs, which took
-# longer than both kernels on short sequences.
+# Defined piece by piece: `torch.library.custom_op` and `register_autograd` do the same, but the one checks every call
+# for aliased outputs and the other wraps every backward, which took longer than both kernels on short sequences.
 _tags = (torch.Tag.pt2_compliant_tag,)
 _forward_name, _backward_name = "trainstep::flash_attention_forward", "trainstep::flash_attention_backward"
 torch.library.define(
@@ -139,6 +165,6 @@ torch.library.impl(_forward_name, "cuda", _forward)
 torch.library.impl(_backward_name, "cuda", _gradients)
 torch.library.register_fake(_forward_name, _forward_fake)
 torch.library.register_fake(_backward_name, _gradients_fake)
-torch.library.register_autograd(_forward_name, _backward, setup_context=_save)
+torch.library.impl(_forward_name, "Autograd", _autograd)
 forward_op = torch.ops.trainstep.flash_attention_forward.default
 backward_op = torch.ops.trainstep.flash_attention_backward.default

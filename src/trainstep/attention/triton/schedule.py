@@ -20,9 +20,8 @@ SIZES = [
 
 
 @triton.jit
-def tile_and_head(tiles_per_head, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
-    """Map the program id to (tile, head): sections of heads in turn; within one, tile by tile over all its heads."""
-    program = tl.program_id(0)
+def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
+    """Map a program's id to (tile, head): sections of heads in turn; within one, tile by tile over all its heads."""
     section = program // (heads_per_section * tiles_per_head)
     first_head = section * heads_per_section
     section_heads = tl.minimum(heads_per_section, n_heads - first_head)

@@ -13,16 +13,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.triton.hopper.launch import block_of, describe_tiles
+from trainstep.attention.triton.hopper.descriptors import block_of, describe_tiles
 from trainstep.attention.triton.hopper.ring import (
     copy_pair,
     make_barriers,
+    own_tile,
+    program_id_again,
     refill_pair,
     release,
     store_rows,
     tile_of,
     wait_filled,
 )
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import HopperTile
 
@@ -47,7 +50,7 @@ def _load(copies, KEY_TILES: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _walk(
-    dk, dv, k, v, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
+    dk, dv, k, v, k_tiles, v_tiles, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
     first_step, n_steps, first_row, keys, scale_log2,
     MASKED: gl.constexpr, WANT_DK: gl.constexpr, WANT_DV: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, DK_LAYOUT: gl.constexpr,
@@ -68,6 +71,9 @@ def _walk(
         do = tile_of(do_tiles, step, STAGES, BLOCK_Q, BLOCK_D)
         if WANT_DK:  # nothing is in flight: this only keeps the compiler from setting dp_t up after the first product
             scores_t, dp_t = warpgroup_mma_wait(0, [scores_t, dp_t])
+        if BLOCK_D > 128:
+            k = own_tile(k_tiles, ROWS, BLOCK_D)
+            v = own_tile(v_tiles, ROWS, BLOCK_D)
         scores_t = warpgroup_mma(k, q.permute([1, 0]), scores_t, is_async=True)
         if WANT_DK:
             dp_t = warpgroup_mma(v, do.permute([1, 0]), dp_t, is_async=True)
@@ -97,10 +103,8 @@ def _consume(
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     OWN_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Keys first_key + 64 · index … of this program. dk_ptr and dv_ptr are at key 0 of the head, lse_ptr and delta_ptr
-    at query 0 of the group's first head."""
-    (lse_ptr, delta_ptr, dk_ptr, dv_ptr, stride_dkn, stride_dvn,
-     q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty, finished) = tensors  # fmt: skip
+    """Keys first_key + 64 · index … of this program. lse_ptr and delta_ptr are at query 0 of the group's first head."""
+    results, lse_ptr, delta_ptr, q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty, finished = tensors
     first_key, group, first_tile, clear_tile, n_tiles, stat_rows, n_keys, scale, scale_log2 = sizes
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -125,12 +129,12 @@ def _consume(
     for member in range(group):
         if IS_CAUSAL:
             dk, dv = _walk(
-                dk, dv, k, v, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
+                dk, dv, k, v, k_tiles, v_tiles, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
                 member * per_head, clear_tile - first_tile, first_tile * BLOCK_Q, keys, scale_log2,
                 True, WANT_DK, WANT_DV, BLOCK_Q, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
             )  # fmt: skip
         dk, dv = _walk(
-            dk, dv, k, v, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
+            dk, dv, k, v, k_tiles, v_tiles, lse_ptr, delta_ptr, q_tiles, do_tiles, full, empty,
             member * per_head + clear_tile - first_tile, n_tiles - clear_tile, clear_tile * BLOCK_Q, keys, scale_log2,
             False, WANT_DK, WANT_DV, BLOCK_Q, BLOCK_D, STAGES, S_LAYOUT, DK_LAYOUT,
         )  # fmt: skip
@@ -139,6 +143,16 @@ def _consume(
     if not (WANT_DK and WANT_DV):  # both consumers read the tiles that the results are about to pass through
         mbarrier.arrive(finished.index(0), count=1)
         mbarrier.wait(finished.index(0), 0)
+    # Where the results go is worked out only now: known from the start, it would take registers that the walks need.
+    (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+     kv_heads, tiles_per_head, all_kv_heads, heads_per_section) = results  # fmt: skip
+    program = program_id_again()
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
+    batch = (batch_head // kv_heads).to(gl.int64)
+    kv_head = (batch_head % kv_heads).to(gl.int64)
+    dk_ptr += batch * stride_dkb + kv_head * stride_dkh
+    dv_ptr += batch * stride_dvb + kv_head * stride_dvh
+    my_key = tile * (k_tiles.shape[0] * ROWS) + index * ROWS
     if WANT_DV:
         store_rows(dv_ptr, stride_dvn, v_tile, dv, my_key, n_keys, HEAD_DIM, BLOCK_D)
     if WANT_DK:
@@ -156,7 +170,8 @@ def dkdv_kernel(
     """dk and dv of one key tile, summed over the `group` query heads that read it."""
     SPLIT: gl.constexpr = BLOCK_D > 128  # one consumer makes dV, the other dK
     KEY_TILES: gl.constexpr = 1 if SPLIT else CONSUMERS
-    tile, batch_head = tile_and_head(tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
+    program = gl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     first_key = tile * (KEY_TILES * ROWS)
@@ -167,9 +182,6 @@ def dkdv_kernel(
     if IS_CAUSAL:
         first_tile = gl.minimum(first_key // BLOCK_Q, n_tiles)
         clear_tile = gl.minimum(gl.cdiv(first_key + KEY_TILES * ROWS - 1, BLOCK_Q), n_tiles)
-    batch_long = batch.to(gl.int64)
-    dk_ptr += batch_long * stride_dkb + kv_head.to(gl.int64) * stride_dkh
-    dv_ptr += batch_long * stride_dvb + kv_head.to(gl.int64) * stride_dvh
     lse_ptr = stat_ptr + batch_head.to(gl.int64) * group * stat_rows
     delta_ptr = lse_ptr + all_kv_heads.to(gl.int64) * group * stat_rows
 
@@ -186,9 +198,12 @@ def dkdv_kernel(
         q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty,
         batch, kv_head, group, first_key, first_tile, n_tiles,
     )  # fmt: skip
+    results = (
+        dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+        kv_heads, tiles_per_head, all_kv_heads, heads_per_section,
+    )  # fmt: skip
     tensors = (
-        lse_ptr, delta_ptr, dk_ptr, dv_ptr, stride_dkn, stride_dvn,
-        q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty, finished,
+        results, lse_ptr, delta_ptr, q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty, finished,
     )  # fmt: skip
     sizes = (first_key, group, first_tile, clear_tile, n_tiles, stat_rows, n_keys, scale, scale_log2)
     if SPLIT:
@@ -226,17 +241,17 @@ def dkdv_kernel(
         )
 
 
-def launch_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, stat: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool, scale: float,
-    tile: HopperTile,
-) -> None:  # fmt: skip
-    """Fill dk and dv (like k and v) from the same tensors and the statistics that `launch_dq` returned."""
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, stat: Tensor, dk: Tensor, dv: Tensor,
+    is_causal: bool, scale: float, tile: HopperTile,
+) -> Arguments:  # fmt: skip
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     group = heads // kv_heads
     block_d, rows = block_of(head_dim), ROWS.value
     tiles_per_head = triton.cdiv(n_keys, rows if block_d > 128 else tile.consumers * rows)
-    dkdv_kernel[(tiles_per_head * batch * kv_heads,)](
+    return Arguments(
+        tiles_per_head * batch * kv_heads,
         describe_tiles(q, tile.block, block_d), describe_tiles(k, rows, block_d), describe_tiles(v, rows, block_d),
         describe_tiles(do, tile.block, block_d), stat, dk, dv,
         *dk.stride()[:3], *dv.stride()[:3],
@@ -246,3 +261,14 @@ def launch_dkdv(
         IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=tile.block, CONSUMERS=tile.consumers,
         STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
     )  # fmt: skip
+
+
+_launch = Launcher(dkdv_kernel, _arguments)
+
+
+def launch_dkdv(
+    q: Tensor, k: Tensor, v: Tensor, stat: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool, scale: float,
+    tile: HopperTile,
+) -> None:  # fmt: skip
+    """Fill dk and dv (like k and v) from the same tensors and the statistics that `launch_dq` returned."""
+    _launch((q, k, v, do, stat, dk, dv), is_causal, scale, tile)

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.triton.hopper.launch import block_of, describe_tiles
+from trainstep.attention.triton.hopper.descriptors import block_of, describe_tiles
 from trainstep.attention.triton.hopper.ring import (
     copy_pair,
     make_barriers,
@@ -25,6 +25,7 @@ from trainstep.attention.triton.hopper.ring import (
     tile_of,
     wait_filled,
 )
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import HopperTile
 
@@ -160,7 +161,8 @@ def dq_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq and delta = rowsum(dO ∘ O). Arguments as in the portable kernel; *_desc are 4-D descriptors of tiles."""
-    tile, batch_head = tile_and_head(tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    program = gl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // group
@@ -220,6 +222,30 @@ def dq_kernel(
         )
 
 
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, stat: Tensor, dq: Tensor,
+    is_causal: bool, scale: float, tile: HopperTile,
+) -> Arguments:  # fmt: skip
+    batch, heads, n_queries, head_dim = q.shape
+    kv_heads, n_keys = k.shape[1:3]
+    block_d, rows = block_of(head_dim), ROWS.value
+    tiles_per_head = triton.cdiv(n_queries, tile.consumers * rows)
+    return Arguments(
+        tiles_per_head * batch * heads,
+        describe_tiles(q, rows, block_d), describe_tiles(k, tile.block, block_d),
+        describe_tiles(v, tile.block, block_d), describe_tiles(do, rows, block_d), o, do, lse, stat, dq,
+        *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys, stat.shape[-1],
+        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
+        scale, scale * math.log2(math.e),
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=tile.block, CONSUMERS=tile.consumers,
+        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
+    )  # fmt: skip
+
+
+_launch = Launcher(dq_kernel, _arguments)
+
+
 def launch_dq(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, is_causal: bool, scale: float,
     tile: HopperTile,
@@ -230,19 +256,9 @@ def launch_dq(
     the products S and dP of the second kernel start. Rows past n_queries hold -infinity and 0: they add nothing, and
     the kernel reads whole tiles without a mask.
     """
-    batch, heads, n_queries, head_dim = q.shape
-    kv_heads, n_keys = k.shape[1:3]
-    block_d, rows = block_of(head_dim), ROWS.value
-    tiles_per_head = triton.cdiv(n_queries, tile.consumers * rows)
-    stat = torch.empty((2, batch * heads, tiles_per_head * tile.consumers * rows), dtype=torch.float32, device=q.device)
-    dq_kernel[(tiles_per_head * batch * heads,)](
-        describe_tiles(q, rows, block_d), describe_tiles(k, tile.block, block_d),
-        describe_tiles(v, tile.block, block_d), describe_tiles(do, rows, block_d), o, do, lse, stat, dq,
-        *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys, stat.shape[-1],
-        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
-        scale, scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=tile.block, CONSUMERS=tile.consumers,
-        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
-    )  # fmt: skip
+    batch, heads, n_queries, _ = q.shape
+    own_rows = tile.consumers * ROWS.value
+    padded_rows = triton.cdiv(n_queries, own_rows) * own_rows
+    stat = torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)
+    _launch((q, k, v, do, o, lse, stat, dq), is_causal, scale, tile)
     return stat

@@ -13,16 +13,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.triton.hopper.launch import block_of, describe_tiles
+from trainstep.attention.triton.hopper.descriptors import block_of, describe_tiles
 from trainstep.attention.triton.hopper.ring import (
     copy_rows,
     make_barriers,
+    program_id_again,
     refill,
     release,
     store_rows,
     tile_of,
     wait_filled,
 )
+from trainstep.attention.triton.launch import Arguments, Launcher
 from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
 from trainstep.attention.triton.tuning import HopperTile
 
@@ -43,13 +45,15 @@ def _load(copies, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
-def _softmax_step(
-    scores, row_max, row_sum, row_limit, first_key, scale_log2, MASKED: gl.constexpr, BLOCK_K: gl.constexpr
-):
+def _mask(scores, row_limit, first_key, BLOCK_K: gl.constexpr):
+    """-inf where a key lies beyond its row's limit."""
+    keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout))
+    return gl.where(keys[None, :] <= (row_limit - first_key)[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
     """P relative to the new row maximum, that maximum, the factor for what was summed before it, and the new sum."""
-    if MASKED:
-        keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(keys[None, :] <= (row_limit - first_key)[:, None], scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     base = new_max
     if MASKED:  # a row that has seen no key yet: exp2(-inf - 0) = 0 where exp2(-inf + inf) would not be a number
@@ -78,9 +82,11 @@ def _walk(
         acc = warpgroup_mma(p, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
         release(k_empty, step, STAGES)
-        p_next, row_max, shrink, row_sum = _softmax_step(
-            scores, row_max, row_sum, row_limit, (n_tiles - 1 - step) * BLOCK_K, scale_log2, MASKED, BLOCK_K
-        )
+        if MASKED:
+            scores = _mask(scores, row_limit, (n_tiles - 1 - step) * BLOCK_K, BLOCK_K)
+            # Masks first, exponentials after a wait: mixed by the assembler they want more registers than there are.
+            wait_filled(k_full, step + 1, n_tiles, STAGES)
+        p_next, row_max, shrink, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
         acc = warpgroup_mma_wait(0, [acc])
         release(v_empty, step - 1, STAGES)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -93,13 +99,12 @@ def _consume(
     index, tensors, sizes, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Queries first_row + 64 · index … of this program. o_ptr and lse_ptr point at query 0 of the head."""
-    o_ptr, lse_ptr, stride_on, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty = tensors
+    """Queries first_row + 64 · index … of this program."""
+    results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty = tensors
     first_row, n_tiles, n_masked, n_queries, n_keys, scale_log2 = sizes
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    my_row = first_row + index * ROWS
-    rows = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    rows = first_row + index * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     row_limit = gl.full([ROWS], n_keys - 1, gl.int32, gl.SliceLayout(1, S_LAYOUT))
     if IS_CAUSAL:
         row_limit = gl.minimum(row_limit, rows)
@@ -119,9 +124,9 @@ def _consume(
     )
     scores = warpgroup_mma_wait(0, [scores])
     release(k_empty, 0, STAGES)
-    p_first, row_max, _, row_sum = _softmax_step(
-        scores, row_max, row_sum, row_limit, (n_tiles - 1) * BLOCK_K, scale_log2, True, BLOCK_K
-    )
+    scores = _mask(scores, row_limit, (n_tiles - 1) * BLOCK_K, BLOCK_K)
+    wait_filled(k_full, 1, n_tiles, STAGES)
+    p_first, row_max, _, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2, True)
     p = gl.convert_layout(p_first.to(k.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
     acc, p, row_max, row_sum = _walk(
@@ -137,8 +142,17 @@ def _consume(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
 
+    # Where the results go is worked out only now: known from the start, it would take registers that the walks need.
+    o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, heads, tiles_per_head, all_heads, heads_per_section = results
+    program = program_id_again()
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    o_ptr += (batch_head // heads).to(gl.int64) * stride_ob + (batch_head % heads).to(gl.int64) * stride_oh
+    lse_ptr += batch_head.to(gl.int64) * n_queries
+    my_row = tile * (q_tiles.shape[0] * ROWS) + index * ROWS
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line_rows = my_row + gl.arange(0, ROWS, layout=LINE)
     lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # ln 2: to base e
-    gl.store(lse_ptr + rows, lse, mask=rows < n_queries)
+    gl.store(lse_ptr + line_rows, gl.convert_layout(lse, LINE), mask=line_rows < n_queries)
     o = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
     store_rows(o_ptr, stride_on, q_tile, o, my_row, n_queries, HEAD_DIM, BLOCK_D)
 
@@ -151,7 +165,8 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OWN_REGS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as in the portable kernel, with q, k and v as 4-D descriptors of tiles [1, 1, rows, BLOCK_D]."""
-    tile, batch_head = tile_and_head(tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
+    program = gl.program_id(0)
+    tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // group
@@ -163,8 +178,6 @@ def forward_kernel(
         whole = gl.minimum(whole, (first_row + 1) // BLOCK_K)
     n_tiles = gl.cdiv(visible, BLOCK_K)
     n_masked = gl.maximum(n_tiles - whole, 1)  # the first step always masks
-    o_ptr += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    lse_ptr += batch_head.to(gl.int64) * n_queries
 
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
@@ -179,7 +192,8 @@ def forward_kernel(
         q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
         batch, head, kv_head, first_row, n_tiles,
     )  # fmt: skip
-    tensors = (o_ptr, lse_ptr, stride_on, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty)
+    results = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, heads, tiles_per_head, all_heads, heads_per_section)
+    tensors = (results, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty)
     sizes = (first_row, n_tiles, n_masked, n_queries, n_keys, scale_log2)
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -205,18 +219,16 @@ def forward_kernel(
         )
 
 
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: HopperTile
-) -> None:
-    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous).
-
-    The inputs are four-dimensional with 16-byte aligned rows, and scale > 0.
-    """
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    is_causal: bool, scale: float, tile: HopperTile,
+) -> Arguments:  # fmt: skip
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     tiles_per_head = triton.cdiv(n_queries, tile.consumers * ROWS.value)
     block_d = block_of(head_dim)
-    forward_kernel[(tiles_per_head * batch * heads,)](
+    return Arguments(
+        tiles_per_head * batch * heads,
         describe_tiles(q, ROWS.value, block_d), describe_tiles(k, tile.block, block_d),
         describe_tiles(v, tile.block, block_d), o, lse, *o.stride()[:3],
         tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
@@ -224,3 +236,16 @@ def launch_forward(
         IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=tile.block, CONSUMERS=tile.consumers,
         STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
     )  # fmt: skip
+
+
+_launch = Launcher(forward_kernel, _arguments)
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: HopperTile
+) -> None:
+    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous).
+
+    The inputs are four-dimensional with 16-byte aligned rows, and scale > 0.
+    """
+    _launch((q, k, v, o, lse), is_causal, scale, tile)

@@ -75,6 +75,23 @@ def release(empty, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def program_id_again():
+    """gl.program_id(0), read where it stands: what is computed from it is not kept in registers across a loop."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def own_tile(tiles, ROWS: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A program's only own tile as [ROWS, BLOCK_D], addressed where it stands.
+
+    A wide tile has more matrix descriptors than there are uniform registers. Left alone, the compiler makes all of them
+    before the loop and then keeps them in local memory.
+    """
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return tiles.index(zero).reshape([ROWS, BLOCK_D])
+
+
+@gluon.jit
 def store_rows(pointer, stride, tile, value, first_row, n_rows, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
     """Store 64 rows of a result by way of `tile`'s shared memory, so that each thread stores 16 adjacent bytes."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])

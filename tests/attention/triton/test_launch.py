@@ -1,0 +1,105 @@
+"""What `Launcher` remembers of a launch, and what it must not: told by a kernel that only writes down its arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.attention.triton.launch import Arguments, Launcher
+
+
+@dataclass
+class Descriptor:
+    base: Any
+    rows: int
+
+
+class Kernel:
+    """Stands for a Triton kernel with arguments (desc, a, b, size, BLOCK): `kernel[grid](…)` and what it returns."""
+
+    arg_names = ("desc", "a", "b", "size", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_launch(*leading: Any, BLOCK: int, num_warps: int) -> Any:
+            arguments = (*leading, BLOCK)
+            self.compiled.append(arguments)
+            self.launched.append((grid, *arguments))
+            return Compiled(self)
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self._kernel.launched.append((grid, *arguments))
+
+
+def arguments(a: Tensor, b: Tensor, block: int) -> Arguments:
+    return Arguments(a.shape[0] // block, Descriptor(a, 4), a, b, a.shape[0], BLOCK=block, num_warps=4)
+
+
+def launched_with(kernel: Kernel) -> tuple[Any, ...]:
+    """The last launch, with tensors told by their memory."""
+    grid, descriptor, a, b, size, block = kernel.launched[-1]
+    return grid, descriptor.base.data_ptr(), descriptor.rows, a.data_ptr(), b.data_ptr(), size, block
+
+
+def test_a_call_like_an_earlier_one_changes_only_the_tensors() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel, arguments)
+    for _ in range(3):
+        a, b = torch.empty(8), torch.empty(8)
+        launch((a, b), 2)
+        assert launched_with(kernel) == ((4, 1, 1), a.data_ptr(), 4, a.data_ptr(), b.data_ptr(), 8, 2)
+    assert len(kernel.compiled) == 1
+
+
+def test_one_tensor_passed_twice_is_not_taken_for_two() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel, arguments)
+    both = torch.empty(8)
+    launch((both, both), 2)
+    a, b = torch.empty(8), torch.empty(8)
+    launch((a, b), 2)
+    assert len(kernel.compiled) == 1
+    assert launched_with(kernel)[3:5] == (a.data_ptr(), b.data_ptr())
+
+
+def test_what_compiles_differently_is_compiled_again() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel, arguments)
+    storage = torch.empty(64)
+    calls = [
+        ((storage[:8], storage[:8]), 2),
+        ((storage[:16], storage[:8]), 2),  # another shape
+        ((storage[:8], storage[1:9]), 2),  # another alignment
+        ((storage[0:16:2], storage[:8]), 2),  # other strides
+        ((storage[:8].half(), storage[:8]), 2),  # another dtype
+        ((storage[:8], storage[:8]), 4),  # another setting
+    ]
+    for tensors, block in calls:
+        launch(tensors, block)
+    assert len(kernel.compiled) == len(calls)
+    for tensors, block in calls:
+        launch(tensors, block)
+    assert len(kernel.compiled) == len(calls)
+
+
+def test_no_memory_is_kept_alive() -> None:
+    kernel = Kernel()
+    launch = Launcher(kernel, arguments)
+    a, b = torch.empty(8), torch.empty(8)
+    launch((a, b), 2)
+    kernel.compiled.clear()
+    kernel.launched.clear()
+    (prepared,) = launch._prepared.values()
+    assert prepared.arguments[0].base is None
+    assert not any(isinstance(argument, Tensor) for argument in prepared.arguments)
