@@ -21,7 +21,7 @@ from trainstep.commands.bench import BenchAttention, BenchLadder, BenchStep, att
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
-from trainstep.commands.memory import Memory, MemoryStepFlags
+from trainstep.commands.memory import Memory, memory_grid
 from trainstep.commands.options import ModelFlags, StepFlags, preset
 from trainstep.commands.tune import Tune
 from trainstep.errors import UsageError
@@ -46,7 +46,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     if set(arguments[:2]) & {"analyze", "ladder", "memory"} and not {"-h", "--help"} & set(arguments):
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
-        memory = {"model": ModelFlags(**vars(model)), "step": MemoryStepFlags(**vars(step))}
+        memory = {"model": ModelFlags(**vars(model)), "step": memory_grid(step)}
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],

@@ -167,7 +167,7 @@ def measure_training_step(
     return StepMeasurement(
         timing=timing,
         losses=tuple(float(loss) for loss in losses),
-        memory=_measure_memory(step, batch, mode),
+        memory=step_peaks(step, batch, mode),
         optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
         tokens=count_tokens(batch),
         flops=_count_flops(step, source, batch, mode),
@@ -176,7 +176,8 @@ def measure_training_step(
     )
 
 
-def _measure_memory(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | None:
+def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | None:
+    """The peaks of one more step; None for compiled code on a CPU, whose allocations cannot be followed."""
     if step.device.type == "cpu" and step.config.compile != "off":
         return None
     resident = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]

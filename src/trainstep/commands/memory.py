@@ -1,64 +1,105 @@
-"""`trainstep memory`: what a step keeps in memory, and what checkpointing makes of it."""
+"""`trainstep memory`: where the memory of a step goes, and what checkpointing makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Fixed, FlagCreatePairsOff, Suppress
+from tyro.conf import Fixed, FlagCreatePairsOff, Suppress, arg
 
-from trainstep.commands.grids import commas
-from trainstep.commands.options import OneModel, StepFlags
+from trainstep.commands.grids import commas, grid_of
+from trainstep.commands.options import OneModel
 from trainstep.commands.output import run_and_report
+from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.report.records import Record
     from trainstep.workload import WorkloadSource
 
+_Grid: Any = grid_of(StepConfig)
+
 
 @dataclass(frozen=True)
-class MemoryStepFlags(StepFlags):
-    """How one training step is taken; the checkpointing policies have a flag of their own."""
+class MemoryGrid(_Grid):  # type: ignore[misc]
+    """How the steps are taken; the checkpointing policies have a flag of their own."""
 
-    checkpointing: Suppress[Fixed[str]] = "none"
+    checkpointing: Suppress[Fixed[tuple[str, ...]]] = ("none",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(OneModel):
-    """Show what forward keeps for backward, and compare the ways to keep less of it."""
+    """Show where the memory of a step goes. Without a choice of what to show: --peaks and --timeline."""
 
+    peaks: FlagCreatePairsOff[bool] = False
+    """The peak of forward alone and of a full step, phase by phase, predicted and measured."""
+    timeline: FlagCreatePairsOff[bool] = False
+    """Every allocation of a full step: who owns the peak, the largest with the line that made them, a drawing, and a
+    snapshot for pytorch.org/memory_viz."""
     residuals: FlagCreatePairsOff[bool] = False
     """What forward keeps for backward: the largest by module and operation, eager and compiled."""
     checkpointing: FlagCreatePairsOff[bool] = False
     """Predict and measure the peak of a step under checkpointing policies, and name the best."""
+    snapshot: Annotated[Path | None, arg(name="from")] = None
+    """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
-    """The policies to measure: any of none, every-K (for the input of every K blocks), selective, recursive; by default
-    all, with a choice of K around the best."""
+    """Checkpointing policies: any of none, every-K (for the input of every K blocks), selective, recursive. With
+    --checkpointing those to compare (by default all, with a choice of K around the best); else those to show."""
+    mode: commas(StepMode) = ("forward", "step")  # type: ignore[valid-type]
+    """What --peaks measures: forward (without gradients), forward-backward, or the whole step with the optimizer."""
     memory_gib: float | None = None
     """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
-    step: MemoryStepFlags = field(default_factory=MemoryStepFlags)
+    step: MemoryGrid = field(default_factory=MemoryGrid)
     out: Path = Path("results/memory")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/, report.html and snapshot.pickle."""
 
     def run(self) -> int:
         """Measure, print and write."""
-        if not self.residuals and not self.checkpointing:
-            raise UsageError("nothing to show; give --residuals, --checkpointing or both")
         if self.steps < 1:
             raise UsageError(f"steps is {self.steps}; expected at least 1")
+        if self.snapshot is not None:
+            from trainstep.bench.allocations import imported_records
+
+            if self.peaks or self.timeline or self.residuals or self.checkpointing:
+                raise UsageError("--from shows a file and measures nothing; leave out the other choices")
+            return run_and_report(imported_records(self.snapshot), self.out, f"memory of {self.snapshot.name}")
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")
 
     def _records(self, source: WorkloadSource) -> Iterator[Record]:
+        from trainstep.bench.allocations import allocation_records
         from trainstep.bench.checkpointing import checkpointing_records, default_policies
+        from trainstep.bench.peaks import peak_records
         from trainstep.bench.residuals import residual_records
 
-        config = self.step.checked()
+        is_plain = not (self.peaks or self.timeline or self.residuals or self.checkpointing)
+        plain = self._configs(self.step.checkpointing)
+        shown = self._configs(self.policies) if self.policies and not self.checkpointing else plain
+        if self.peaks or is_plain:
+            yield from peak_records(source, shown, self.mode)
+        if self.timeline or is_plain:
+            for number, config in enumerate(shown, start=1):
+                name = "snapshot.pickle" if len(shown) == 1 else f"snapshot-{number}.pickle"
+                yield from allocation_records(source, config, self.out / name)
         if self.residuals:
-            yield from residual_records(source, config)
+            for config in shown:
+                yield from residual_records(source, config)
         if self.checkpointing:
-            names = self.policies or default_policies(source, config)
-            yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
+            for config in plain:
+                names = self.policies or default_policies(source, config)
+                yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
+
+    def _configs(self, policies: Sequence[str]) -> list[StepConfig]:
+        """Every combination of the step's flags, under every policy."""
+        from trainstep.bench.grid import expand
+
+        axes = {each.name: getattr(self.step, each.name) for each in dataclasses.fields(StepConfig)}
+        return [StepConfig(**values) for values in expand(axes | {"checkpointing": policies})]
+
+
+def memory_grid(step: StepConfig) -> MemoryGrid:
+    """The grid of one case, as defaults that flags change."""
+    return MemoryGrid(**{name: (value,) for name, value in vars(step).items()})

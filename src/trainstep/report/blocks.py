@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from bokeh.plotting import figure
 
@@ -63,6 +63,8 @@ class Chart:
     plot: figure
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `plots.COLOURS`, or a class of the style sheet."""
+    allocations: Mapping[str, Any] | None = None
+    """What the page's script stacks in it, with a slider for the detail; see `allocation_chart`."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,11 @@ from trainstep.report.sections import SECTIONS
 def render(records: Sequence[Record]) -> str:
     """The page of these records; kinds that are absent have no section."""
     sections = [section for make in SECTIONS if (section := make(records)) is not None]
-    charts = {
-        chart.name: plots.embedded(chart.plot)
-        for section in sections
-        for block in section.blocks
-        if isinstance(block, Charts)
-        for chart in block.charts
-    }
+    drawn = [
+        chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
+    ]
+    charts = {chart.name: plots.embedded(chart.plot) for chart in drawn}
+    allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     environment = Environment(
         loader=PackageLoader("trainstep.report", "."),
         autoescape=True,
@@ -45,10 +43,10 @@ def render(records: Sequence[Record]) -> str:
         title=_title(records),
         subtitle=_subtitle(records),
         sections=sections,
-        charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts})),
+        charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts, "allocations": allocations})),
         library=_packed(_library()) if charts else "",
         style=source(environment, "page.css")[0],
-        script=source(environment, "page.js")[0],
+        script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
     )
 
 

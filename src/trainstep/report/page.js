@@ -41,7 +41,7 @@
   script.textContent = await unpack("library");
   document.head.append(script);
 
-  const { colours, items } = JSON.parse(await unpack("charts"));
+  const { colours, items, allocations } = JSON.parse(await unpack("charts"));
   let views = [];
   let drawing = Promise.resolve();
   async function draw() {
@@ -55,7 +55,13 @@
       const target = document.getElementById(`chart-${name}`);
       target.replaceChildren();
       const themed = JSON.stringify(item).replace(stand_in, (key) => values.get(key));
-      views.push(await Bokeh.embed.embed_item(JSON.parse(themed), target));
+      const view = await Bokeh.embed.embed_item(JSON.parse(themed), target);
+      views.push(view);
+      if (name in allocations) {
+        const slider = document.getElementById(`detail-${name}`);
+        const inks = Object.fromEntries(Object.entries(colours).map(([role, key]) => [role, values.get(key)]));
+        fillAllocations(view, allocations[name], inks, slider, slider.nextElementSibling);
+      }
     }
     document.documentElement.dataset.drawn = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   }

@@ -39,7 +39,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 ROW_HEIGHT = 34
 LONGEST_LABEL = 24
 
-_TOOLTIP = '<div style="white-space: pre-line"><strong>@name</strong>\n@tip</div>'
+TOOLTIP = '<div style="white-space: pre-line"><strong>@name</strong>\n@tip</div>'
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def lines(
     hover: bool = True,
 ) -> figure:
     """Lines over a common x; hovering shows all of them at one x."""
-    plot = _figure(height=260, y_axis_type="log" if log else "linear", y_axis_label=y_axis)
+    plot = empty_figure(height=260, y_axis_type="log" if log else "linear", y_axis_label=y_axis)
     plot.xaxis.axis_label = x_axis
     plot.ygrid.grid_line_color = COLOURS["rule"]
     plot.yaxis.ticker.desired_num_ticks = 5
@@ -257,7 +257,7 @@ def embedded(plot: figure) -> dict[str, Any]:
     return dict(json_item(plot))
 
 
-def _figure(**options: Any) -> figure:
+def empty_figure(**options: Any) -> figure:
     """An empty chart in the page's style."""
     plot = figure(
         sizing_mode="stretch_width",
@@ -291,7 +291,7 @@ def _style_axes(axes: Any) -> None:
 def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: Sequence[float]) -> figure:
     """Rows at y = 0, −1, −2 …, names at the left, labels in a column at the right."""
     count = len(names)
-    plot = _figure(
+    plot = empty_figure(
         height=count * ROW_HEIGHT + 46,
         y_range=Range1d(-count + 0.4, 0.6),
         x_range=Range1d(0, 1.03 * max(reach, default=1.0) or 1.0),
@@ -390,7 +390,7 @@ _COVER: Mapping[str, Any] = {
 
 
 def _add_hover(plot: figure, cover: Any) -> None:
-    plot.add_tools(HoverTool(renderers=[cover], tooltips=_TOOLTIP, point_policy="follow_mouse", visible=False))
+    plot.add_tools(HoverTool(renderers=[cover], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
 
 
 def _text(series: Series, index: int) -> str:

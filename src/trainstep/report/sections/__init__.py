@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from trainstep.report.blocks import Section
 from trainstep.report.records import Record
+from trainstep.report.sections.allocations import allocations
 from trainstep.report.sections.attention import attention
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
@@ -25,6 +26,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     correctness,
     attention,
     memory,
+    allocations,
     workload,
     environment,
 )

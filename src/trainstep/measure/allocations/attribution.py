@@ -1,0 +1,292 @@
+"""Who owns each allocation of a step, told from what the step announces while any allocator keeps its log.
+
+A `StepWatch` notes, at positions in the allocator's log, which phase, module and backward operation is running. Module
+names come from forward hooks. A backward operation is a node of the autograd graph; nodes are numbered as they are
+made, so the forward hooks also say which module, and a torch-function mode which line of code, made each of them. That
+is exact: nothing is guessed from clocks. Compiled code has neither modules nor lines left; phases remain.
+
+Owners are then decided by rules (`attribute`): a tensor that is known by its address (a parameter, a gradient, the
+optimizer's state, the batch) owns its block; what forward, the loss, or a recomputed module made and left alive when it
+ended is an activation; the rest of what the step made is temporary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, is_alive
+from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.measure.residuals import operation_name
+
+LEAVING_ACTIVATIONS = ("forward", "loss")
+"""Phases whose survivors are activations."""
+DEEPEST = 40
+"""Frames kept of a stack."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What is running from here on."""
+
+    position: int
+    phase: str = ""
+    module: str = ""
+    operation: str = ""
+    frames: tuple[Frame, ...] = ()
+    span: int = -1
+    """Index of the stretch of forward computation, -1 outside of any."""
+
+
+@dataclass
+class _Known:
+    """Tensors known by address at one moment."""
+
+    position: int
+    names: Mapping[int, tuple[str, str]]
+    """Address → (owner, name)."""
+
+
+@dataclass
+class StepWatch:
+    """What was announced during one step; hand `phase` and `loss_of` to the step, then call `attribute`."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    sees_modules: bool = True
+    """False for compiled code."""
+    position: Callable[[], int] = lambda: 0
+    """Events in the allocator's log so far; set by the source that keeps the log."""
+    marks: list[_Mark] = field(default_factory=list)
+    known: list[_Known] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    spans: list[int] = field(default_factory=list)
+    """The position at which each stretch of forward computation ended."""
+    _phase: str = ""
+    _running: list[str] = field(default_factory=list)
+    _node: _Mark = field(default_factory=lambda: _Mark(0))
+    _entered: list[tuple[int, str]] = field(default_factory=list)
+    _lines: _Lines = field(default_factory=lambda: _Lines())
+
+    @contextmanager
+    def watching(self, batch: Any) -> Iterator[None]:
+        """Watch one step on `batch`; `position` is set by now."""
+        self._know([("batch", "", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)])
+        self._know([("parameters", name, each) for name, each in _tensors_of(self.module)])
+        self._know_optimizer_state()
+        self._mark()
+        with ExitStack() as stack:
+            if self.sees_modules:
+                stack.enter_context(self._hooks())
+                stack.enter_context(self._lines)
+            yield
+        self._know_optimizer_state()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step, as `measure.phases.PhaseContext`."""
+        start = self.position()
+        self._phase, self._node = name, _Mark(start, name)
+        if name in LEAVING_ACTIVATIONS:
+            self._open_span()
+        self._mark()
+        yield
+        if name in LEAVING_ACTIVATIONS:
+            self._close_span()
+        if name == "backward":
+            named = self.module.named_parameters()
+            self._know([("gradients", each, weight.grad) for each, weight in named if weight.grad is not None])
+        self.phases.append(Phase(name, start, self.position()))
+        self._phase, self._node = "", _Mark(self.position())
+        self._mark()
+
+    def loss_of(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`loss`, with the graph behind its result watched during backward."""
+
+        def watched(*args: Any) -> Tensor:
+            value = loss(*args)
+            if self.sees_modules:
+                self._watch_graph(value)
+            return value
+
+        return watched
+
+    def _watch_graph(self, value: Tensor) -> None:
+        """Have every node of the graph say when its backward runs. Keeps no node: that would keep its tensors."""
+        places = sorted(self._entered, key=lambda item: item[0])
+        numbers = [number for number, _ in places]
+        ahead = [value.grad_fn] if value.grad_fn is not None else []
+        visited = set(ahead)
+        while ahead:
+            node = ahead.pop()
+            number = node._sequence_nr()
+            if number < 2**63:  # AccumulateGrad is made with the parameter, and numbered apart
+                index = bisect.bisect_right(numbers, number) - 1
+                module = places[index][1] if index >= 0 else ""
+                node.register_prehook(self._announce(module, operation_name(node.name()), self._lines.of(number)))
+            for following, _ in node.next_functions:
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    ahead.append(following)
+
+    def _announce(self, module: str, operation: str, frames: tuple[Frame, ...]) -> Callable[[Any], None]:
+        def announce(_: Any) -> None:
+            self._node = _Mark(self.position(), self._phase, module, operation, frames)
+            self.marks.append(self._node)
+
+        return announce
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = []
+        for name, each in self.module.named_modules():
+            handles.append(each.register_forward_pre_hook(self._enter(name)))
+            handles.append(each.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            if not self._running and self._phase == "backward":
+                self._open_span()
+            self._running.append(name)
+            self._entered.append((_sequence_number(), name))
+            self._mark()
+
+        return enter
+
+    def _leave(self, *_: object) -> None:
+        self._running.pop()
+        outer = self._running[-1] if self._running else ""
+        self._entered.append((_sequence_number(), outer))
+        if not self._running and self._phase == "backward":
+            self._close_span()
+        self._mark()
+
+    def _open_span(self) -> None:
+        self.spans.append(-1)
+
+    def _close_span(self) -> None:
+        self.spans[-1] = self.position()
+
+    def _mark(self) -> None:
+        span = len(self.spans) - 1 if self.spans and self.spans[-1] < 0 else -1
+        if self._running or self._phase != "backward":
+            operation = "computed again" if self._phase == "backward" else ""
+            module = self._running[-1] if self._running else ""
+            self.marks.append(_Mark(self.position(), self._phase, module, operation, span=span))
+        else:  # back to the backward operation that asked for the recomputation
+            node = self._node
+            self.marks.append(_Mark(self.position(), node.phase, node.module, node.operation, node.frames))
+
+    def _know(self, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
+        names = {tensor.untyped_storage().data_ptr(): (owner, name) for owner, name, tensor in tensors}
+        self.known.append(_Known(self.position(), names))
+
+    def _know_optimizer_state(self) -> None:
+        names = {id(weight): name for name, weight in self.module.named_parameters()}
+        states = self.optimizer.state.items()
+        self._know(
+            ("optimizer state", f"{names.get(id(weight), '')} {key}".strip(), value)
+            for weight, state in states
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        )
+
+    def resident(self) -> list[Tensor]:
+        """Parameters, buffers and the optimizer's state."""
+        return [*(each for _, each in _tensors_of(self.module)), *optimizer_state_tensors(self.optimizer)]
+
+    def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
+        """The blocks of the log with their owners."""
+        ordered = sorted(blocks, key=lambda block: block.start)
+        claimed = self._claims(ordered)
+        positions = [mark.position for mark in self.marks]
+        allocations = []
+        for index, block in enumerate(ordered):
+            mark = self.marks[bisect.bisect_left(positions, block.start) - 1] if block.start else _Mark(0)
+            if index in claimed:
+                owner, name = claimed[index]
+            elif block.start == 0:
+                owner, name = "unknown", ""
+            else:
+                outlives = mark.span >= 0 and is_alive(block, self.spans[mark.span])
+                owner, name = "activations" if outlives else "temporaries", mark.module
+            allocations.append(
+                Allocation(block, owner, name, mark.phase, mark.operation, _without_ours(mark.frames or block.frames))
+            )
+        return Timeline(tuple(allocations), events, tuple(self.phases))
+
+    def _claims(self, blocks: Sequence[Block]) -> dict[int, tuple[str, str]]:
+        """Index of a block → (owner, name), for blocks that hold a known tensor at the moment it was known."""
+        by_address: dict[int, list[int]] = {}
+        for index, block in enumerate(blocks):
+            by_address.setdefault(block.address, []).append(index)
+        claims: dict[int, tuple[str, str]] = {}
+        for moment in self.known:
+            for address, claim in moment.names.items():
+                for index in by_address.get(address, ()):
+                    if is_alive(blocks[index], moment.position):
+                        claims.setdefault(index, claim)
+        return claims
+
+
+def _sequence_number() -> int:
+    """The number that the next node of the autograd graph made on this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+class _Lines(TorchFunctionMode):
+    """Which line of code made which nodes of the graph: calls of torch functions, by the nodes' numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts: list[int] = []
+        self._frames: list[tuple[Frame, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _sequence_number()
+        result = func(*args, **(kwargs or {}))
+        if _sequence_number() > before:
+            self._starts.append(before)
+            self._frames.append(python_frames(1))
+        return result
+
+    def of(self, number: int) -> tuple[Frame, ...]:
+        """The stack of the call that made a node."""
+        index = bisect.bisect_right(self._starts, number) - 1
+        return self._frames[index] if index >= 0 else ()
+
+
+def python_frames(skip: int) -> tuple[Frame, ...]:
+    """The running Python stack, innermost first, without the `skip` innermost callers of this function."""
+    frames: list[Frame] = []
+    frame: FrameType | None = sys._getframe(skip + 1)
+    while frame is not None and len(frames) < DEEPEST:
+        code = frame.f_code
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def _without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without the instrument's own frames."""
+    return tuple(frame for frame in frames if "/measure/allocations/" not in frame.file.replace("\\", "/"))

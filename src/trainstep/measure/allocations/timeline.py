@@ -1,0 +1,151 @@
+"""The form that every source of allocations is brought into: ours on a GPU, ours on a CPU, anyone's snapshot.
+
+Time is counted in events: an allocator's log holds n allocations and releases, and between them lie n + 1 states,
+numbered from 0. An allocation lives in the states from `start` up to, but not including, `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Owner = Literal["parameters", "gradients", "optimizer state", "batch", "activations", "temporaries", "unknown"]
+"""Whom bytes belong to. parameters include buffers; activations are what a module's forward, or the loss, made and left
+alive when it ended; temporaries everything else that a step makes; unknown what was there before and nobody claimed."""
+
+OUTSIDE = ("(no Python frame)", 0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One level of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is Python outside of torch."""
+        path = self.file.replace("\\", "/")
+        return path.endswith(".py") and "/torch/" not in path and "/triton/" not in path
+
+    def __str__(self) -> str:
+        """`model/transformer.py:88 forward`: the last two parts of the path say enough."""
+        path = "/".join(self.file.replace("\\", "/").split("/")[-2:])
+        return f"{path}:{self.line} {self.function}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One allocation as an allocator knows it."""
+
+    start: int
+    """The first state it lives in; 0 if it was there before the log began."""
+    end: int | None
+    """The first state without it; None if it outlived the log."""
+    bytes: int
+    """As asked for, before any rounding."""
+    address: int
+    frames: tuple[Frame, ...] = ()
+    """Innermost first; empty where no Python was running, as in the backward of a GPU."""
+    category: str | None = None
+    """What a foreign snapshot says of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A block with its owner."""
+
+    block: Block
+    owner: str
+    """An `Owner`; in a foreign snapshot without categories, the line that made it."""
+    what: str
+    """The parameter's name, or the module that was running; empty where neither is known."""
+    phase: str
+    """When it was made; empty before the step and in foreign snapshots."""
+    operation: str = ""
+    """In backward, the operation whose gradient was being computed."""
+    frames: tuple[Frame, ...] = ()
+    """The block's own, or in backward those of the forward call that backward is the backward of."""
+
+    @property
+    def line(self) -> str:
+        """The line of code that made it: the innermost one outside of torch."""
+        return made_at(self.frames)
+
+
+def made_at(frames: Sequence[Frame]) -> str:
+    """The innermost frame outside of torch as text; of torch if there is no other; empty without frames."""
+    found = next((frame for frame in frames if frame.is_users), frames[0] if frames else None)
+    return "" if found is None else str(found)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of the step, from the state before its first event to the state after its last."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All allocations of a step, or of a snapshot."""
+
+    allocations: tuple[Allocation, ...]
+    """In the order in which they were made."""
+    events: int
+    phases: tuple[Phase, ...] = ()
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Bytes alive in each of the `events` + 1 states."""
+        return live_bytes((each.block for each in self.allocations), self.events)
+
+    @property
+    def peak_state(self) -> int:
+        """The first state with the most bytes."""
+        return int(self.live.argmax())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return int(self.live.max())
+
+    def alive(self, state: int) -> list[Allocation]:
+        """What lives in a state."""
+        return [each for each in self.allocations if is_alive(each.block, state)]
+
+    def phase_of(self, state: int) -> str:
+        """The phase that a state is in; empty outside of all."""
+        return next((each.name for each in self.phases if each.start < state <= each.end), "")
+
+
+def is_alive(block: Block, state: int) -> bool:
+    """Whether a block lives in a state."""
+    return block.start <= state and (block.end is None or state < block.end)
+
+
+def live_bytes(blocks: Iterable[Block], events: int) -> NDArray[np.int64]:
+    """Bytes that the blocks hold in each of `events` + 1 states."""
+    change = np.zeros(events + 2, dtype=np.int64)
+    for block in blocks:
+        change[block.start] += block.bytes
+        if block.end is not None:
+            change[block.end] -= block.bytes
+    return change[:-1].cumsum()
+
+
+def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], str]) -> dict[str, int]:
+    """Bytes by owner, module or whatever `key` says, the largest first."""
+    totals: dict[str, int] = {}
+    for each in allocations:
+        totals[key(each)] = totals.get(key(each), 0) + each.block.bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
