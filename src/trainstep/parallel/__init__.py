@@ -7,11 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainstep.parallel.ddp import DistributedDataParallel
     from trainstep.parallel.process import Process, join_group
 
-__all__ = ["Process", "join_group"]
+__all__ = ["DistributedDataParallel", "Process", "join_group"]
 
 _HOME = {
+    "DistributedDataParallel": "trainstep.parallel.ddp",
     "Process": "trainstep.parallel.process",
     "join_group": "trainstep.parallel.process",
 }

@@ -1,0 +1,89 @@
+"""Which collectives a step starts, and how many bytes each is given.
+
+Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too. What
+is counted is the payload: the full tensors that are reduced, gathered or sent, not what an algorithm makes of it on the
+wire (`plan.communication` says that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NAMES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all-to-all",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "receive",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+}
+"""Beginnings of operator names, without their underscores → the collective's usual name."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call."""
+
+    name: str
+    """all-reduce, all-gather, reduce-scatter, broadcast, …"""
+    tensors: int
+    """Full tensors in the call."""
+    bytes: int
+    """Their size: of what is reduced or sent; for an all-gather, of what comes out."""
+    dtype: torch.dtype | None
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[Collective]]:
+    """The collectives started inside the block, in order."""
+    recorder = _Recorder()
+    with recorder:
+        yield recorder.calls
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            if not name.startswith("wait_tensor"):
+                self.calls.append(_collective(_usual_name(name), args))
+        return func(*args, **(kwargs or {}))
+
+
+def _usual_name(operator: str) -> str:
+    bare = operator.strip("_")
+    known = max((each for each in _NAMES if bare.startswith(each)), key=len, default=None)
+    return operator if known is None else _NAMES[known]
+
+
+def _collective(name: str, args: tuple[Any, ...]) -> Collective:
+    """The payload is the larger of outputs and inputs, which are the first two arguments."""
+    lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
+    payload = max(lists, key=lambda tensors: sum(map(_bytes, tensors)))
+    return Collective(name, len(payload), sum(map(_bytes, payload)), payload[0].dtype if payload else None)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

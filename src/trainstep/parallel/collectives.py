@@ -1,0 +1,91 @@
+"""Collectives over lists of tensors, each list in one call, in place and asynchronous.
+
+The tensors stay where they are: NCCL runs a list as one group of operations in one launch, Gloo packs and unpacks them
+itself. On a GPU a call runs on the group's own stream, after what the current stream was given before it; `wait()` on
+what is returned makes the current stream, not the host, wait for the result. All tensors of a call share dtype and
+device, and every rank gives the same sizes in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in the order they have in memory, as a one-dimensional view.
+
+    Raises:
+        ValueError: the tensor's elements do not fill a stretch of memory, so that no view has them.
+    """
+    if not tensor.is_contiguous():  # a transposed weight, or channels_last: dense all the same
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} does not fill its memory; "
+                "make it contiguous"
+            )
+    return tensor.view(-1)
+
+
+def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
+    """The rank's part of a tensor cut into `world_size` equal parts of its memory, as a one-dimensional view."""
+    size, rest = divmod(tensor.numel(), world_size)
+    assert rest == 0, f"{tensor.numel()} elements cannot be cut into {world_size} equal parts"
+    return flat(tensor)[rank * size : (rank + 1) * size]
+
+
+def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Every tensor becomes the mean of all ranks' tensors in its place."""
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = _mean_as_sum(tensors, group)
+    options.asyncOp = True
+    return group.allreduce_coalesced([flat(tensor) for tensor in tensors], options)
+
+
+def reduce_scatter_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _mean_as_sum(tensors, group)
+    options.asyncOp = True
+    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
+    return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
+
+
+def all_gather_slices(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """In every tensor, `slice_of` each rank becomes what that rank has there."""
+    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
+    return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], parts)
+
+
+def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Every tensor becomes that of the group's rank 0; any layout and dtype. The current stream may then use them."""
+    works, copies = [], []
+    for tensor in tensors:
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())  # expanded: no copies
+        target = tensor.detach()[once]
+        dense = target.contiguous()
+        if dense.data_ptr() != target.data_ptr():
+            copies.append((target, dense))
+        payload = dense.view(torch.uint8) if dense.dtype == torch.bool else dense
+        works.append(dist.broadcast(payload, group=group, group_src=0, async_op=True))
+    for work in works:
+        assert work is not None, "an asynchronous call by a member of the group returns its work"
+        work.wait()
+    for target, dense in copies:
+        target.copy_(dense)
+
+
+def _mean_as_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
+    """The operation that makes a mean: NCCL divides on the way; for Gloo the tensors are divided here, then added.
+
+    Divided before, not after, the sum stays in range in 16-bit types.
+    """
+    if tensors[0].device.type == "cuda":
+        return dist.ReduceOp(dist.ReduceOp.AVG)
+    if group.size() > 1:
+        torch._foreach_div_(list(tensors), group.size())
+    return dist.ReduceOp(dist.ReduceOp.SUM)

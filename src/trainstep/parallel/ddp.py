@@ -1,0 +1,344 @@
+"""Data parallel training: the same parameters on every rank, each rank's own batch, gradients averaged.
+
+Schedule. At the start, rank 0's parameters and buffers go to every rank. In backward, as soon as autograd has put
+together the gradients of a bucket's parameters, the bucket is averaged over the ranks in one call, on the group's own
+stream, while backward goes on with earlier layers. Before the optimizer step, `finish_gradient_synchronization` makes
+the current stream wait for what is still under way: the last bucket or two.
+
+Buckets are filled in the order in which gradients become ready: at first guessed as the reverse of definition, after
+the first step as rank 0 saw it. They are started in that order on every rank, whatever order autograd has elsewhere,
+since ranks that start different collectives wait for each other for ever.
+
+A bucket is a list of gradients, not a buffer. Autograd hands over a gradient in memory of its own; it is averaged right
+there, so that no gradient is copied, none takes memory twice, and `param.grad` may be kept, zeroed or dropped between
+steps as in any training loop. See docs/parallel.md for the four classic schemes as settings of this one.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainstep.errors import UsageError
+from trainstep.parallel.buckets import assign_buckets
+from trainstep.parallel.collectives import all_reduce_mean, broadcast_from_first, reduce_scatter_mean, slice_of
+from trainstep.parallel.process import check_ranks_agree, resolve_group
+
+
+@dataclass
+class _Bucket:
+    """Parameters, by number, whose gradients are averaged in one call."""
+
+    numbers: tuple[int, ...]
+    scattered: bool
+    """Whether each rank gets only its slice of the mean."""
+    waiting: set[int] = field(default_factory=set)
+    """Those whose gradient has not come yet in this step."""
+    started: bool = False
+
+
+@dataclass
+class _Underway:
+    """A bucket's call, and where its result belongs."""
+
+    bucket: _Bucket
+    work: dist.Work
+    reduced: list[Tensor]
+    """The tensors of the call."""
+    gradients: list[Tensor]
+    """The parameters' gradients; the same tensors unless they were cast for the journey."""
+
+
+class DistributedDataParallel(nn.Module):
+    """Averages the gradients of any module over the ranks of a group.
+
+    Call it like the module; before `optimizer.step()`, and before clipping or unscaling gradients, call
+    `finish_gradient_synchronization()`. It then holds that every `param.grad` is the mean of all ranks' gradients: with
+    equal batches and a loss that is a mean over its batch, the gradient of one process on the whole batch. Parameters
+    that need no gradient are left alone; a tied parameter is one parameter. Buffers are not synchronised after the
+    start.
+
+    Args:
+        module: any module on one device; it is not changed.
+        bucket_mb: megabytes (10^6 bytes) of gradients per call. 0 makes one call per parameter, infinity a single one.
+        overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
+        process_group: the ranks; by default all.
+        reduce_dtype: cast gradients to this type for the journey (bfloat16 halves the bytes and rounds each gradient
+            twice more); by default they travel as they are.
+        allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
+            rank keep none. Costs one more small collective and a wait of the host in each step.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, the ranks have different parameters or settings, the module
+            has no parameter to train or is wrapped already, or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_mb: float = 25.0,
+        overlap: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        allow_unused: bool = False,
+    ) -> None:
+        super().__init__()
+        group = resolve_group(process_group)
+        _check_arguments(module, bucket_mb, reduce_dtype)
+        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        check_ranks_agree(type(self).__name__, tensors, group, settings=settings | {"allow_unused": allow_unused})
+        broadcast_from_first([tensor for _, tensor in tensors], group)
+        self._attach(module, group, bucket_mb, overlap, reduce_dtype, allow_unused)
+
+    def _attach(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_mb: float,
+        overlap: bool,
+        reduce_dtype: torch.dtype | None,
+        allow_unused: bool,
+    ) -> None:
+        self.module = module
+        self.process_group = group
+        self.bucket_mb = bucket_mb
+        self.overlap = overlap
+        self.reduce_dtype = reduce_dtype
+        self.allow_unused = allow_unused
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._names = [name for name, _ in named]
+        self._trained = [parameter for _, parameter in named]
+        self._pieces: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
+        self._synchronizing = True
+        self._order: list[int] | None = None  # as gradients came in the first step
+        self._make_buckets(list(reversed(range(len(named)))))
+        this = weakref.ref(self)  # the parameters must not keep a wrapper alive that was thrown away
+        for number, parameter in enumerate(self._trained):
+            parameter.register_post_accumulate_grad_hook(_hook(this, number))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        if self._underway and torch.is_grad_enabled():
+            raise UsageError(
+                "forward() while gradients of the last backward are still being averaged; call "
+                "finish_gradient_synchronization() after backward, or use no_sync() for all but the last backward of a "
+                "step"
+            )
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every gradient is the mean over the ranks; starts the buckets that backward did not.
+
+        On a GPU the current stream waits, not the host. Every rank must call it once per step.
+
+        Raises:
+            UsageError: parameters got no gradient (their names are given), or were added, removed, frozen or replaced
+                since the module was wrapped.
+        """
+        try:
+            self._check_unchanged()
+            absent = [number for number in range(len(self._trained)) if number not in self._came]
+            if absent and not self.allow_unused:
+                raise UsageError(self._unused_message(absent))
+            self._fill_in(absent)
+            while self._next < len(self._buckets):
+                self._start_next()
+            for call in self._underway:
+                self._settle(call)
+            if self.allow_unused:
+                self._drop_where_unused_everywhere(absent)
+            self._rebuild_buckets()
+        finally:
+            self._reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep gradients to this rank; the next one outside averages what has added up."""
+        before = self._synchronizing
+        self._synchronizing = False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def scatter_gradients(self, pieces: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
+
+        After `finish_gradient_synchronization()`, `piece.grad` is this rank's slice (see `collectives.slice_of`) and
+        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`.
+
+        Args:
+            pieces: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
+        """
+        assert not self._came, "called between backward and finish_gradient_synchronization()"
+        numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
+        self._pieces = {numbers[id(parameter)]: piece for parameter, piece in pieces.items()}
+        self._make_buckets(self._order or list(reversed(range(len(self._trained)))))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper of its own around a copy of the module, in the same group. No communication."""
+        twin = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        memo[id(self)] = twin
+        module = copy.deepcopy(self.module, memo)
+        twin._attach(module, self.process_group, self.bucket_mb, self.overlap, self.reduce_dtype, self.allow_unused)
+        return twin.train(self.training)
+
+    def _make_buckets(self, order: list[int]) -> None:
+        items = []
+        for number in order:
+            parameter = self._trained[number]
+            dtype = self.reduce_dtype or parameter.dtype
+            kind = (parameter.dtype, parameter.device, number in self._pieces)
+            items.append((number, parameter.numel() * dtype.itemsize, kind))
+        self._buckets = [
+            _Bucket(tuple(numbers), scattered=numbers[0] in self._pieces)
+            for numbers in assign_buckets(items, self.bucket_mb)
+        ]
+        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
+        self._underway: list[_Underway] = []
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting, bucket.started = set(bucket.numbers), False
+
+    def _gradient_came(self, number: int) -> None:
+        """Autograd has added up the gradient of a parameter for this backward."""
+        self._came[number] = None
+        if not self._synchronizing:
+            return
+        bucket = self._bucket_of[number]
+        bucket.waiting.discard(number)
+        if not self.overlap:
+            return
+        if bucket.started:
+            raise UsageError(
+                f"the gradient of {self._names[number]} was added to after it had been sent: there were two backward "
+                "passes in one step, or re-entrant checkpointing around a tied parameter. Use no_sync() for all "
+                "backward passes but the last, checkpointing with use_reentrant=False, or overlap=False"
+            )
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.started = True
+        gradients = [self._gradient(number) for number in bucket.numbers]
+        reduced = gradients
+        if self.reduce_dtype is not None and self.reduce_dtype != gradients[0].dtype:
+            reduced = [torch.empty_like(gradient, dtype=self.reduce_dtype) for gradient in gradients]
+            torch._foreach_copy_(reduced, gradients)
+        reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
+        self._underway.append(_Underway(bucket, reduce(reduced, self.process_group), reduced, gradients))
+
+    def _settle(self, call: _Underway) -> None:
+        """Wait for a bucket and put its result where it belongs."""
+        call.work.wait()
+        results, gradients = call.reduced, call.gradients
+        if call.bucket.scattered:
+            rank, world_size = self.process_group.rank(), self.process_group.size()
+            results = [slice_of(tensor, rank, world_size) for tensor in call.reduced]
+            gradients = [slice_of(tensor, rank, world_size) for tensor in call.gradients]
+            for number, gradient in zip(call.bucket.numbers, gradients, strict=True):
+                self._pieces[number].grad = gradient
+                self._trained[number].grad = None
+        if call.reduced is not call.gradients:
+            torch._foreach_copy_(gradients, results)
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = self._trained[number].grad
+        if gradient is None:
+            raise UsageError(
+                f"the gradient of {self._names[number]} is gone: it was set to None between backward and "
+                "finish_gradient_synchronization()"
+            )
+        if gradient.layout != torch.strided:
+            raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
+        return gradient.detach()
+
+    def _fill_in(self, absent: list[int]) -> None:
+        for number in absent:
+            parameter = self._trained[number]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
+        used = torch.ones(len(self._trained), dtype=torch.uint8)
+        used[absent] = 0
+        used = used.to(self._trained[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
+        for number in (used == 0).nonzero().flatten().tolist():
+            self._trained[number].grad = None
+            if number in self._pieces:
+                self._pieces[number].grad = None
+
+    def _rebuild_buckets(self) -> None:
+        """After the first step: fill buckets in the order in which rank 0's gradients came."""
+        if not self.overlap or self._order is not None:
+            return
+        seen = list(self._came)
+        order: list[Any] = [seen + [number for number in range(len(self._trained)) if number not in self._came]]
+        dist.broadcast_object_list(order, group=self.process_group, group_src=0)
+        self._order = order[0]
+        self._make_buckets(order[0])
+
+    def _check_unchanged(self) -> None:
+        now = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if len(now) == len(self._trained) and all(a is b for a, b in zip(now, self._trained, strict=True)):
+            return
+        ours, theirs = {id(parameter) for parameter in self._trained}, {id(parameter) for parameter in now}
+        gone = [name for name, parameter in zip(self._names, self._trained, strict=True) if id(parameter) not in theirs]
+        new = [name for name, parameter in self.module.named_parameters() if id(parameter) in theirs - ours]
+        changes = [f"{', '.join(names)} {what}" for names, what in
+                   ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen")) if names]  # fmt: skip
+        raise UsageError(
+            f"the module's parameters changed since it was wrapped ({'; '.join(changes) or 'their order'}); wrap it "
+            "again after such a change"
+        )
+
+    def _unused_message(self, absent: list[int]) -> str:
+        if len(absent) == len(self._trained):
+            return "no gradient came since the last step; call backward() before finish_gradient_synchronization()"
+        shown = ", ".join(self._names[number] for number in absent[:8]) + (", …" if len(absent) > 8 else "")
+        return (
+            f"{len(absent)} parameter{'s' if len(absent) > 1 else ''} got no gradient on rank "
+            f"{self.process_group.rank()}: {shown}. Let the loss depend on them, freeze them (requires_grad=False) "
+            "before wrapping, or pass allow_unused=True"
+        )
+
+
+def _hook(wrapper: weakref.ref[DistributedDataParallel], number: int) -> Any:
+    def came(_: Tensor) -> None:
+        this = wrapper()
+        if this is not None:
+            this._gradient_came(number)
+
+    return came
+
+
+def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype | None) -> None:
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise UsageError("the module is, or contains, a DistributedDataParallel already; wrap the plain module once")
+    if not bucket_mb >= 0:
+        raise UsageError(f"bucket_mb is {bucket_mb}; expected 0 (one call per parameter) up to inf (one call)")
+    if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+        raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError("the module has no parameter that requires a gradient; there is nothing to average")
+    on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if on_meta:
+        raise UsageError(f"{on_meta[0]} is on the meta device; move the module to a real device before wrapping it")

@@ -1,0 +1,448 @@
+"""DistributedDataParallel: every scheme trains like one process, and talks as much as it says."""
+
+import contextlib
+import copy
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parallel import training
+from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state, whole_batch
+from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.distributed
+
+INF = float("inf")
+SCHEMES = {
+    "naive": {"bucket_mb": 0, "overlap": False},
+    "flat": {"bucket_mb": INF, "overlap": False},
+    "overlapped": {"bucket_mb": 0},
+    "bucketed": {"bucket_mb": 600e-6},
+}
+
+
+def train(process, name, optimizer, scheme, *, steps=4, accumulate=1, autocast=None, dtype=None, delays=None, **more):
+    """Train on this rank's shares; returns the state afterwards. Ranks other than 0 start from other weights."""
+    zero_grad = more.pop("zero_grad", lambda ddp, optimizer: optimizer.zero_grad())
+    clip = more.pop("clip", None)
+    model = build(name, seed=process.rank).to(dtype or torch.float32)
+    if name == "Branches":
+        model.swapped = process.rank % 2 == 1
+    if delays is not None:
+        training.delay(model, seed=delays * 10 + process.rank)
+    ddp = DistributedDataParallel(model, process_group=process.group, **SCHEMES[scheme], **more)
+    optimizer_cls, options = OPTIMIZERS[optimizer]
+    stepper = optimizer_cls([p for p in ddp.parameters() if p.requires_grad], **options)
+    for step in range(steps):
+        if delays is not None:
+            time.sleep(random.Random(delays * 100 + step * 10 + process.rank).random() * 0.01)
+        zero_grad(ddp, stepper)
+        for micro in range(accumulate):
+            x = shares(process.world_size, step * accumulate + micro)[process.rank].to(dtype)
+            with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+                loss_of(ddp, x, autocast).backward()
+        ddp.finish_gradient_synchronization()
+        if clip:
+            nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+        stepper.step()
+    return state(model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Branches"])
+def test_two_ranks_train_like_one_process(two, name, scheme, optimizer):
+    first, second = two.run(train, name, optimizer, scheme)
+    assert not differing(first, reference(name, optimizer, 2)), "two numbers have one sum in either order"
+    assert not differing(second, first)
+    assert not differing(first, whole_batch(name, optimizer, 2), relative=2e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["Plain", "Uneven", "Branches"])
+def test_four_ranks_train_like_one_process(four, name, scheme):
+    by_rank = four.run(train, name, "AdamW", scheme)
+    assert not any(differing(each, by_rank[0]) for each in by_rank), "all ranks have the same weights, to the bit"
+    assert not differing(by_rank[0], whole_batch(name, "AdamW", 4), relative=2e-5)
+
+
+def _train_delayed(process, scheme):
+    return [train(process, "Branches", "SGD", scheme, delays=repeat) for repeat in range(5)]
+
+
+@pytest.mark.parametrize("scheme", ["flat", "overlapped", "bucketed"])
+def test_late_ranks_and_layers_change_nothing(two, scheme):
+    expected = reference("Branches", "SGD", 2)
+    for results in two.run(_train_delayed, scheme):
+        assert not any(differing(each, expected) for each in results)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_accumulate_without_communication(two, scheme):
+    first, _ = two.run(_accumulate, scheme)
+    assert not differing(first, reference("Plain", "AdamW", 2, accumulate=3))
+
+
+def _accumulate(process, scheme):
+    return train(process, "Plain", "AdamW", scheme, accumulate=3)
+
+
+def _low_precision(process, how):
+    return train(process, "Plain", "SGD", "bucketed", **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"autocast": torch.bfloat16}, {"dtype": torch.bfloat16}, {"autocast": torch.float16}],
+    ids=["autocast-bf16", "bf16", "autocast-fp16"],
+)
+def test_low_precision_is_that_of_one_process(two, how):
+    first, second = two.run(_low_precision, how)
+    assert not differing(first, reference("Plain", "SGD", 2, **how))
+    assert not differing(second, first)
+
+
+def test_reduce_dtype_rounds_and_no_more(two):
+    first, second = two.run(_low_precision, {"reduce_dtype": torch.bfloat16})
+    exact = reference("Plain", "SGD", 2)
+    assert not differing(second, first)
+    assert differing(first, exact), "bfloat16 rounds"
+    assert not differing(first, exact, relative=4 * 2**-8)
+    bf16 = {"dtype": torch.bfloat16}
+    first, _ = two.run(_low_precision, bf16 | {"reduce_dtype": torch.float32})
+    assert not differing(first, reference("Plain", "SGD", 2, **bf16), relative=2**-6), "summed in float32, then rounded"
+
+
+def _with_clipping(process, set_to_none):
+    def zero_grad(ddp, optimizer):
+        (ddp if set_to_none else optimizer).zero_grad(set_to_none=set_to_none)
+
+    return train(process, "Plain", "AdamW", "bucketed", zero_grad=zero_grad, clip=0.1)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clipping_and_both_ways_to_zero_gradients(two, set_to_none):
+    first, second = two.run(_with_clipping, set_to_none)
+    assert not differing(first, reference("Plain", "AdamW", 2, clip=0.1))
+    assert not differing(second, first)
+
+
+def _calls(process, schemes):
+    """Names, sizes and numbers of the collectives of the first and the second step, and of a step inside no_sync."""
+    found = {}
+    for scheme, options in schemes.items():
+        ddp = DistributedDataParallel(build("Plain"), process_group=process.group, **options)
+        steps = []
+        for step in range(3):
+            with recorded_collectives() as calls:
+                loss_of(ddp, shares(2, step)[process.rank]).backward()
+                during = len(calls)
+                ddp.finish_gradient_synchronization()
+            reduced = [(call.name, call.tensors, call.bytes) for call in calls if call.name == "all-reduce"]
+            steps.append((during, reduced, len(calls)))
+        with recorded_collectives() as calls, ddp.no_sync():
+            loss_of(ddp, shares(2, 0)[process.rank]).backward()
+        found[scheme] = (steps, len(calls))
+    return found
+
+
+def test_each_scheme_makes_the_calls_it_says(two):
+    sizes = {name: 4 * p.numel() for name, p in build("Plain").named_parameters()}
+    assert list(sizes.values()) == [512, 64, 448, 28, 448, 64, 64, 512, 32]
+    schemes = SCHEMES | {"bf16": {"bucket_mb": INF, "reduce_dtype": torch.bfloat16}}
+    for found in two.run(_calls, schemes):
+        for scheme, (steps, in_no_sync) in found.items():
+            assert in_no_sync == 0, scheme
+            total = sum(sizes.values()) // (2 if scheme == "bf16" else 1)
+            for during, calls, _ in steps:
+                assert sum(size for _, _, size in calls) == total, scheme
+                assert during == (0 if scheme in ("naive", "flat") else len(calls)), scheme
+        assert all(calls == [("all-reduce", 9, 2172)] for _, calls, _ in found["flat"][0])
+        assert all(len(calls) == 9 for _, calls, _ in found["naive"][0] + found["overlapped"][0])
+        _, calls, all_calls = found["bucketed"][0][2]
+        assert all_calls == len(calls), "nothing else is sent once the order is known"
+        assert sum(tensors for _, tensors, _ in calls) == 9
+        assert all(size <= 600 for _, _, size in calls), "no bucket grows beyond its limit"
+        assert len(calls) == 4
+
+
+def _unused(process, allow):
+    results = {}
+    for scheme, options in SCHEMES.items():
+        if allow:
+            results[scheme] = train(process, "Unused", "AdamW", scheme, allow_unused=True)
+            continue
+        ddp = DistributedDataParallel(build("Unused"), process_group=process.group, **options)
+        x = shares(process.world_size, 0)[1]  # the same on all ranks: `sometimes` is used
+        loss_of(ddp, x).backward()
+        try:
+            ddp.finish_gradient_synchronization()
+        except UsageError as error:
+            results[scheme] = str(error)
+    return results
+
+
+def test_unused_parameters_are_named(two):
+    for rank, messages in enumerate(two.run(_unused, False)):
+        assert set(messages) == set(SCHEMES)
+        for message in messages.values():
+            assert f"2 parameters got no gradient on rank {rank}: spare.weight, spare.bias" in message
+            assert "allow_unused=True" in message
+
+
+def test_unused_parameters_are_allowed(two):
+    expected = reference("Unused", "AdamW", 2)
+    for results in two.run(_unused, True):
+        for scheme, trained in results.items():
+            assert not differing(trained, expected), scheme
+            assert torch.equal(trained["spare.weight"], build("Unused").spare.weight), (
+                "weight decay leaves it alone too"
+            )
+
+
+def _message(action):
+    try:
+        action()
+    except (UsageError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _mistakes(process):
+    """The message of each mistake; all ranks make it."""
+    x = shares(2, 0)[process.rank]
+
+    def wrap(model=None, **options):
+        return DistributedDataParallel(model or build("Plain"), process_group=process.group, **options)
+
+    def forward_before_finish():
+        ddp = wrap(bucket_mb=0)
+        loss_of(ddp, x).backward()
+        ddp(x)
+
+    def backward_twice():
+        ddp = wrap(bucket_mb=0)
+        loss = loss_of(ddp, x) + loss_of(ddp, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def added_later():
+        ddp = wrap()
+        ddp.module.extra = nn.Linear(2, 2)
+        ddp.module.middle.requires_grad_(False)
+        loss_of(ddp, x).backward()
+        ddp.finish_gradient_synchronization()
+
+    def emptied():
+        ddp = wrap(overlap=False)
+        loss_of(ddp, x).backward()
+        ddp.zero_grad()
+        ddp.finish_gradient_synchronization()
+
+    def sparse():
+        ddp = wrap(nn.Embedding(5, 3, sparse=True))
+        ddp(torch.tensor([1])).sum().backward()
+
+    def without_backward():
+        wrap().finish_gradient_synchronization()
+
+    def shapes_differ():
+        wrap(nn.Linear(2, 2 + process.rank))
+
+    actions = [forward_before_finish, backward_twice, added_later, emptied, sparse, without_backward, shapes_differ]
+    return {action.__name__: _message(action) for action in actions} | {
+        "twice": _message(lambda: wrap(wrap())),
+        "negative": _message(lambda: wrap(bucket_mb=-1)),
+        "nan": _message(lambda: wrap(bucket_mb=float("nan"))),
+        "integer": _message(lambda: wrap(reduce_dtype=torch.int8)),
+        "frozen": _message(lambda: wrap(build("Plain").requires_grad_(False))),
+        "meta": _message(lambda: wrap(nn.Linear(2, 2, device="meta"))),
+    }
+
+
+def test_mistakes_are_told_on_every_rank(two):
+    expected = {
+        "forward_before_finish": "still being averaged; call finish_gradient_synchronization()",
+        "backward_twice": "was added to after it had been sent",
+        "added_later": "(extra.weight, extra.bias added, replaced or unfrozen; middle.weight removed, replaced or",
+        "emptied": "is gone: it was set to None between",
+        "sparse": "weight has a sparse gradient",
+        "without_backward": "no gradient came since the last step; call backward()",
+        "shapes_differ": "rank 1 has weight (float32 (3, 2)) as parameter 0, rank 0 weight (float32 (2, 2))",
+        "twice": "wrap the plain module once",
+        "negative": "bucket_mb is -1",
+        "nan": "bucket_mb is nan",
+        "integer": "reduce_dtype is torch.int8",
+        "frozen": "no parameter that requires a gradient",
+        "meta": "weight is on the meta device",
+    }
+    for messages in two.run(_mistakes):
+        assert set(messages) == set(expected)
+        for name, part in expected.items():
+            assert messages[name].startswith("UsageError"), messages[name]
+            assert part in messages[name]
+
+
+def test_without_a_group_it_says_how_to_start():
+    with pytest.raises(UsageError, match="not initialised; start with torchrun"):
+        DistributedDataParallel(build("Plain"))
+
+
+def _in_groups(process):
+    """Two pairs of ranks, each a group of its own; then every rank alone."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([rank]) for rank in range(4)]
+    results = []
+    for group in (pairs[process.rank // 2], alone[process.rank]):
+        ddp = DistributedDataParallel(build("Plain", seed=process.rank), process_group=group, bucket_mb=600e-6)
+        for step in range(2):
+            ddp.zero_grad()
+            loss_of(ddp, shares(4, step)[process.rank]).backward()
+            ddp.finish_gradient_synchronization()
+        results.append({name: parameter.grad for name, parameter in ddp.module.named_parameters()})
+    return results
+
+
+def _own_gradients(seed, share):
+    model = build("Plain", seed=seed)
+    loss_of(model, shares(4, 1)[share]).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_groups_are_separate_and_may_be_of_one(four):
+    for rank, (in_pair, alone) in enumerate(four.run(_in_groups)):
+        assert not differing(alone, _own_gradients(rank, rank))
+        root = rank // 2 * 2
+        pair = [_own_gradients(root, root), _own_gradients(root, root + 1)]
+        assert not differing(in_pair, {name: pair[0][name] / 2 + pair[1][name] / 2 for name in in_pair})
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def _alongside(process, what):
+    """One step under DDP with a feature of torch on top: gradients, and what one process makes of the same."""
+    model = build("Plain")
+    scaler = None
+    if what == "compiled":
+        model.compile(backend="aot_eager")
+    elif what == "compiled around":
+        pass
+    elif what.startswith("checkpointed"):
+        model = Checkpointed(model, reentrant="re-entrant" in what)
+    elif what == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ddp = DistributedDataParallel(model, process_group=process.group, bucket_mb=600e-6)
+    call = torch.compile(ddp, backend="aot_eager") if what == "compiled around" else ddp
+    if what == "deepcopied":
+        call = ddp = copy.deepcopy(ddp)
+        assert ddp.module is not model
+        assert ddp.process_group is process.group
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(call, shares(2, step)[process.rank])
+        (scaler.scale(loss) if scaler else loss).backward()
+        ddp.finish_gradient_synchronization()
+        if scaler:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return {name.removeprefix("module.").removeprefix("inner."): value for name, value in state(ddp).items()}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["compiled", "compiled around", "checkpointed", "checkpointed, re-entrant", "scaler", "deepcopied"],
+)
+def test_works_with(two, what):
+    first, second = two.run(_alongside, what)
+    expected = reference("Plain", "SGD", 2)
+    assert not differing(first, expected, relative=1e-6 if what.startswith("compiled") else 0.0)
+    assert not differing(second, first)
+
+
+def _infinite(process):
+    """An overflow on one rank skips the step on all, and lowers the scale on all."""
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    before = state(ddp.module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loss = loss_of(ddp, shares(2, 0)[process.rank]) * (float("inf") if process.rank else 1.0)
+    scaler.scale(loss).backward()
+    ddp.finish_gradient_synchronization()
+    scaler.step(optimizer)
+    scaler.update()
+    return differing(state(ddp.module), before), scaler.get_scale()
+
+
+def test_an_overflow_anywhere_skips_the_step_everywhere(two):
+    assert two.run(_infinite) == [([], 2.0), ([], 2.0)]
+
+
+def _state_dict(process):
+    ddp = DistributedDataParallel(build("Plain", seed=process.rank), process_group=process.group)
+    plain = build("Plain", seed=5)
+    plain.load_state_dict(ddp.module.state_dict())
+    other = DistributedDataParallel(build("Plain", seed=7), process_group=process.group)
+    other.load_state_dict(ddp.state_dict())
+    return differing(state(plain), state(ddp.module)) + differing(state(other), state(ddp)), list(ddp.state_dict())
+
+
+def test_state_dict_goes_into_the_plain_module_and_into_another_wrapper(two):
+    for wrong, names in two.run(_state_dict):
+        assert not wrong
+        assert names == [f"module.{name}" for name in build("Plain").state_dict()]
+
+
+def _start(process):
+    """What every rank starts from: rank 0's parameters and buffers, of any dtype and layout."""
+    torch.manual_seed(process.rank)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(6, 4).t())
+    model.register_buffer("mask", torch.rand(5) > 0.5)
+    model.register_buffer("count", torch.tensor(process.rank + 3))
+    model.register_buffer("expanded", torch.full((1,), process.rank + 1.0).expand(4))
+    model.register_buffer("strided", torch.randn(10)[::2])
+    DistributedDataParallel(model, process_group=process.group)
+    return state(model)
+
+
+def test_every_rank_starts_from_the_first_ones_tensors(two):
+    first, second = two.run(_start)
+    assert not differing(first, second)
+    assert first["count"] == 3
+    assert first["expanded"].tolist() == [1.0] * 4
+
+
+def _die_in_backward(process):
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group, bucket_mb=0)
+    if process.rank == 1:
+        ddp.module.first.weight.register_hook(lambda _: 1 / 0)
+    loss_of(ddp, shares(2, 0)[process.rank]).backward()
+    ddp.finish_gradient_synchronization()
+
+
+def test_a_rank_that_dies_in_backward_is_an_error_on_the_other():
+    from trainstep.parallel.workers import WorkerError, Workers
+
+    with Workers(2, timeout_s=20) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(_die_in_backward)
+    assert "division by zero" in caught.value.failures[1]
+    assert "finish_gradient_synchronization" in caught.value.failures[0]

@@ -1,0 +1,190 @@
+"""Small models with every trait that data parallel training must cope with, and their training in one process."""
+
+import contextlib
+import random
+import time
+
+import torch
+from torch import nn
+
+WIDTH = 8
+STEPS = 4
+
+
+class Plain(nn.Module):
+    """Layers of several sizes, one of them odd, and a norm with one-dimensional parameters and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.odd = nn.Linear(16, 7)
+        self.middle = nn.Linear(7, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, WIDTH)
+        self.register_buffer("scale", torch.rand(3) + 0.5)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.middle(torch.tanh(self.odd(x))))
+        return self.last(self.norm(x)) * self.scale.mean()
+
+
+class Tied(nn.Module):
+    """The last layer has the first one's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.middle = nn.Linear(16, WIDTH)
+        self.last = nn.Linear(WIDTH, 16)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))[:, :WIDTH]
+
+
+class Frozen(Plain):
+    """The second layer is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.odd.requires_grad_(False)
+
+
+class Uneven(nn.Module):
+    """No parameter can be cut into two or four, and one has a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 5)
+        self.middle = nn.Linear(5, 3)
+        self.last = nn.Linear(3, WIDTH, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.3))
+        self.shift = nn.Parameter(torch.tensor([0.2]))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))) * self.gain + self.shift
+
+
+class Transposed(nn.Module):
+    """A weight whose memory is not in the order of its indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, WIDTH).t())
+        self.last = nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return self.last(torch.tanh(x @ self.weight))
+
+
+class Unused(Plain):
+    """`spare` is never used, `sometimes` on odd rows of the batch's first column only: on some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.sometimes(x) if x[0, 0] > 0 else y
+
+
+class Branches(nn.Module):
+    """Two branches; which one comes first, and so the order of the gradients, is up to the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+        self.right = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+        self.swapped = False
+
+    def forward(self, x):
+        if self.swapped:
+            right, left = self.right(x), self.left(x)
+        else:
+            left, right = self.left(x), self.right(x)
+        return left + right
+
+
+MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Unused, Branches)}
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.125, "momentum": 0.5}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def build(name, seed=0):
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def shares(world_size, step, rows=3):
+    """Every rank's inputs of a step; the sign of the first element alternates, for `Unused`."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(world_size, rows, WIDTH, generator=generator)
+    x[:, 0, 0] = torch.tensor([1.0 if (rank + step) % 2 else -1.0 for rank in range(world_size)])
+    return x
+
+
+def loss_of(model, x, autocast=None):
+    context = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+    with context:
+        y = model(x)
+    return (y.float() - x.flip(-1)).pow(2).mean()
+
+
+def reference(name, optimizer, world_size, *, steps=STEPS, accumulate=1, autocast=None, dtype=None, clip=None):
+    """One process: the gradients of the ranks' shares, one after the other, averaged in the order of the ranks."""
+    model = build(name).to(dtype or torch.float32)
+    optimizer_cls, options = OPTIMIZERS[optimizer]
+    optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
+    for step in range(steps):
+        totals = {}
+        for rank in range(world_size):
+            model.zero_grad()
+            for micro in range(accumulate):
+                loss_of(model, shares(world_size, step * accumulate + micro)[rank].to(dtype), autocast).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    part = p.grad / world_size
+                    totals[p] = totals[p] + part if p in totals else part
+        for p in model.parameters():
+            p.grad = totals.get(p)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return state(model)
+
+
+def whole_batch(name, optimizer, world_size, *, steps=STEPS):
+    """One process on all shares at once, as one batch."""
+    model = build(name)
+    optimizer_cls, options = OPTIMIZERS[optimizer]
+    optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, shares(world_size, step).flatten(0, 1)).backward()
+        optimizer.step()
+    return state(model)
+
+
+def state(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def differing(a, b, relative=0.0):
+    """Names whose tensors differ: in any bit, or by more than `relative` of their norm."""
+    assert a.keys() == b.keys()
+    if not relative:
+        return [name for name in a if not torch.equal(a[name], b[name])]
+    return [name for name in a if (a[name] - b[name]).norm() > relative * (b[name].norm() + 1e-3)]
+
+
+def delay(model, seed, longest=0.004):
+    """Sleep for a random time whenever a layer's gradients are being made."""
+    dice = random.Random(seed)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_full_backward_pre_hook(lambda *_: time.sleep(dice.random() * longest))
