@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
+from trainstep.bench.ceilings import ceiling_records
 from trainstep.bench.ladder import climb
-from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
-from trainstep.config import Precision, StepConfig
+from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
 from trainstep.report.records import Record, Scalar
 from trainstep.report.report import Report
-from trainstep.training_step import check_precision
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
 WARMUPS = (0, 1, 2, 5)
@@ -73,7 +70,7 @@ def analysis_records(source: WorkloadSource, config: StepConfig, *, steps: int) 
     device = resolve_device(config.device)
     yield _facts(source, config)
     yield from run_cases([StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS])
-    yield from _ceilings(config, device)
+    yield from ceiling_records(device)
     plain = StepConfig()
     base = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss", "optimizer")}
     yield from climb(source, dataclasses.replace(config, **base), steps=steps)
@@ -101,17 +98,3 @@ def _facts(source: WorkloadSource, config: StepConfig) -> Record:
             "flops_counted": OMISSIONS,
         }
     return Record("workload", case_columns(source, config), values, environment=describe(resolve_device(config.device)))
-
-
-def _ceilings(config: StepConfig, device: torch.device) -> Iterator[Record]:
-    environment = describe(device)
-    wanted: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
-    supported = [each for each in wanted if not isinstance(attempt(partial(check_precision, each, device)), Failure)]
-    measured = attempt(partial(measure_ceilings, device, supported))
-    if isinstance(measured, Failure):
-        case = {"what": "all"}
-        yield Record("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
-        return
-    for precision, rate in measured.matmul_tflops.items():
-        yield Record("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
-    yield Record("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)

@@ -23,6 +23,7 @@ from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
 from trainstep.commands.memory import Memory, memory_grid
 from trainstep.commands.options import ModelFlags, StepFlags, preset
+from trainstep.commands.profile import Profile
 from trainstep.commands.tune import Tune
 from trainstep.errors import UsageError
 
@@ -43,7 +44,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     one_model: dict[str, Any] = {}
     memory: dict[str, Any] = {}
     choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
-    if set(arguments[:2]) & {"analyze", "ladder", "memory"} and not {"-h", "--help"} & set(arguments):
+    if set(arguments[:2]) & {"analyze", "ladder", "memory", "profile"} and not {"-h", "--help"} & set(arguments):
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
         memory = {"model": ModelFlags(**vars(model)), "step": memory_grid(step)}
@@ -59,6 +60,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[bench, subcommand("bench")],
         Annotated[Dtypes, subcommand("dtypes")],
         Annotated[Memory, subcommand("memory", default=Memory(**memory))],
+        Annotated[Profile, subcommand("profile", default=Profile(**one_model))],
         Annotated[Compare, subcommand("compare")],
         Annotated[Tune, subcommand("tune")],
         Annotated[Info, subcommand("info")],

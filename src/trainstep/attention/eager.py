@@ -19,9 +19,19 @@ def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Ten
     return scores
 
 
+def attention_weights(scores: Tensor) -> Tensor:
+    """Softmax of the scores over the keys, shape (..., heads, n_queries, n_keys)."""
+    return scores.softmax(dim=-1)
+
+
+def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """weights · V, shape (..., heads, n_queries, head_dim)."""
+    return weights @ _per_query_head(v, weights)
+
+
 def attention_eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
     """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
-    return attention_scores(q, k, is_causal, scale).softmax(dim=-1) @ _per_query_head(v, q)
+    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale)), v)
 
 
 def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:

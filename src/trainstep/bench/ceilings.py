@@ -1,0 +1,33 @@
+"""What this device reaches at best, as rows: a large product in each precision, and a large copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from trainstep.bench.outcome import Failure, attempt
+from trainstep.config import Precision
+from trainstep.measure.ceilings import measure_ceilings
+from trainstep.measure.environment import describe
+from trainstep.report.records import Record
+from trainstep.training_step import check_precision
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
+
+
+def ceiling_records(device: torch.device) -> Iterator[Record]:
+    """One row per precision that the device has, and one for the copy."""
+    environment = describe(device)
+    supported = [
+        each for each in PRECISIONS if not isinstance(attempt(partial(check_precision, each, device)), Failure)
+    ]
+    measured = attempt(partial(measure_ceilings, device, supported))
+    if isinstance(measured, Failure):
+        case = {"what": "all"}
+        yield Record("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
+        return
+    for precision, rate in measured.matmul_tflops.items():
+        yield Record("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
+    yield Record("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)

@@ -1,0 +1,101 @@
+"""`trainstep profile`: which kernels run in a training step, where, for how long, and how near to the limits."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from trainstep.commands.options import OneModel
+from trainstep.commands.output import run_and_report
+from trainstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainstep.report.records import Record
+    from trainstep.workload import WorkloadSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(OneModel):
+    """Take a training step apart: its kernels by phase, module and family, and what profiling itself cost."""
+
+    warmup: int = 3
+    """Steps before those that are timed without the profiler."""
+    profiled_steps: int = 3
+    """Steps that the profiler records, after as many of its own warm-ups as it needs."""
+    nsys: FlagCreatePairsOff[bool] = False
+    """Record with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
+    nvtx: FlagCreatePairsOff[bool] = False
+    """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
+    what runs under nsys or ncu."""
+    from_: Annotated[Path | None, arg(name="from")] = None
+    """Read a trace instead of running anything: an nsys SQLite export, or torch.profiler's JSON (also gzipped)."""
+    out: Path = Path("results/profile")
+    """Folder for results.jsonl, tables/, report.html and the trace (trace.json.gz opens in ui.perfetto.dev)."""
+
+    def run(self) -> int:
+        """Measure, print and write."""
+        if self.steps < 1 or self.profiled_steps < 1 or self.warmup < 0:
+            raise UsageError(
+                f"steps is {self.steps}, profiled-steps {self.profiled_steps}, warmup {self.warmup}; expected at least "
+                "one step of each kind, and no negative warm-up"
+            )
+        if self.nsys + self.nvtx + (self.from_ is not None) > 1:
+            raise UsageError("--nsys, --nvtx and --from exclude one another; give one of them")
+        if self.from_ is not None:
+            return self._report_file(self.from_)
+        if self.nsys:
+            return self._report_file(self._run_nsys())
+        source = self.source()
+        if self.nvtx:
+            from trainstep.bench.profile import run_nvtx
+
+            run_nvtx(source, self.step.checked(), warmup=self.warmup, steps=self.profiled_steps)
+            return 0
+        return run_and_report(self._records(source), self.out, f"profile of {source.name}")
+
+    def _records(self, source: WorkloadSource) -> Iterator[Record]:
+        from trainstep.bench.ceilings import ceiling_records
+        from trainstep.bench.profile import profile_records
+        from trainstep.workload import resolve_device
+
+        config = self.step.checked()
+        yield from ceiling_records(resolve_device(config.device))
+        yield from profile_records(
+            source,
+            config,
+            warmup=self.warmup,
+            steps=self.steps,
+            profiled_steps=self.profiled_steps,
+            trace=self.out / "trace.json.gz",
+        )
+
+    def _report_file(self, path: Path) -> int:
+        from trainstep.bench.profile import records_from_file
+
+        return run_and_report(records_from_file(path), self.out, f"profile of {path.name}")
+
+    def _run_nsys(self) -> Path:
+        """Run these very flags under nsys; returns the export."""
+        from trainstep.measure.nsys import nsys_command, require_nsys
+        from trainstep.workload import resolve_device
+
+        flags = ["--nvtx" if word == "--nsys" else word for word in sys.argv[1:]]
+        command = nsys_command([sys.executable, "-m", "trainstep.cli", *flags], self.out / "profile")
+        require_nsys(command)
+        if resolve_device(self.step.checked().device).type != "cuda":
+            raise UsageError("--nsys profiles a GPU, and this would run on the CPU; use a machine with a GPU")
+        self.out.mkdir(parents=True, exist_ok=True)
+        print(shlex.join(command), flush=True)
+        code = subprocess.run(command, check=False).returncode
+        export = self.out / "profile.sqlite"
+        if code != 0 or not export.exists():
+            made = "an" if export.exists() else "no"
+            raise UsageError(f"nsys ended with {code} and {made} export; its words are above")
+        return export

@@ -1,0 +1,228 @@
+"""Which GPU kernels (on a CPU: operators) ran, in which phase and module, for how long, and what they achieved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainstep.measure.attribution import Placed, attribute, owner_of
+from trainstep.measure.chrome_trace import COMPILED, ENGINE
+from trainstep.measure.kernel_families import Family, kernel_family, operator_family
+from trainstep.measure.operator_cost import Cost, operator_cost
+from trainstep.measure.trace import Range, Trace
+
+Lane = Literal["compute", "communication", "copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One run of one kernel, copy or fill; on a CPU, one stretch of an operator's own time."""
+
+    name: str
+    family: Family
+    start_us: float
+    duration_us: float
+    stream: str
+    lane: Lane
+    is_call: bool
+    """False for further stretches of a call that was counted already."""
+    step: str | None
+    phase: str | None
+    module: str | None
+    """Also `(loss)` and `(optimizer)`, what no module owns; None where unknown."""
+    piece: str | None
+    operator: str | None
+    call: int | None = None
+    """The operator call it belongs to, where that call's cost is counted."""
+    flops: float | None = None
+    """Of the whole call; at one of its kernels only, the longest."""
+    bytes: float | None = None
+
+    @property
+    def end_us(self) -> float:
+        """When it was done."""
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The kernels of some whole steps."""
+
+    kernels: tuple[Kernel, ...]
+    """In the order they started."""
+    steps: int
+    """How many steps they are of; 1 where the trace has no steps."""
+    is_cpu: bool
+    outside_us: float
+    """Time of kernels outside of all steps, which are left out: the preparation of batches."""
+
+    def per_step_ms(self, kernels: Iterable[Kernel] | None = None) -> float:
+        """Milliseconds per step that kernels took, added up."""
+        return sum(each.duration_us for each in (self.kernels if kernels is None else kernels)) / self.steps / 1e3
+
+    def share(self, known: Callable[[Kernel], bool]) -> float:
+        """Share of all kernel time for which something holds."""
+        total = sum(each.duration_us for each in self.kernels)
+        return sum(each.duration_us for each in self.kernels if known(each)) / total if total else 0.0
+
+    def of_step(self, step: str | None) -> list[Kernel]:
+        """The kernels of one step."""
+        return [each for each in self.kernels if each.step == step]
+
+    @property
+    def step_names(self) -> list[str | None]:
+        """The steps, in order."""
+        return list(dict.fromkeys(each.step for each in self.kernels))
+
+
+def profile_of(trace: Trace, *, list_element_bytes: int = 4) -> Profile:
+    """Attribute, classify and count the work of a trace.
+
+    Args:
+        trace: as recorded.
+        list_element_bytes: bytes per element of the parameters, for operators on lists of them.
+    """
+    is_cpu = trace.device == "CPU"
+    placed = attribute(trace)
+    has_steps = any(each.kind == "step" for each in trace.ranges)
+    inside = [each for each in placed if each.place.step is not None or not has_steps]
+    calls, costs = _costs(trace.ranges, inside, list_element_bytes)
+    kernels = [
+        _kernel(each, trace.ranges, calls.get(index), costs.get(index), is_cpu) for index, each in enumerate(inside)
+    ]
+    steps = len({each.step for each in kernels}) if has_steps else 1
+    total, kept = (sum(each.work.duration for each in group) for group in (placed, inside))
+    return Profile(tuple(kernels), max(1, steps), is_cpu, total - kept)
+
+
+def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cost | None, is_cpu: bool) -> Kernel:
+    work, place = placed.work, placed.place
+    operator = ranges[place.operator].name if place.operator is not None else None
+    if is_cpu:
+        family = "other" if work.name in (COMPILED, ENGINE) else operator_family(work.name)
+    elif work.is_kernel:
+        family = kernel_family(work.name, operator or "")
+    else:
+        family = "copy"
+    lane: Lane = "communication" if family == "communication" else "compute" if work.is_kernel else "copies"
+    return Kernel(
+        name=work.name,
+        family=family,
+        start_us=work.start,
+        duration_us=work.duration,
+        stream=work.stream,
+        lane=lane,
+        is_call=not work.is_continued,
+        step=place.step,
+        phase=place.phase,
+        module=owner_of(place),
+        piece=place.piece,
+        operator=operator,
+        call=call,
+        flops=cost.flops if cost else None,
+        bytes=cost.bytes if cost else None,
+    )
+
+
+def _costs(
+    ranges: Sequence[Range], placed: Sequence[Placed], list_element_bytes: int
+) -> tuple[dict[int, int], dict[int, Cost]]:
+    """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
+
+    A call that launches several kernels has its cost at one of them, the longest, so that sums count it once.
+    """
+    parents = _operator_parents(ranges)
+    counted: dict[int | None, tuple[int, Cost] | None] = {None: None}
+    calls: dict[int, int] = {}
+    longest: dict[int, int] = {}  # call → index of its longest work
+    cost_of: dict[int, Cost] = {}
+    for index, each in enumerate(placed):
+        start = each.place.operator
+        if start not in counted:
+            counted[start] = _counted_call(ranges, parents, start, list_element_bytes)
+        found = counted[start]
+        if found is None:
+            continue
+        call, cost_of[found[0]] = found
+        calls[index] = call
+        if call not in longest or each.work.duration > placed[longest[call]].work.duration:
+            longest[call] = index
+    return calls, {index: cost_of[call] for call, index in longest.items()}
+
+
+def _counted_call(
+    ranges: Sequence[Range], parents: dict[int, int | None], index: int | None, list_element_bytes: int
+) -> tuple[int, Cost] | None:
+    """The innermost operator call around a launch whose cost is known."""
+    while index is not None:
+        cost = operator_cost(ranges[index].name, ranges[index].tensors, list_element_bytes=list_element_bytes)
+        if cost is not None:
+            return index, cost
+        index = parents[index]
+    return None
+
+
+def _operator_parents(ranges: Sequence[Range]) -> dict[int, int | None]:
+    """Operator → the operator that called it directly."""
+    parents: dict[int, int | None] = {}
+    stack: list[int] = []
+    for index, each in enumerate(ranges):
+        while stack and (ranges[stack[-1]].thread != each.thread or ranges[stack[-1]].end <= each.start):
+            stack.pop()
+        if each.kind == "operator":
+            parents[index] = stack[-1] if stack and ranges[stack[-1]].kind == "operator" else None
+        stack.append(index)
+    return parents
+
+
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """Time in which at least one of the kernels ran, streams laid over one another."""
+    return sum(end - start for start, end in _merged(kernels))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A stretch in which the device had nothing to do."""
+
+    start_us: float
+    duration_us: float
+    before: Kernel
+    """The kernel that ended it."""
+
+
+def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
+    """All stretches between the first and the last kernel in which none ran, the longest first."""
+    found: list[Gap] = []
+    end: float | None = None
+    for each in sorted(kernels, key=lambda each: each.start_us):
+        if end is not None and each.start_us > end:
+            found.append(Gap(end, each.start_us - end, each))
+        end = each.end_us if end is None else max(end, each.end_us)
+    return sorted(found, key=lambda gap: -gap.duration_us)
+
+
+def overlapped_us(kernels: Sequence[Kernel]) -> float:
+    """Time in which communication ran while compute ran too."""
+    lanes = [[each for each in kernels if each.lane == lane] for lane in ("communication", "compute")]
+    communication, compute = (_merged(lane) for lane in lanes)
+    shared, index = 0.0, 0
+    for start, end in communication:
+        while index < len(compute) and compute[index][1] <= start:
+            index += 1
+        at = index
+        while at < len(compute) and compute[at][0] < end:
+            shared += min(end, compute[at][1]) - max(start, compute[at][0])
+            at += 1
+    return shared
+
+
+def _merged(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
+    """The union of the kernels' intervals, in order."""
+    merged: list[tuple[float, float]] = []
+    for each in sorted(kernels, key=lambda each: each.start_us):
+        if merged and each.start_us <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], each.end_us))
+        else:
+            merged.append((each.start_us, each.end_us))
+    return merged

@@ -1,0 +1,215 @@
+"""Nsight Systems: its command line, and its SQLite export read into a `Trace`.
+
+An export (schema 3.x; read here: 3.24 and 3.25) has a table per kind of event, made only where there are such events.
+Kernels, copies and fills carry the correlation id of the API call that launched them. Ids are unique within a process
+only, so they are joined with the process: `globalTid` holds the process in bits 24–47 and the thread in bits 0–23,
+`globalPid` the process alone. Names are ids of rows in `StringIds`; an NVTX range has its text in `text` or, where that
+is null, in `textId`. Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from trainstep.errors import UsageError
+from trainstep.measure.trace import Range, Thread, Trace, Work, classify_range
+
+MAGIC = b"SQLite format 3\x00"
+LARGEST_BYTES = 8 * 2**30
+LARGEST_ROWS = 5_000_000
+"""Rows that are held in memory at most: ranges, launches and kernels together."""
+PUSH_POP = 59
+"""NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one."""
+_BITS = 24
+_KERNELS, _COPIES, _FILLS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
+_CALLS, _NVTX, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
+_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_NEEDED = {
+    _KERNELS: ("start", "end", "deviceId", "streamId", "correlationId", "demangledName"),
+    _COPIES: ("start", "end", "deviceId", "streamId", "correlationId", "bytes", "copyKind"),
+    _FILLS: ("start", "end", "deviceId", "streamId", "correlationId", "bytes"),
+    _CALLS: ("start", "end", "globalTid", "correlationId"),
+    _NVTX: ("start", "end", "eventType", "text", "globalTid"),
+    _STRINGS: ("id", "value"),
+}
+
+
+def nsys_command(program: Sequence[str], output: Path) -> list[str]:
+    """The command that profiles `program` between its cudaProfilerStart and Stop, and exports SQLite beside the report.
+
+    Args:
+        program: the program and its arguments.
+        output: path of the report without ending; `output.sqlite` is the export.
+    """
+    return [
+        *("nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node"),
+        *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite", "--force-overwrite=true"),
+        *(f"--output={output}", *program),
+    ]
+
+
+def require_nsys(command: Sequence[str]) -> None:
+    """Raise `UsageError` with the command to run elsewhere where nsys is not installed."""
+    if shutil.which("nsys") is None:
+        raise UsageError(
+            "nsys (NVIDIA Nsight Systems) is not on the PATH. Where it is, run\n"
+            f"  {shlex.join(command)}\nand read its export with: trainstep profile --from FILE.sqlite"
+        )
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether a file begins as SQLite databases do.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_nsys(path: Path) -> Trace:
+    """The trace in an nsys SQLite export.
+
+    Raises:
+        UsageError: not such an export, damaged, without kernels, or too large.
+    """
+    size = path.stat().st_size
+    if size > LARGEST_BYTES:
+        raise UsageError(
+            f"{path} is {size / 2**30:.1f} GiB; at most {LARGEST_BYTES / 2**30:.0f} GiB are read. Profile fewer steps, "
+            "with a capture range"
+        )
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as database:
+            return _Export(database, path).trace()
+    except (sqlite3.DatabaseError, OverflowError) as error:
+        raise UsageError(f"{path} is damaged or cut short ({error}); export it again from the .nsys-rep") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} holds a value that nsys does not write ({error})") from error
+
+
+class _Export:
+    """An open export."""
+
+    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
+        self._database, self._path = database, path
+        tables = [str(row[0]) for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        self._columns = {
+            table: {str(row[1]) for row in database.execute(f"PRAGMA table_info({table})")}
+            for table in tables
+            if table in _NEEDED
+        }
+        known = [table for table in tables if table.startswith(("CUPTI_", "NVTX_", "TARGET_INFO_", "META_DATA_"))]
+        if not known or _STRINGS not in tables:
+            raise UsageError(f"{path} is an SQLite file, but not an export of Nsight Systems: it has no {_STRINGS}")
+        self._version = self._schema_version() if "META_DATA_EXPORT" in tables else "unknown"
+        self._device = self._gpu_names() if "TARGET_INFO_GPU" in tables else ""
+        for table, columns in self._columns.items():
+            if missing := sorted(set(_NEEDED[table]) - columns):
+                raise UsageError(
+                    f"{path}: {table} has no column {missing[0]} (schema {self._version}; 3.24 and 3.25 are known)"
+                )
+        self._strings: dict[int, str] = dict(database.execute(f"SELECT id, value FROM {_STRINGS}"))
+
+    def trace(self) -> Trace:
+        """All of it."""
+        if not self._count(_KERNELS):
+            raise UsageError(
+                f"{self._path} holds no GPU kernels: profile with --trace=cuda,nvtx, and check that the capture range "
+                "was entered"
+            )
+        rows = sum(self._count(table) for table in _NEEDED if table != _STRINGS)
+        if rows > LARGEST_ROWS:
+            raise UsageError(
+                f"{self._path} holds {rows:,} events ({self._path.stat().st_size / 2**30:.1f} GiB); at most "
+                f"{LARGEST_ROWS:,} are read. Profile fewer steps, with a capture range"
+            )
+        calls = self._launches()
+        ranges, work = list(self._ranges()), [*self._kernels(calls), *self._copies(calls), *self._fills(calls)]
+        ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
+        return Trace(ranges, work, self._device)
+
+    def _schema_version(self) -> str:
+        found = dict(self._database.execute("SELECT name, value FROM META_DATA_EXPORT"))
+        return str(found.get("EXPORT_SCHEMA_VERSION", "unknown"))
+
+    def _gpu_names(self) -> str:
+        columns = {str(row[1]) for row in self._database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
+        rows = self._database.execute("SELECT name FROM TARGET_INFO_GPU") if "name" in columns else ()
+        return ", ".join(dict.fromkeys(str(row[0]) for row in rows))
+
+    def _count(self, table: str) -> int:
+        if table not in self._columns:
+            return 0
+        return int(self._database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
+
+    def _rows(self, table: str, *columns: str) -> Iterator[tuple[int, ...]]:
+        """Rows of a table, nothing if it is absent; a column that is absent is null."""
+        if table not in self._columns:
+            return iter(())
+        chosen = ", ".join(f'"{name}"' if name in self._columns[table] else "NULL" for name in columns)
+        return self._database.execute(f"SELECT {chosen} FROM {table}")
+
+    def _launches(self) -> dict[tuple[int, int], tuple[Thread, float]]:
+        """(process, correlation id) → thread and time of the call; the first, where a driver call is inside."""
+        calls: dict[tuple[int, int], tuple[Thread, float]] = {}
+        for start, thread, correlation in self._rows(_CALLS, "start", "globalTid", "correlationId"):
+            key = (thread >> _BITS, correlation)
+            if key not in calls or start / 1e3 < calls[key][1]:
+                calls[key] = ((thread >> _BITS, thread & (2**_BITS - 1)), start / 1e3)
+        self._processes = {process for process, _ in calls}
+        return calls
+
+    def _ranges(self) -> Iterator[Range]:
+        columns = ("start", "end", "eventType", "text", "textId", "globalTid")
+        for start, end, kind, text, text_id, thread in self._rows(_NVTX, *columns):
+            if kind != PUSH_POP or end is None or thread is None:
+                continue
+            label = str(text) if text is not None else self._strings.get(text_id, "")
+            where = (thread >> _BITS, thread & (2**_BITS - 1))
+            yield Range(where, start / 1e3, end / 1e3, *classify_range(label))
+
+    def _kernels(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
+        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "demangledName")
+        for start, end, device, stream, correlation, process, name in self._rows(_KERNELS, *columns):
+            launch = self._launch_of(calls, correlation, process)
+            title = self._strings.get(name, f"kernel {name}")
+            yield Work(title, start / 1e3, (end - start) / 1e3, f"{device}/{stream}", launch)
+
+    def _copies(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
+        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes", "copyKind")
+        for start, end, device, stream, correlation, process, moved, kind in self._rows(_COPIES, *columns):
+            launch = self._launch_of(calls, correlation, process)
+            title = f"Memcpy {_COPY_KINDS.get(kind, kind)}"
+            where = f"{device}/{stream}"
+            yield Work(title, start / 1e3, (end - start) / 1e3, where, launch, is_kernel=False, bytes=moved)
+
+    def _fills(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
+        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes")
+        for start, end, device, stream, correlation, process, moved in self._rows(_FILLS, *columns):
+            launch = self._launch_of(calls, correlation, process)
+            where = f"{device}/{stream}"
+            yield Work("Memset", start / 1e3, (end - start) / 1e3, where, launch, is_kernel=False, bytes=moved)
+
+    def _launch_of(
+        self, calls: dict[tuple[int, int], tuple[Thread, float]], correlation: int, process: int | None
+    ) -> tuple[Thread, float] | None:
+        if process is not None:
+            return calls.get((process >> _BITS, correlation))
+        if len(self._processes) > 1:
+            raise UsageError(
+                f"{self._path}: kernels do not say of which process they are, and {len(self._processes)} were profiled "
+                f"(schema {self._version}); profile one process"
+            )
+        return next((calls.get((own, correlation)) for own in self._processes), None)

@@ -1,0 +1,167 @@
+"""FLOPs and bytes of an operator call, from the shapes and dtypes that the profiler recorded.
+
+FLOPs are those that the operator executes. A multiply-add counts as 2; a matrix product of (m × k) with (k × n) is
+2·m·k·n; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes the scores again), half of it
+when causal; softmax is 5 per element forward (maximum, difference, exponential, sum, quotient) and 4 backward; other
+operators on elements are 1 per element. Bytes are the least that must move between memory and the device: every tensor
+argument read once, every result written once, no score matrix for fused attention. What is not in these tables is not
+counted, and the share of time that is counted is told.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainstep.measure.trace import Tensors
+
+ELEMENT_BYTES = {
+    "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+    "long int": 8, "long": 8, "int": 4, "short": 2, "signed char": 1, "unsigned char": 1, "bool": 1,
+}  # fmt: skip
+
+COUNTED = (
+    "FLOPs of matrix products, fused attention (causal as half, backward as 2.5 forwards), softmax (5 per element "
+    "forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and every "
+    "result written once"
+)
+"""One line for tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call does; None for what is not counted."""
+
+    flops: float | None
+    bytes: float | None
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Where a fused attention operator has its arguments."""
+
+    query: int
+    """Index of the queries among its tensors; keys and values follow."""
+    causal: int
+    """Which of its truth values says that it is causal, from 0."""
+    is_backward: bool = False
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention": _Attention(0, 0),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Attention(0, 0),
+    "aten::_scaled_dot_product_efficient_attention": _Attention(0, 1),
+    "aten::_scaled_dot_product_cudnn_attention": _Attention(0, 1),
+    "trainstep::flash_attention_forward": _Attention(0, 0),
+    "aten::_scaled_dot_product_flash_attention_backward": _Attention(1, 0, True),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Attention(1, 0, True),
+    "aten::_scaled_dot_product_efficient_attention_backward": _Attention(1, 0, True),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _Attention(1, 0, True),
+    "trainstep::flash_attention_backward": _Attention(0, 0, True),
+}
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Operator → index of the product's left side."""
+_SOFTMAX = {
+    "aten::_softmax": 5,
+    "aten::_log_softmax": 5,
+    "aten::_softmax_backward_data": 4,
+    "aten::_log_softmax_backward_data": 4,
+}
+_FUSED_ADAM = ("aten::_fused_adamw_", "aten::_fused_adam_")
+_ADAM_FLOPS = 12
+_WRITTEN_ONLY = ("aten::fill_", "aten::zero_")
+_REDUCTIONS = ("aten::sum", "aten::mean", "aten::max", "aten::amax", "aten::linalg_vector_norm")
+_MAPS = {
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "mul", "div", "pow", "exp", "log", "neg", "sqrt", "rsqrt", "silu", "gelu", "relu", "tanh"),
+        *("sigmoid", "sin", "cos", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "clamp", "reciprocal"),
+        *("silu_backward", "gelu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward", "tril", "triu"),
+        *("_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "native_layer_norm_backward"),
+    )
+}
+
+
+def operator_cost(name: str, tensors: Tensors | None, *, list_element_bytes: int = 4) -> Cost | None:
+    """Cost of one call of an operator; None where it is not counted.
+
+    Args:
+        name: `aten::mm`, `trainstep::…`, or the kernel of torch.compile's that was called.
+        tensors: its arguments.
+        list_element_bytes: of tensors in lists, whose dtype the profiler does not record: that of the parameters.
+    """
+    if tensors is None or not tensors.shapes:
+        return None
+    sizes = _sizes(tensors, list_element_bytes)
+    if sizes is None:
+        return None
+    if name in _PRODUCTS:
+        return _product(tensors, sizes, _PRODUCTS[name])
+    if name in _ATTENTION:
+        return _attention(tensors, sizes, _ATTENTION[name])
+    if name in _SOFTMAX:
+        elements = math.prod(tensors.shapes[0])
+        return Cost(_SOFTMAX[name] * elements, sum(sizes) + sizes[0])
+    if name == "aten::copy_":
+        return Cost(None, sum(sizes[:2]))
+    if name == "aten::cat":
+        return Cost(None, 2 * sum(sizes))
+    if name in _WRITTEN_ONLY:
+        return Cost(None, sizes[0])
+    if name in _REDUCTIONS:
+        return Cost(math.prod(tensors.shapes[0]), sizes[0])
+    if name in _FUSED_ADAM:
+        return _fused_adam(tensors, sizes)
+    if name.startswith("aten::_foreach_"):
+        first = tensors.counts[0] if tensors.counts else 1
+        elements = sum(math.prod(shape) for shape in tensors.shapes[:first])
+        return Cost(elements, sum(sizes) + sum(sizes[:first]))
+    if name.startswith("triton_"):  # results are among the arguments
+        return Cost(None, sum(sizes))
+    if name.removesuffix("_") in _MAPS:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        written = sizes[0] if name.endswith("_") else sizes[largest]
+        return Cost(max(math.prod(shape) for shape in tensors.shapes), sum(sizes) + written)
+    return None
+
+
+def _sizes(tensors: Tensors, list_element_bytes: int) -> list[int] | None:
+    """Bytes of each tensor; None if a dtype is unknown."""
+    sizes = []
+    for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
+        width = list_element_bytes if dtype == "TensorList" else ELEMENT_BYTES.get(dtype)
+        if width is None:
+            return None
+        sizes.append(math.prod(shape) * width)
+    return sizes
+
+
+def _product(tensors: Tensors, sizes: list[int], left: int) -> Cost | None:
+    if len(tensors.shapes) < left + 2 or len(tensors.shapes[left]) < 2 or len(tensors.shapes[left + 1]) < 2:
+        return None
+    a, b = tensors.shapes[left : left + 2]
+    result = math.prod(a[:-1]) * b[-1]
+    width = sizes[left] // max(1, math.prod(a))
+    return Cost(2.0 * result * a[-1], sum(sizes[: left + 2]) + result * width)
+
+
+def _attention(tensors: Tensors, sizes: list[int], at: _Attention) -> Cost | None:
+    if len(tensors.shapes) < at.query + 3 or len(tensors.shapes[at.query]) < 2:
+        return None
+    q, k = tensors.shapes[at.query], tensors.shapes[at.query + 1]
+    forward = 4.0 * math.prod(q) * k[-2]
+    truths = [text for text in tensors.scalars if text in ("True", "False")]
+    if len(truths) <= at.causal:
+        return None
+    if truths[at.causal] == "True":
+        forward /= 2
+    written = sum(sizes[at.query : at.query + 3]) if at.is_backward else sizes[at.query]
+    return Cost(forward * (2.5 if at.is_backward else 1), sum(sizes) + written)
+
+
+def _fused_adam(tensors: Tensors, sizes: list[int]) -> Cost:
+    """Parameters, gradients and both moments are read; all but the gradients are written."""
+    count = tensors.counts[0]
+    lists = [sum(sizes[index * count : (index + 1) * count]) for index in range(4)]
+    elements = sum(math.prod(shape) for shape in tensors.shapes[:count])
+    return Cost(_ADAM_FLOPS * elements, sum(lists) + lists[0] + lists[2] + lists[3])
