@@ -20,7 +20,8 @@ from trainstep.measure.allocations.attribution import StepWatch
 from trainstep.measure.allocations.cpu import record_on_cpu
 from trainstep.measure.allocations.cuda import record_on_cuda
 from trainstep.measure.allocations.outline import Group, interned, outline
-from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, snapshot_of, write_snapshot
+from trainstep.measure.allocations.snapshot import imported_timelines, snapshot_of
+from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB

@@ -58,12 +58,13 @@ class _StorageLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.follow_old(
-            leaf
-            for each in itertools.chain(args, kwargs.values())
-            for leaf in (each if isinstance(each, (list, tuple)) else (each,))
-            if isinstance(leaf, Tensor)
-        )
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is what torch.tensor(…) has just made
+            self.follow_old(
+                leaf
+                for each in itertools.chain(args, kwargs.values())
+                for leaf in (each if isinstance(each, (list, tuple)) else (each,))
+                if isinstance(leaf, Tensor)
+            )
         result = func(*args, **kwargs)
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor):

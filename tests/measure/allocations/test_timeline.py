@@ -1,0 +1,47 @@
+from trainstep.measure.allocations.outline import Group, interned, outline
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, bytes_by, made_at
+
+
+def made(start, end, size, owner="temporaries"):
+    return Allocation(Block(start, end, size, address=start), owner, "", "")
+
+
+FIVE_EVENTS = Timeline(
+    (made(0, None, 100, "parameters"), made(1, 4, 10), made(2, 3, 50), made(5, None, 7, "gradients")),
+    events=5,
+    phases=(Phase("forward", 0, 3), Phase("backward", 3, 5)),
+)
+
+
+def test_live_bytes_of_each_state():
+    assert FIVE_EVENTS.live.tolist() == [100, 110, 160, 110, 100, 107]
+    assert (FIVE_EVENTS.peak, FIVE_EVENTS.peak_state) == (160, 2)
+    assert bytes_by(FIVE_EVENTS.alive(2), lambda each: each.owner) == {"parameters": 100, "temporaries": 60}
+    assert [FIVE_EVENTS.phase_of(state) for state in range(6)] == ["", *["forward"] * 3, *["backward"] * 2]
+
+
+def test_the_line_is_the_innermost_outside_of_torch():
+    torch, mine = Frame("/site/torch/nn/functional.py", 9, "linear"), Frame("C:\\me\\model\\block.py", 88, "forward")
+    assert made_at((Frame("??", 0, "at::empty"), torch, mine)) == "model/block.py:88 forward"
+    assert made_at((torch,)) == "nn/functional.py:9 linear"
+    assert made_at(()) == ""
+
+
+def test_an_outline_loses_nothing():
+    drawn = outline(FIVE_EVENTS, lambda each: Group(each.owner, 0 if each.owner == "parameters" else 1), kept=2, bins=6)
+    assert [group.name for group in drawn.groups] == ["parameters", "gradients", "temporaries"]
+    assert [each.block.bytes for each, _ in drawn.kept] == [100, 50]
+    assert (drawn.smallest, drawn.left_out) == (50, 2)
+    assert drawn.edges.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert drawn.total.tolist() == FIVE_EVENTS.live.tolist()
+    assert drawn.rest.tolist() == [[0] * 6, [0, 0, 0, 0, 0, 7], [0, 10, 10, 10, 0, 0]]
+
+
+def test_thinned_out_sums_keep_the_peak():
+    drawn = outline(FIVE_EVENTS, lambda each: Group("all", 0), kept=0, bins=2)
+    assert drawn.edges.tolist() == [0, 3, 6]
+    assert drawn.total.tolist() == drawn.rest[0].tolist() == [160, 110]
+
+
+def test_interned():
+    assert interned(["b", "a", "b"]) == (["b", "a"], [0, 1, 0])
