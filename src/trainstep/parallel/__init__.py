@@ -8,14 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainstep.parallel.ddp import DistributedDataParallel
+    from trainstep.parallel.fsdp import FullyShardedDataParallel
     from trainstep.parallel.process import Process, join_group
+    from trainstep.parallel.sharded_optimizer import ShardedOptimizer
+    from trainstep.parallel.sharding.checkpoint import load_checkpoint, save_checkpoint
 
-__all__ = ["DistributedDataParallel", "Process", "join_group"]
+__all__ = [
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "Process",
+    "ShardedOptimizer",
+    "join_group",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 
 _HOME = {
     "DistributedDataParallel": "trainstep.parallel.ddp",
+    "FullyShardedDataParallel": "trainstep.parallel.fsdp",
     "Process": "trainstep.parallel.process",
+    "ShardedOptimizer": "trainstep.parallel.sharded_optimizer",
     "join_group": "trainstep.parallel.process",
+    "load_checkpoint": "trainstep.parallel.sharding.checkpoint",
+    "save_checkpoint": "trainstep.parallel.sharding.checkpoint",
 }
 
 

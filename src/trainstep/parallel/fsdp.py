@@ -1,0 +1,283 @@
+"""Fully sharded data parallel (ZeRO-3, Rajbhandari et al. 2020): every rank keeps its rows of every matrix.
+
+The schedule of a step, for a model of blocks b0 … bn:
+
+- At rest a rank has its rows of every parameter with two or more dimensions, in the dtype they are trained in, their
+  gradients and the optimizer's state for them. Parameters with fewer dimensions are replicated.
+- Forward. When block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
+  own rows are cast to `compute_dtype` into their place in the full parameters, and one grouped all-gather fills in the
+  rest. The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed;
+  those of the last blocks are kept, because backward begins with them.
+- Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Each gradient,
+  as autograd finishes it, is copied into the send buffer of its block. When the block's gradients are all there, the
+  buffer is sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When
+  backward has left the block, its full parameters are freed.
+- `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
+
+On a GPU nothing of this makes the host wait. The parts are in `parallel/sharding/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import all_gather_slices
+from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.sharding import boundary, checkpoint
+from trainstep.parallel.sharding.construct import Initialize, shard_parameters
+from trainstep.parallel.sharding.group import ParameterGroup
+from trainstep.parallel.sharding.parameter import ShardedParameter
+from trainstep.parallel.sharding.plan import plan_groups
+from trainstep.parallel.sharding.retired import refuse_retired_parameters
+from trainstep.parallel.sharding.schedule import Schedule, in_backward
+
+MAX_PREFETCH = 2
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Train `module` with its parameters, gradients and optimizer state spread over the ranks.
+
+    Build the optimizer afterwards, from `parameters()`: the shards. Every rank runs its own batch; then
+    `finish_gradient_synchronization()` leaves in each shard's `.grad` the mean over the ranks, and the optimizer steps.
+
+    Args:
+        module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
+        compute_dtype: what parameters are cast to before they are gathered, and floating-point inputs before forward;
+            None: as they are. Gradients are added up over the ranks in the dtype of the shards.
+        process_group: the ranks; None: all.
+        groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
+            outside of them is gathered in the largest modules that contain none.
+        prefetch: how many groups ahead are gathered, 0 to 2; one more than that are in memory at a time.
+        device: where to train; by default where the parameters are, or, from meta, the group's device.
+        initialize: for modules on the meta device: fills the parameters and buffers of the one module it is called
+            with, not those inside it. By default the module's `reset_parameters()`.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        groups: Iterable[nn.Module] | None = None,
+        prefetch: int = MAX_PREFETCH,
+        device: torch.device | str | None = None,
+        initialize: Initialize | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(module, compute_dtype, prefetch)
+        self._process_group = resolve_group(process_group)
+        self._compute_dtype = compute_dtype
+        plan = plan_groups(module, groups)
+        planned = [parameter for group in plan for parameter in group.parameters]
+        check_ranks_agree(
+            "FullyShardedDataParallel",
+            [(name, entry.parameter) for entry in planned for name in entry.names],
+            self._process_group,
+            settings={
+                "compute_dtype": compute_dtype,
+                "prefetch": prefetch,
+                "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
+            },
+        )
+        self.device = _device_for([entry.parameter for entry in planned], self._process_group, device)
+        order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
+        sharded = shard_parameters(module, planned, self._process_group, self.device, initialize)
+        self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
+        parameter_groups = [
+            ParameterGroup(
+                [sharded[entry] for entry in group.parameters], self._process_group, compute_dtype, self.device
+            )
+            for group in plan
+        ]
+        self._schedule = Schedule(parameter_groups, self._process_group, prefetch, self.device)
+        needed: dict[nn.Module, list[ParameterGroup]] = {}
+        for planned_group, group in zip(plan, parameter_groups, strict=True):
+            for unit in planned_group.units:
+                needed.setdefault(unit, []).append(group)
+        for unit, unit_groups in needed.items():
+            boundary.install(unit, boundary.Boundary(self._schedule, unit_groups))
+        self.module = module
+        self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
+        refuse_retired_parameters(self, {entry.names[0]: entry.parameter for entry in planned})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating-point tensors among the arguments are cast to `compute_dtype`."""
+        if not in_backward():
+            self._check_contents()
+        self._schedule.begin_pass()
+        if self._compute_dtype is not None:
+            args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.
+
+        It has the shard's shape and dtype. A parameter that no rank used has none. On a GPU the current stream waits,
+        not the host.
+        """
+        self._schedule.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside does not communicate gradients; they are added up until a backward outside sends them.
+
+        That takes the memory of all gradients, unsharded, in the shards' dtype. Several backwards outside of `no_sync`
+        before one `finish_gradient_synchronization()` also add up, in the shards: less memory, more communication.
+        """
+        before, self._schedule.synchronise = self._schedule.synchronise, False
+        try:
+            yield
+        finally:
+            self._schedule.synchronise = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        Call it on every rank, after `finish_gradient_synchronization()`.
+        """
+        sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
+        replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
+        norms = []
+        for gradients in (sharded, replicated):
+            norm = nn.utils.get_total_norm(gradients, norm_type).float()
+            norms.append(norm.to(self.device))
+        if norm_type == float("inf"):
+            dist.all_reduce(norms[0], dist.ReduceOp.MAX, group=self._process_group)
+            total = torch.maximum(*norms)
+        else:
+            powers = norms[0] ** norm_type
+            dist.all_reduce(powers, group=self._process_group)
+            total = (powers + norms[1] ** norm_type) ** (1 / norm_type)
+        gradients = sharded + replicated
+        if gradients:
+            torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    @torch.no_grad()
+    def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Every parameter in full on every rank, by its name in `module`, in the dtype it is trained in.
+
+        Args:
+            device: where to put them, one after another; by default where the shards are.
+        """
+        full: dict[str, Tensor] = {}
+        for parameter in self._sharded:
+            rows, shard = parameter.rows, parameter.shard
+            if rows is None:
+                values = shard.detach().clone()
+            else:
+                values = torch.empty(rows.padded_shape, dtype=shard.dtype, device=shard.device)
+                values[rows.start : rows.stop] = shard
+                if rows.world_size > 1:
+                    all_gather_slices([values], self._process_group).wait()
+                if rows.padded_shape != rows.shape:
+                    values = values[: rows.shape[0]].clone()
+            values = values.to(device if device is not None else values.device)
+            full.update(dict.fromkeys(parameter.names, values))
+        return full
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, whatever is gathered, under `module.` and their names in the module."""
+        start = f"{prefix}.module." if prefix else "module."
+        for parameter in self._sharded:
+            for name in parameter.names[:1] if remove_duplicate else parameter.names:
+                yield start + name, parameter.shard
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Parameters and buffers by their names in `module`, sharded parameters as DTensors that share their memory.
+
+        For torch.distributed.checkpoint; see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
+        """
+        return checkpoint.module_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
+
+        Raises:
+            UsageError: `strict`, and names are missing or unknown; or a shape is wrong.
+        """
+        checkpoint.load_module_state(self, state_dict, strict=strict)
+
+    def sharded_parameters(self) -> list[ShardedParameter]:
+        """All parameters, in the order of `parameters()`."""
+        return self._sharded
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._process_group
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self._compute_dtype)
+        return value
+
+    def _check_contents(self) -> None:
+        for module, parameters, modules in self._contents:
+            if len(module._parameters) != parameters or len(module._modules) != modules:
+                known = {name for parameter in self._sharded for name in parameter.names}
+                extra = [name for name, _ in self.module.named_parameters() if name not in known]
+                what = f"parameter {extra[0]} was added" if extra else f"a {type(module).__name__} was changed"
+                raise UsageError(
+                    f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "
+                    "synchronised; complete the module first"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        before = [(p.shard.dtype, p.shard.device) for p in self._sharded]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before != [(p.shard.dtype, p.shard.device) for p in self._sharded]:
+            raise UsageError(
+                "a sharded module was moved or cast; give FullyShardedDataParallel device= or compute_dtype= instead"
+            )
+        return self
+
+
+def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
+    if compute_dtype is not None and not compute_dtype.is_floating_point:
+        raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
+    if prefetch not in range(MAX_PREFETCH + 1):
+        raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
+    if any(boundary.is_unit(inner) for inner in module.modules()):
+        raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
+    lazy = [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.RNNBase):
+            raise UsageError(
+                f"{name or 'the module'} is an nn.{type(inner).__name__}, which keeps a list of its parameters beside "
+                "them and cannot be sharded; use DistributedDataParallel"
+            )
+
+
+def _device_for(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, asked: torch.device | str | None
+) -> torch.device:
+    there = [parameter.device for parameter in parameters if parameter.device.type != "meta"]
+    if asked is not None:
+        device = torch.device(asked)
+    elif there:
+        device = there[0]
+    else:
+        device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
+    if device == torch.device("cuda"):  # without an index
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,193 @@
+"""Gradients on their way from the full parameters of every rank to the shards' `.grad`.
+
+A buffer holds the gradients of a group, destination by destination: first all that rank 0 owns, then rank 1's, and so
+on. Gradients in the shards' own dtype are reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are
+(an all-to-all: each rank gets every rank's version of its own rows), and each rank then adds up its rows in the shards'
+dtype, in the order of the ranks. That is the sum which a reduce-scatter in the wide dtype makes, for as few bytes on
+the wire as one in the narrow dtype: half of them for bfloat16 into float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.sharding.parameter import ShardedParameter
+from trainstep.parallel.sharding.streams import Pending, SideStream
+
+
+class Reduction:
+    """A buffer's content under way: the mean over the ranks of this rank's rows."""
+
+    def __init__(
+        self, pending: Pending, rows: list[tuple[ShardedParameter, Tensor]], written: set[ShardedParameter]
+    ) -> None:
+        self._pending = pending
+        self._rows = rows
+        self._written = written
+
+    def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
+        """Wait; attach what this rank had a gradient of. Returns what it sent zeros for, to be decided later."""
+        self._pending.wait()
+        undecided = []
+        for parameter, gradient in self._rows:
+            if parameter in self._written:
+                parameter.attach_gradient(gradient)
+            else:
+                undecided.append((parameter, gradient))
+        return undecided
+
+
+class GradientBuffer:
+    """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
+        self._parameters = parameters
+        self._process_group = process_group
+        self._ranks = process_group.size()
+        self._dtype = parameters[0].shard.dtype
+        self._starts: dict[ShardedParameter, int] = {}
+        self._size = 0  # elements per destination
+        for parameter in parameters:
+            self._starts[parameter] = self._size
+            self._size += self._row_block(parameter).numel()
+        self._send: Tensor | None = None  # (ranks, size)
+        self._written: set[ShardedParameter] = set()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether something has not been sent."""
+        return self._send is not None
+
+    def add(self, parameter: ShardedParameter, gradient: Tensor, *, accumulate: bool) -> None:
+        """Put a full gradient in its place, or add it to what is there.
+
+        Args:
+            parameter: whose gradient it is.
+            gradient: of the full parameter's shape.
+            accumulate: more will come before it is sent, so the buffer is in the shards' dtype.
+        """
+        if self._send is None:
+            dtype = self._dtype if accumulate else gradient.dtype
+            self._send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
+        elif accumulate and self._send.dtype != self._dtype:
+            self._send = self._send.to(self._dtype)
+        assert parameter.rows is not None
+        place = self._place(self._send, parameter)  # (ranks, rows per rank, ...)
+        first = parameter not in self._written
+        if gradient.shape[0] == self._ranks * parameter.rows.per_rank:
+            pairs = [(place, gradient.unflatten(0, place.shape[:2]))]
+        else:  # the last ranks have fewer rows; what stands in the rest of their places is never looked at
+            parts = gradient.split(parameter.rows.per_rank)
+            pairs = [(place[rank, : len(part)], part) for rank, part in enumerate(parts)]
+        for target, source in pairs:
+            if first:
+                target.copy_(source)
+            else:
+                target.add_(source)
+        self._written.add(parameter)
+
+    def launch(self, stream: SideStream) -> Reduction:
+        """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
+        assert self._send is not None
+        send, written = self._send, self._written
+        self._send, self._written = None, set()
+        for parameter in self._parameters:
+            if parameter not in written:
+                self._place(send, parameter).zero_()
+        result = torch.empty(self._size, dtype=self._dtype, device=send.device)
+        if self._ranks == 1:
+            result = send[0].to(self._dtype)
+            pending = Pending()
+        elif send.dtype == self._dtype:
+            pending = self._reduce_scatter(send, result, stream)
+        else:
+            pending = self._exchange(send, result, stream)
+        rows = []
+        for parameter in self._parameters:
+            start = self._starts[parameter]
+            shape = parameter.shard.shape
+            rows.append((parameter, result[start : start + shape.numel()].view(shape)))
+        return Reduction(pending, rows, written)
+
+    def _reduce_scatter(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
+        def keep_own() -> None:
+            result.copy_(slice_of(send, self._process_group.rank(), self._ranks))
+
+        return stream.run(lambda: reduce_scatter_mean([send], self._process_group), after=keep_own)
+
+    def _exchange(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
+        receive = torch.empty_like(send)
+
+        def exchange() -> dist.Work:
+            work = dist.all_to_all_single(receive, send, group=self._process_group, async_op=True)
+            assert work is not None
+            return work
+
+        def add_up() -> None:
+            torch.mean(receive, dim=0, dtype=self._dtype, out=result)
+
+        return stream.run(exchange, after=add_up)
+
+    def _row_block(self, parameter: ShardedParameter) -> torch.Size:
+        assert parameter.rows is not None
+        return torch.Size((parameter.rows.per_rank, *parameter.shape[1:]))
+
+    def _place(self, send: Tensor, parameter: ShardedParameter) -> Tensor:
+        """The parameter's rows in the buffer, by destination: (ranks, rows per rank, ...)."""
+        block = self._row_block(parameter)
+        start = self._starts[parameter]
+        return send[:, start : start + block.numel()].unflatten(1, block)
+
+
+class ReplicatedGradients:
+    """Gradients of replicated parameters, averaged in one flat call, and with them which parameters were used at all.
+
+    A parameter that no rank used keeps no gradient, as without sharding; one that some rank used has one on every rank.
+    """
+
+    def __init__(self, parameters: Iterable[ShardedParameter], process_group: dist.ProcessGroup) -> None:
+        self._trainable = [parameter for parameter in parameters if parameter.trainable]
+        self._replicated = [parameter for parameter in self._trainable if parameter.rows is None]
+        self._process_group = process_group
+        self._gradients: dict[ShardedParameter, Tensor] = {}
+        wide = any(parameter.shard.dtype == torch.float64 for parameter in self._replicated)
+        self._dtype = torch.float64 if wide else torch.float32
+
+    def add(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        """Keep a gradient, or add it up in the wide dtype."""
+        before = self._gradients.get(parameter)
+        self._gradients[parameter] = gradient if before is None else before.to(self._dtype) + gradient
+
+    def reduce(self, used: set[ShardedParameter], device: torch.device) -> set[ShardedParameter]:
+        """Attach the means over the ranks. Returns the parameters that some rank used.
+
+        The host waits for the device only if this rank left a parameter unused and must ask about it.
+        """
+        count = sum(parameter.shape.numel() for parameter in self._replicated)
+        flat = torch.zeros(count + len(self._trainable), dtype=self._dtype, device=device)
+        *means, flags = flat.split([*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)])
+        places = dict(zip(self._replicated, means, strict=True))
+        if self._gradients:
+            torch._foreach_copy_(
+                [places[parameter] for parameter in self._gradients],
+                [gradient.reshape(-1) for gradient in self._gradients.values()],
+            )
+        self._gradients = {}
+        all_used = len(used) == len(self._trainable)
+        if all_used:
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor([float(parameter in used) for parameter in self._trainable]))
+        if self._process_group.size() > 1:
+            all_reduce_mean([flat], self._process_group).wait()
+        if not all_used:
+            used = {parameter for parameter, flag in zip(self._trainable, flags.tolist(), strict=True) if flag > 0}
+        for parameter, mean in places.items():
+            if parameter in used:
+                parameter.attach_gradient(mean.view(parameter.shape).to(parameter.shard.dtype))
+        return used
