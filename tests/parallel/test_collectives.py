@@ -1,0 +1,75 @@
+"""Lists of tensors in one call, in place, whatever their layout; and the record of what was called."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel.collectives import (
+    all_gather_slices,
+    all_reduce_mean,
+    broadcast_from_first,
+    flat,
+    reduce_scatter_mean,
+    slice_of,
+)
+
+
+def test_flat_is_a_view_in_the_order_of_memory():
+    tensor = torch.arange(24.0).view(2, 3, 4)
+    for view in (tensor, tensor.permute(2, 0, 1), tensor.t() if tensor.dim() == 2 else tensor.transpose(0, 1)):
+        assert torch.equal(flat(view), torch.arange(24.0))
+        assert flat(view).data_ptr() == tensor.data_ptr()
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        flat(tensor[:, ::2])
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        flat(torch.ones(3, 1).expand(3, 4))
+    assert slice_of(tensor.permute(2, 0, 1), 1, 4).tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def _inputs(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randint(-64, 64, (2, 12), generator=generator).to(dtype)  # sums and quarters of these are exact
+    return [whole[0].clone(), whole[1].view(3, 4).t().clone(memory_format=torch.preserve_format)]
+
+
+def _all(process, dtype):
+    group, rank, world_size = process.group, process.rank, process.world_size
+    results = {}
+    with recorded_collectives() as calls:
+        tensors = _inputs(rank, dtype)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        all_reduce_mean(tensors, group).wait()
+        results["all-reduce"] = tensors
+        assert [tensor.data_ptr() for tensor in tensors] == pointers
+        tensors = _inputs(rank, dtype)
+        reduce_scatter_mean(tensors, group).wait()
+        results["reduce-scatter"] = [slice_of(tensor, rank, world_size).clone() for tensor in tensors]
+        tensors = _inputs(rank, dtype)
+        all_gather_slices(tensors, group).wait()
+        results["all-gather"] = tensors
+        tensors = _inputs(rank, dtype)
+        broadcast_from_first(tensors, group)
+        results["broadcast"] = tensors
+        dist.barrier(group=group)
+    return results, [(call.name, call.tensors, call.bytes, call.dtype) for call in calls]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_each_gives_what_it_says_and_is_recorded(four, dtype):
+    inputs = [_inputs(rank, dtype) for rank in range(4)]
+    for rank, (results, calls) in enumerate(four.run(_all, dtype)):
+        for i in range(2):
+            mean = sum(inputs[each][i].double() for each in range(4)) / 4
+            assert torch.equal(results["all-reduce"][i], mean.to(dtype))
+            assert results["all-reduce"][i].stride() == inputs[0][i].stride()
+            expected = flat(torch.empty_like(inputs[0][i]).copy_(mean))
+            assert torch.equal(results["reduce-scatter"][i], expected[3 * rank : 3 * rank + 3])
+            slices = [flat(inputs[each][i])[3 * each : 3 * each + 3] for each in range(4)]
+            assert torch.equal(flat(results["all-gather"][i]), torch.cat(slices))
+            assert torch.equal(results["broadcast"][i], inputs[0][i])
+        size = 24 * dtype.itemsize
+        assert calls[:3] == [(name, 2, size, dtype) for name in ("all-reduce", "reduce-scatter", "all-gather")]
+        assert calls[3:5] == [("broadcast", 1, size // 2, dtype)] * 2
+        assert [name for name, *_ in calls[5:]] == ["barrier"]

@@ -1,0 +1,549 @@
+"""ShardedOptimizer: trains like the undivided optimizer, keeps its share of the state, moves between world sizes."""
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tests.parallel import training
+from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state, whole_batch
+from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+
+pytestmark = pytest.mark.distributed
+
+EXCHANGE_MB = 700e-6
+
+
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer that trainstep has never heard of; it looks at whole matrices."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    assert parameter.dim() < 2 or parameter.shape[0] > 1
+                    count = self.state[parameter].setdefault("count", torch.zeros(parameter.shape[:1]))
+                    count += 1
+                    parameter -= group["lr"] * parameter.grad / (parameter.grad.norm() + 1e-6)
+
+
+EVERY = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "SignDescent": (SignDescent, {}),
+}
+
+
+def step_on(ddp, optimizer, process, step, wait=True):
+    optimizer.zero_grad()
+    loss_of(ddp, shares(process.world_size, step)[process.rank]).backward()
+    if wait:
+        ddp.finish_gradient_synchronization()
+
+
+def train(process, name, optimizer_cls, options, scattered, *, steps=training.STEPS, delays=None, **more):
+    model = build(name, seed=process.rank)
+    if delays is not None:
+        training.delay(model, seed=delays * 10 + process.rank)
+    ddp = DistributedDataParallel(model, process_group=process.group, bucket_mb=600e-6, allow_unused=name == "Unused")
+    optimizer = ShardedOptimizer(
+        ddp.parameters(), optimizer_cls, process_group=process.group, ddp=ddp if scattered else None,
+        exchange_mb=EXCHANGE_MB, **more, **options,
+    )  # fmt: skip
+    for step in range(steps):
+        if delays is not None:
+            time.sleep(random.Random(delays * 100 + step * 10 + process.rank).random() * 0.01)
+        step_on(ddp, optimizer, process, step)
+        optimizer.step()
+    return state(model)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Unused"])
+def test_two_ranks_train_like_one_process(two, name, optimizer, scattered):
+    first, second = two.run(train, name, *OPTIMIZERS[optimizer], scattered)
+    assert not differing(second, first)
+    assert not differing(first, reference(name, optimizer, 2))
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("name", ["Plain", "Uneven"])
+def test_four_ranks_train_like_one_process(four, name, scattered):
+    by_rank = four.run(train, name, *OPTIMIZERS["AdamW"], scattered)
+    assert not any(differing(each, by_rank[0]) for each in by_rank)
+    assert not differing(by_rank[0], whole_batch(name, "AdamW", 4), relative=2e-5)
+
+
+def _every(process):
+    results = {}
+    for name, (optimizer_cls, options) in EVERY.items():
+        divided = train(process, "Plain", optimizer_cls, options, False, steps=3)
+        model = build("Plain")
+        optimizer = optimizer_cls(model.parameters(), **options)
+        for step in range(3):
+            grads = []
+            for rank in range(2):
+                model.zero_grad()
+                loss_of(model, shares(2, step)[rank]).backward()
+                grads.append([p.grad / 2 for p in model.parameters()])
+            for p, a, b in zip(model.parameters(), *grads, strict=True):
+                p.grad = a + b
+            optimizer.step()
+        results[name] = differing(divided, state(model)), differing(divided, state(model), relative=1e-6)
+    return results
+
+
+def test_every_optimizer_of_torch_and_an_unknown_one(two):
+    for results in two.run(_every):
+        assert set(results) == set(EVERY)
+        for name, (in_any_bit, by_much) in results.items():
+            assert not by_much, name
+            if "fused" not in name:  # vector instructions round differently at the ends of a tensor
+                assert not in_any_bit, name
+
+
+def _delayed(process, scattered):
+    return [train(process, "Plain", *OPTIMIZERS["SGD"], scattered, delays=repeat) for repeat in range(5)]
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_late_ranks_and_layers_change_nothing(two, scattered):
+    expected = reference("Plain", "SGD", 2)
+    for results in two.run(_delayed, scattered):
+        assert not any(differing(each, expected) for each in results)
+
+
+def _groups_and_schedule(process, scattered):
+    """Groups with their own hyper-parameters, a scheduler, a group added later, closures; divided and undivided."""
+    results = []
+    for divided in (True, False):
+        model = build("Plain")
+        ddp = DistributedDataParallel(model, process_group=process.group)
+        norm, last = list(model.norm.parameters()), list(model.last.parameters())
+        rest = [p for p in model.parameters() if not any(p is q for q in norm + last)]
+        groups = [{"params": rest, "lr": 0.02}, {"params": norm, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
+        if divided:
+            options = {"ddp": ddp if scattered else None, "exchange_mb": EXCHANGE_MB}
+            optimizer = ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01, weight_decay=0.3, **options)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        losses = []
+        for step in range(6):
+            if step == 3:
+                optimizer.add_param_group({"params": last, "lr": 0.005})
+                schedule.base_lrs.append(0.005)
+                schedule.lr_lambdas.append(schedule.lr_lambdas[0])
+
+            def closure(ddp=ddp, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = loss_of(ddp, shares(2, step)[process.rank])
+                loss.backward()
+                ddp.finish_gradient_synchronization()
+                return loss.detach()
+
+            losses.append(optimizer.step(closure))
+            schedule.step()
+        results.append((state(model), torch.stack(losses), [group["lr"] for group in optimizer.param_groups]))
+    (ours, our_losses, our_rates), (theirs, their_losses, their_rates) = results
+    return differing(ours, theirs), torch.equal(our_losses, their_losses), our_rates, their_rates
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_groups_schedulers_closures_and_groups_added_later(two, scattered):
+    for wrong, same_losses, our_rates, their_rates in two.run(_groups_and_schedule, scattered):
+        assert not wrong
+        assert same_losses
+        assert our_rates == their_rates
+        assert len(our_rates) == 3
+
+
+def _share_of_state(process, shard):
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, shard=shard)
+    step_on(ddp, optimizer, process, 0)
+    optimizer.step()
+    moments = [v for values in optimizer.state.values() for v in values.values() if v.dim()]
+    return sum(moment.numel() for moment in moments), [tuple(p.shape) for p in optimizer.state]
+
+
+def test_state_is_divided_evenly(two, four):
+    count = sum(p.numel() for p in build("Plain").parameters())
+    for workers, world_size in ((two, 2), (four, 4)):
+        sliced = [elements for elements, _ in workers.run(_share_of_state, "auto")]
+        assert sum(sliced) == 2 * count
+        assert max(sliced) - min(sliced) <= 2 * 7, "all but the odd bias is in equal slices"
+        by_rank = workers.run(_share_of_state, "parameters")
+        assert sum(elements for elements, _ in by_rank) == 2 * count
+        assert max(elements for elements, _ in by_rank) <= 2 * count / world_size + 2 * 128
+        assert sorted(shape for _, shapes in by_rank for shape in shapes) == sorted(
+            tuple(p.shape) for p in build("Plain").parameters()
+        )
+
+
+def _calls(process, scattered, shard):
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group, bucket_mb=float("inf"))
+    optimizer = ShardedOptimizer(
+        ddp.parameters(), torch.optim.SGD, lr=0.1, ddp=ddp if scattered else None, shard=shard, exchange_mb=EXCHANGE_MB
+    )
+    for step in range(2):
+        with recorded_collectives() as calls:
+            step_on(ddp, optimizer, process, step)
+            optimizer.step()
+    return [(call.name, call.tensors, call.bytes) for call in calls]
+
+
+def test_collectives_are_few_and_as_large_as_needed(two):
+    total = 4 * sum(p.numel() for p in build("Plain").parameters())
+    odd = 4 * 7
+    for calls in two.run(_calls, False, "auto"):
+        reduced, *gathered = calls
+        assert reduced == ("all-reduce", 9, total)
+        assert [name for name, _, _ in gathered].count("broadcast") == 1
+        assert sum(size for name, _, size in gathered if name == "all-gather") == total - odd
+        assert sum(size for name, _, size in gathered if name == "broadcast") == odd
+        assert len(gathered) == 5, "4 runs of slices, and the odd bias"
+    for calls in two.run(_calls, True, "auto"):
+        assert sorted(calls[:2]) == [("all-reduce", 1, odd), ("reduce-scatter", 8, total - odd)]
+        assert sum(size for _, _, size in calls[2:]) == total
+    for calls in two.run(_calls, False, "parameters"):
+        assert {name for name, _, _ in calls[1:]} == {"broadcast"}
+        assert sum(size for _, _, size in calls[1:]) == total
+        assert len(calls) - 1 <= 2 * 4, "one call per run and owner"
+
+
+def _clipped(process, scattered, norm_type):
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    options = {"lr": 0.125, "momentum": 0.5, "ddp": ddp if scattered else None}
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, **options)
+    norms = []
+    for step in range(training.STEPS):
+        step_on(ddp, optimizer, process, step)
+        if scattered:
+            assert ddp.module.first.weight.grad is None
+        norms.append(optimizer.clip_grad_norm_(0.1, norm_type).item())
+        optimizer.step()
+    return state(ddp.module), norms
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_clipping_takes_the_norm_over_all_ranks(two, scattered):
+    expected = reference("Plain", "SGD", 2, clip=0.1)
+    (first, norms), (second, same) = two.run(_clipped, scattered, 2.0)
+    assert norms == same
+    assert min(norms) > 0.1, "every step was clipped"
+    assert not differing(first, expected, relative=1e-6)
+    assert not differing(first, second)
+    (_, norms), _ = two.run(_clipped, scattered, float("inf"))
+    model = build("Plain")
+    gradients = []
+    for rank in range(2):
+        model.zero_grad()
+        loss_of(model, shares(2, 0)[rank]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    largest = max(((a + b) / 2).abs().max().item() for a, b in zip(*gradients, strict=True))
+    assert norms[0] == pytest.approx(largest, rel=1e-6)
+
+
+CHECKPOINTED = {
+    "slices": ("Plain", torch.optim.AdamW, {"lr": 0.01}, True),
+    "uneven": ("Uneven", torch.optim.AdamW, {"lr": 0.01}, False),
+    "transposed": ("Transposed", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, True),
+    "unused": ("Unused", torch.optim.AdamW, {"lr": 0.01}, False),
+    "whole": ("Plain", torch.optim.Adafactor, {"lr": 0.01}, False),
+    "unknown": ("Plain", SignDescent, {}, False),
+}
+
+
+def _wrap(process, case):
+    name, optimizer_cls, options, scattered = CHECKPOINTED[case]
+    ddp = DistributedDataParallel(build(name), process_group=process.group, allow_unused=name == "Unused")
+    groups = [
+        {"params": [p for p in ddp.parameters() if p.dim() > 1]},
+        {"params": [p for p in ddp.parameters() if p.dim() <= 1], "lr": 0.005},
+    ]
+    shared = {"process_group": process.group, "ddp": ddp if scattered else None, "exchange_mb": EXCHANGE_MB}
+    return ddp, ShardedOptimizer(groups, optimizer_cls, **shared, **options)
+
+
+def _same_batch_step(ddp, optimizer, step):
+    """A step whose mean gradient is the same at every world size, to the bit."""
+    optimizer.zero_grad()
+    loss_of(ddp, shares(2, step)[1]).backward()
+    ddp.finish_gradient_synchronization()
+    optimizer.step()
+
+
+def _continue(process, case, path, steps, loading, saving):
+    """Load what was saved, at whatever world size; train on; save."""
+    ddp, optimizer = _wrap(process, case)
+    if loading == "checkpoint":
+        dcp.load({"model": ddp, "optimizer": optimizer}, checkpoint_id=str(path), process_group=process.group)
+    elif loading == "full":
+        saved = torch.load(path / "full.pt")
+        ddp.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in steps:
+        _same_batch_step(ddp, optimizer, step)
+    full = optimizer.full_state_dict()
+    assert bool(full) == (process.rank == 0)
+    if saving == "checkpoint":
+        dcp.save({"model": ddp, "optimizer": optimizer}, checkpoint_id=str(path), process_group=process.group)
+    elif saving == "full" and process.rank == 0:
+        torch.save({"model": ddp.state_dict(), "optimizer": full}, path / "full.pt")
+    dist.barrier(group=process.group)
+    return state(ddp.module), full
+
+
+def _undivided(case, steps):
+    name, optimizer_cls, options, _ = CHECKPOINTED[case]
+    model = build(name)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.005},
+    ]
+    optimizer = optimizer_cls(groups, **options)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, shares(2, step)[1]).backward()
+        optimizer.step()
+    return state(model), optimizer.state_dict()
+
+
+def _assert_same_state(ours, theirs):
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        assert ours["state"][number].keys() == values.keys()
+        for key, value in values.items():
+            found = ours["state"][number][key]
+            assert found.shape == value.shape, (number, key)
+            assert torch.allclose(found, value, rtol=1e-6, atol=1e-9), (number, key)
+    hyper = [{key: value for key, value in group.items() if key != "initial_lr"} for group in theirs["param_groups"]]
+    assert ours["param_groups"] == hyper
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "full"])
+@pytest.mark.parametrize("case", CHECKPOINTED)
+def test_state_goes_from_two_ranks_to_four_to_one(two, four, tmp_path, case, how):
+    two.run(_continue, case, tmp_path, range(2), None, how)
+    four.run(_continue, case, tmp_path, range(2, 4), how, how)
+    trained, full = _alone(two, case, tmp_path, range(4, 6), how)
+    expected, expected_state = _undivided(case, range(6))
+    assert not differing(trained, expected, relative=1e-6)
+    _assert_same_state(full, expected_state)
+
+
+def _alone_on_first(process, case, path, steps, how):
+    """As `_continue` at world size 1, on the first rank."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    alone = type(process)(0, 1, process.device, groups[process.rank])
+    if process.rank:
+        return None
+    return _continue(alone, case, path, steps, how, None)
+
+
+def _alone(two, case, path, steps, how):
+    return two.run(_alone_on_first, case, path, steps, how)[0]
+
+
+def _interchange(process, theirs):
+    """A plain optimizer's state dict goes into ours, and ours into a plain one."""
+    ddp, optimizer = _wrap(process, "slices")
+    ddp.module.load_state_dict(theirs[0])
+    optimizer.load_state_dict(theirs[1])
+    _same_batch_step(ddp, optimizer, 2)
+    full = optimizer.full_state_dict()
+    return state(ddp.module), full
+
+
+def test_state_dicts_are_those_of_the_undivided_optimizer(two):
+    (trained, full), (_, nothing) = two.run(_interchange, _undivided("slices", range(2)))
+    assert nothing == {}
+    expected, expected_state = _undivided("slices", range(3))
+    assert not differing(trained, expected, relative=1e-6)
+    _assert_same_state(full, expected_state)
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for p in build("Plain").parameters() if p.dim() > 1]},
+            {"params": [p for p in build("Plain").parameters() if p.dim() <= 1]},
+        ]
+    )
+    plain.load_state_dict(full)
+    _assert_same_state(plain.state_dict(), full)
+
+
+def _fresh(process, path):
+    """Saved before the first step, loaded, then trained: as if it had never been saved."""
+    ddp, optimizer = _wrap(process, "slices")
+    assert optimizer.full_state_dict().get("state", {}) == {}
+    dcp.save({"optimizer": optimizer}, checkpoint_id=str(path), process_group=process.group)
+    assert not optimizer.state, "saving leaves no state behind"
+    dcp.load({"optimizer": optimizer}, checkpoint_id=str(path), process_group=process.group)
+    for step in range(2):
+        _same_batch_step(ddp, optimizer, step)
+    return state(ddp.module)
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing(two, tmp_path):
+    for trained in two.run(_fresh, tmp_path):
+        assert not differing(trained, _undivided("slices", range(2))[0], relative=1e-6)
+
+
+def _message(action):
+    try:
+        action()
+    except (UsageError, RuntimeError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _mistakes(process):
+    def ddp_of(name="Plain"):
+        return DistributedDataParallel(build(name), process_group=process.group)
+
+    def optimizer_of(wrapper, optimizer_cls=torch.optim.SGD, params=None, **options):
+        params = wrapper.parameters() if params is None else params
+        return ShardedOptimizer(params, optimizer_cls, process_group=process.group, **options)
+
+    def lbfgs():
+        optimizer_of(ddp_of(), torch.optim.LBFGS)
+
+    def sliced_whole():
+        optimizer_of(ddp_of(), torch.optim.Adafactor, shard="slices")
+
+    def before_finish():
+        ddp = ddp_of()
+        optimizer = optimizer_of(ddp, ddp=ddp)
+        step_on(ddp, optimizer, process, 0, wait=False)
+        optimizer.step()
+
+    def moved():
+        ddp = ddp_of()
+        optimizer = optimizer_of(ddp)
+        ddp.module.double().float()
+        optimizer.step()
+
+    def unfrozen():
+        ddp = ddp_of("Frozen")
+        optimizer = optimizer_of(ddp)
+        ddp.module.odd.bias.requires_grad_(True).grad = torch.zeros(7)
+        optimizer.step()
+
+    def scaled():
+        ddp = ddp_of()
+        optimizer = optimizer_of(ddp, ddp=ddp)
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, shares(2, 0)[process.rank])).backward()
+        ddp.finish_gradient_synchronization()
+        scaler.step(optimizer)
+
+    def other_groups():
+        ddp = ddp_of()
+        optimizer_of(ddp).load_state_dict(torch.optim.SGD(list(ddp.parameters())[:2]).state_dict())
+
+    def strangers():
+        ddp = ddp_of()
+        optimizer_of(ddp, params=build("Plain").parameters(), ddp=ddp)
+
+    def different():
+        optimizer_of(ddp_of(), lr=0.1 + process.rank)
+
+    actions = [lbfgs, sliced_whole, before_finish, moved, unfrozen, scaled, other_groups, strangers, different]
+    return {action.__name__: _message(action) for action in actions} | {
+        "empty": _message(lambda: optimizer_of(ddp_of(), params=iter([]))),
+        "shard": _message(lambda: optimizer_of(ddp_of(), shard="rows")),
+        "exchange": _message(lambda: optimizer_of(ddp_of(), exchange_mb=-1)),
+        "class": _message(lambda: optimizer_of(ddp_of(), "AdamW")),
+        "ddp": _message(lambda: optimizer_of(ddp_of(), ddp=build("Plain"))),
+    }
+
+
+def test_mistakes_are_told_on_every_rank(two):
+    expected = {
+        "lbfgs": "LBFGS couples all parameters",
+        "sliced_whole": "Adafactor is not known to treat each element alone",
+        "before_finish": "call finish_gradient_synchronization()",
+        "moved": "parameter number 0 was moved or cast",
+        "unfrozen": "parameter number 3 was frozen when this optimizer was made",
+        "scaled": "a GradScaler sees only this rank's slices",
+        "other_groups": "parameter groups of [2] parameters, this optimizer of [9]",
+        "strangers": "is not one of ddp; leave out ddp=",
+        "different": "rank 1 has lr of group 0 = 1.1 as setting, rank 0 lr of group 0 = 0.1",
+        "empty": "params is empty",
+        "shard": "shard is 'rows'",
+        "exchange": "exchange_mb is -1",
+        "class": "optimizer_cls is 'AdamW'",
+        "ddp": "ddp is a Plain",
+    }
+    for messages in two.run(_mistakes):
+        assert set(messages) == set(expected)
+        for name, part in expected.items():
+            assert part in messages[name], (name, messages[name])
+            assert messages[name].startswith("UsageError"), messages[name]
+
+
+def _scaled(process):
+    """Loss scaling with all-reduced gradients: every rank sees every overflow."""
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.125, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before, kept = state(ddp.module), []
+    for step in range(-1, training.STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(ddp, shares(2, max(step, 0))[process.rank])
+        scaler.scale(loss * (float("inf") if step < 0 and process.rank else 1)).backward()
+        ddp.finish_gradient_synchronization()
+        scaler.step(optimizer)
+        scaler.update()
+        kept.append(not differing(state(ddp.module), before))
+    return state(ddp.module), kept, scaler.get_scale()
+
+
+def test_a_scaler_works_with_all_reduced_gradients(two):
+    for trained, kept, scale in two.run(_scaled):
+        assert kept == [True, False, False, False, False]
+        assert scale == 4.0
+        assert not differing(trained, reference("Plain", "SGD", 2))
+
+
+def _deepcopied(process):
+    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.125, momentum=0.5, ddp=ddp)
+    step_on(ddp, optimizer, process, 0)
+    optimizer.step()
+    average = copy.deepcopy(ddp)
+    step_on(average, optimizer, process, 1)
+    return [parameter.grad is not None for parameter in average.parameters()]
+
+
+def test_a_copy_of_the_wrapper_has_whole_gradients_again(two):
+    assert all(all(whole) for whole in two.run(_deepcopied))
+
+
+def test_parameters_without_a_group():
+    with pytest.raises(UsageError, match="not initialised"):
+        ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD)
