@@ -40,6 +40,7 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     busy_ms = sum(busy_us(profile.of_step(name)) for name in profile.step_names) / profile.steps / 1e3
     values: dict[str, Scalar] = {
         "profiled_n": profile.steps,
+        "on_cpu": profile.is_cpu,
         "kernels": sum(each.is_call for each in step) / profile.steps,
         "kernels_ms": profile.per_step_ms(),
         "busy_ms": busy_ms,
@@ -207,7 +208,7 @@ def _kernels(profile: Profile) -> list[Row]:
 
 
 def _timeline(profile: Profile) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
-    """One step in the middle, bar by bar: microseconds from its start, and indices into the series of names."""
+    """One step in the middle, bar by bar: nanoseconds from its start, and indices into the series of names."""
     names = profile.step_names
     kernels = profile.of_step(names[len(names) // 2]) if names else []
     bars = [_Bar(each) for each in kernels]
@@ -223,8 +224,8 @@ def _timeline(profile: Profile) -> tuple[dict[str, Scalar], dict[str, Sequence[S
         return [known.setdefault(text(bar.kernel), len(known)) for bar in bars]
 
     series: dict[str, Sequence[Scalar]] = {
-        "start_us": [round(bar.start - start, 2) for bar in bars],
-        "duration_us": [round(bar.end - bar.start, 2) for bar in bars],
+        "start_ns": [round((bar.start - start) * 1e3) for bar in bars],
+        "duration_ns": [round((bar.end - bar.start) * 1e3) for bar in bars],
         "count": [bar.count for bar in bars],
         "kernel": indices("kernel", lambda each: short_name(each.name)),
         "family": indices("family", lambda each: each.family),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trainstep.report.finding import Finding, in_gib, in_ms, listed, numeric
+from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.records import Record, of_kind
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
@@ -269,6 +270,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _dominance,
     _utilisation,
     _launch_bound,
+    kernel_findings,
     _memory,
     _warmup,
     _rejected,

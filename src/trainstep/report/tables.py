@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainstep.report.columns import COLUMNS, OUTCOME, Column
+from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.records import Record, of_kind
 
 if TYPE_CHECKING:
     import pandas
+
+ALL_COLUMNS = {**COLUMNS, **KERNEL_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,19 @@ class Table:
 
 def make_tables(records: Sequence[Record], *, brief: bool = False) -> list[Table]:
     """One table per kind of record that has columns here; `brief` for the terminal."""
-    kinds = [kind for kind in COLUMNS if of_kind(records, kind)]
+    kinds = [kind for kind in ALL_COLUMNS if of_kind(records, kind)]
     return [make_table(kind, of_kind(records, kind), brief=brief) for kind in kinds]
 
 
 def make_table(kind: str, rows: Sequence[Record], *, brief: bool = False) -> Table:
     """The table of records of one kind, with the columns of that kind."""
-    caption, columns = COLUMNS[kind]
-    return tabulate(kind, caption, [column for column in columns if column.brief or not brief], rows)
+    caption, columns = ALL_COLUMNS[kind]
+    table = tabulate(kind.replace(" ", "-"), caption, [column for column in columns if column.brief or not brief], rows)
+    longest = BRIEF_ROWS.get(kind, len(rows))
+    if not brief or len(rows) <= longest:
+        return table
+    caption = f"{table.caption}; the first {longest} of {len(rows)} rows, the others in tables/{table.name}.csv"
+    return replace(table, caption=caption, rows=table.rows[:longest])
 
 
 def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Record]) -> Table:

@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 
 from trainstep.report.blocks import Section
 from trainstep.report.records import Record
+from trainstep.report.sections.activations import checkpointing, residuals
 from trainstep.report.sections.allocations import allocations
 from trainstep.report.sections.attention import attention
+from trainstep.report.sections.kernels import kernels
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
+from trainstep.report.sections.peaks import peaks
 from trainstep.report.sections.phases import grid, phases, warmup
+from trainstep.report.sections.precision import accumulation, dtypes
 from trainstep.report.sections.summary import summary
 from trainstep.report.sections.workload import environment, workload
 
@@ -22,11 +26,17 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     phases,
     warmup,
     grid,
+    kernels,
     ladder,
     correctness,
     attention,
     memory,
+    peaks,
     allocations,
+    residuals,
+    checkpointing,
+    dtypes,
+    accumulation,
     workload,
     environment,
 )

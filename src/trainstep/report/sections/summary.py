@@ -36,6 +36,7 @@ _TOPICS = {
     "phases": "What dominates",
     "utilisation": "Utilisation",
     "launches": "Launches",
+    "kernels": "Kernels",
     "memory": "Memory",
     "warm-up": "Warm-up",
     "ladder": "Not used",

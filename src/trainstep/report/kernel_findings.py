@@ -1,0 +1,201 @@
+"""What a profile says, in sentences; a suggestion is followed by the rung of the ladder that tried it, if one did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.report.finding import Finding, in_ms, listed, numeric
+from trainstep.report.records import Record, of_kind
+
+TOPIC = "kernels"
+NEEDED_COVERAGE = 0.98
+"""Share of kernel time that must be in a known phase and module."""
+NOISE = 0.02
+"""A profiler that makes the step faster by more than this measured another machine."""
+MUCH = 0.15
+"""Share of the step's kernel time from which a family is remarked on."""
+IDLE = 0.10
+"""Share of the step in which the device may have nothing to do before it is remarked on."""
+_FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
+
+
+def kernel_findings(records: Sequence[Record]) -> list[Finding]:
+    """The findings of the first profile."""
+    profile = next((row for row in of_kind(records, "profile") if row.status == "ok"), None)
+    if profile is None:
+        return []
+    own = [row for row in records if all(row.case.get(name) == value for name, value in profile.case.items())]
+    families = {str(row.case["family"]): row for row in of_kind(own, "family") if row.case["phase"] == "step"}
+    sentences = [
+        *_trust(profile),
+        *_top(profile),
+        *_matmuls(profile, families, records),
+        *_softmax(own, records),
+        *_memory_bound(families, records),
+        *_optimizer(own, records),
+        *_idle(profile, records),
+        *_communication(profile),
+    ]
+    return [Finding(TOPIC, sentence) for sentence in sentences]
+
+
+def _trust(profile: Record) -> list[str]:
+    """What limits the other sentences; nothing where all is well."""
+    found = []
+    coverage = numeric(profile.values["module_coverage"])
+    if coverage < NEEDED_COVERAGE:
+        found.append(
+            f"Only {coverage:.1%} of kernel time could be put in a phase and a module: shares by phase and module "
+            "leave out the rest."
+        )
+    if profile.values.get("sums_disagree"):
+        found.append(
+            f"Kernels took longer than the unprofiled step in: {profile.values['sums_disagree']}. The machine was busy "
+            "with something else, or the profiler slows the kernels themselves; run again on a quieter machine."
+        )
+    if profile.values.get("profiler_cost") is not None:
+        cost = numeric(profile.values["profiler_cost"])
+        change = f"{in_ms(profile.values['step_ms'])} → {in_ms(profile.values['profiled_step_ms'])}"
+        if cost < -NOISE:
+            found.append(
+                f"The profiled steps were {_percent(cost)} faster than those without the profiler ({change}): the "
+                "machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
+            )
+        else:
+            found.append(
+                f"Profiling cost {_percent(max(cost, 0))} of the step ({change}): compare kernel times with one "
+                "another, and not with times measured without the profiler."
+            )
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{abs(share):.0%}" if abs(share) >= 0.1 else f"{abs(share):.1%}"
+
+
+def _top(profile: Record) -> list[str]:
+    parts = []
+    for where, words in (("forward", "the forward pass"), ("step", "the whole step")):
+        if profile.values.get(f"top_{where}_kernel") is None:
+            continue
+        name, calls = profile.values[f"top_{where}_kernel"], numeric(profile.values[f"top_{where}_kernel_calls"])
+        parts.append(
+            f"in {words} {name} ({profile.values[f'top_{where}_kernel_family']}) takes most of the kernel time: "
+            f"{_percent(numeric(profile.values[f'top_{where}_kernel_share']))}, "
+            f"{in_ms(profile.values[f'top_{where}_kernel_ms'])} in {calls:.0f} calls"
+        )
+        most = profile.values[f"most_called_{where}_kernel"]
+        if most != name:
+            often = numeric(profile.values[f"most_called_{where}_kernel_calls"])
+            parts[-1] += f" (called most often, {often:.0f} times, is {most})"
+    return [f"{parts[0][0].upper()}{'; '.join(parts)[1:]}."] if parts else []
+
+
+def _matmuls(profile: Record, families: dict[str, Record], records: Sequence[Record]) -> list[str]:
+    found = []
+    if profile.values.get("matmul_share_forward") is not None:
+        forward, step = (numeric(profile.values[f"matmul_share_{where}"]) for where in ("forward", "step"))
+        found.append(
+            f"Matrix products take {_percent(forward)} of the kernel time in forward and {_percent(step)} in the whole "
+            "step, fused attention not counted."
+        )
+    simt = families.get("FP32 SIMT matmul")
+    if simt is not None and numeric(simt.values["share"]) >= MUCH:
+        found.append(
+            f"{_percent(numeric(simt.values['share']))} of the kernel time are float32 products on the ordinary units, "
+            "not on tensor cores: TF32 or bf16 moves them there." + _proof(records, ("TF32 matmuls", "bf16 autocast"))
+        )
+    return found
+
+
+def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+    """Softmax's kernel against the score product's, in forward."""
+    pieces = {str(row.case["piece"]): row for row in of_kind(own, "attention piece") if row.case["phase"] == "forward"}
+    if "softmax" not in pieces or "scores" not in pieces:
+        return []
+    softmax, scores = pieces["softmax"].values, pieces["scores"].values
+    needed = (softmax.get("main_tflop"), scores.get("main_tflop"), softmax.get("main_ms"), scores.get("main_ms"))
+    if not all(needed):
+        return []
+    fewer = numeric(scores["main_tflop"]) / numeric(softmax["main_tflop"])
+    ratio = numeric(scores["main_ms"]) / numeric(softmax["main_ms"])
+    times = f"{ratio:.1f}× less" if ratio >= 1 else f"{1 / ratio:.1f}× more"
+    sentence = f"Softmax takes {times} time than the score product with {fewer:.0f}× fewer FLOPs"
+    if fewer < 2 * ratio:  # as slow as its arithmetic is small
+        return [f"{sentence}."]
+    moved = numeric(softmax["main_gb_s"]) if softmax.get("main_gb_s") else None
+    copy = next((row for row in of_kind(records, "ceiling") if row.case["what"] == "copy"), None)
+    rate = ""
+    if moved is not None and copy is not None and copy.values.get("gb_s"):
+        limit = numeric(copy.values["gb_s"])
+        rate = f" (it moves {moved:.3g} GB/s, {moved / limit:.0%} of a large copy here)"
+    return [
+        f"{sentence}: it is bound by memory{rate}; a fused attention removes it."
+        + _proof(records, ("fused attention", "our FlashAttention"))
+    ]
+
+
+def _memory_bound(families: dict[str, Record], records: Sequence[Record]) -> list[str]:
+    present = [name for name in _FUSABLE if name in families and numeric(families[name].values["share"]) >= 0.01]
+    share = sum(numeric(families[name].values["share"]) for name in present)
+    if share < MUCH:
+        return []
+    return [
+        f"{listed(present).capitalize()} kernels take {_percent(share)} of the kernel time for little arithmetic: each "
+        "reads and writes whole tensors, which torch.compile saves by fusing them."
+        + _proof(records, ("compiled blocks", "compiled model"))
+    ]
+
+
+def _optimizer(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+    rows = [row for row in of_kind(own, "family") if row.case["phase"] == "optimizer"]
+    total = sum(numeric(row.values["ms"]) for row in of_kind(own, "family") if row.case["phase"] == "step")
+    spent = sum(numeric(row.values["ms"]) for row in rows)
+    if not rows or not total or spent / total < MUCH:
+        return []
+    moved = sum(numeric(row.values["gb"]) for row in rows if row.values.get("gb"))
+    rate = f" and moves {moved:.3g} GB" if moved else ""
+    return [
+        f"The optimizer takes {_percent(spent / total)} of the kernel time{rate}: its fused form reads and writes "
+        "everything once." + _proof(records, ("fused optimizer",))
+    ]
+
+
+def _idle(profile: Record, records: Sequence[Record]) -> list[str]:
+    if (
+        profile.values.get("idle_share") is None
+        or profile.values.get("on_cpu")
+        or numeric(profile.values["idle_share"]) < IDLE
+    ):
+        return []
+    return [
+        f"The device has nothing to do for {_percent(numeric(profile.values['idle_share']))} of the step "
+        f"({in_ms(profile.values['idle_ms'])} of {in_ms(profile.values['step_ms'])}, without the profiler): the host "
+        "launches more slowly than the kernels run. Fewer, larger kernels help."
+        + _proof(records, ("compiled blocks", "compiled model"))
+    ]
+
+
+def _communication(profile: Record) -> list[str]:
+    if not profile.values.get("communication_ms"):
+        return []
+    spent, shared = (numeric(profile.values[f"communication_{name}"]) for name in ("ms", "overlapped_ms"))
+    return [f"Communication takes {in_ms(spent)} per step, {shared / spent:.0%} of it beside compute."]
+
+
+def _proof(records: Sequence[Record], names: Sequence[str]) -> str:
+    """What the ladder measured of such a change; empty where it has not."""
+    found = []
+    for row in of_kind(records, "rung"):
+        if row.case.get("rung") not in names:
+            continue
+        name, called = row.case["rung"], row.values.get("verdict")
+        if row.status != "ok":
+            found.append(f"{name} could not be used ({row.status})")
+        elif called == "faster":
+            found.append(f"{name} made the step {numeric(row.values['gain']):.2f}× faster")
+        elif called == "slower":
+            found.append(f"{name} made the step {1 / numeric(row.values['gain']):.2f}× slower")
+        elif called == "inconclusive":
+            found.append(f"{name} made no difference that the samples can show")
+    return f" On the ladder, {listed(found)}." if found else ""
