@@ -6,7 +6,9 @@ function layOutAllocations(data, count, colours) {
     const [value, unit] = bytes >= 2 ** 30 ? [bytes / 2 ** 30, "GiB"] : [bytes / 2 ** 20, "MiB"];
     return `${Number(value.toPrecision(3)).toLocaleString("en")} ${unit}`;
   };
-  const order = data.start.map((_, item) => item).sort((a, b) => data.bytes[b] - data.bytes[a]);
+  // What comes and goes is shown before what is always there, however large that is.
+  const stays = (item) => Number(data.start[item] === 0 && data.end[item] >= data.last);
+  const order = data.start.map((_, item) => item).sort((a, b) => stays(a) - stays(b) || data.bytes[b] - data.bytes[a]);
   const shown = new Set(order.slice(0, count));
   const times = new Set(data.edges);
   for (const item of shown) times.add(data.start[item]).add(data.end[item]);
@@ -38,7 +40,7 @@ function layOutAllocations(data, count, colours) {
     made.tip.push(tip);
   }
 
-  // The most bytes that a group's allocations below the threshold hold in each stretch.
+  // The most bytes that a group's other allocations hold in each stretch.
   function strip(group) {
     const heights = new Float64Array(ticks.length - 1);
     const changes = [];
@@ -68,7 +70,7 @@ function layOutAllocations(data, count, colours) {
       const heights = strip(group), most = Math.max(...heights);
       if (!most) continue;
       const first = heights.findIndex((height) => height), last = heights.findLastIndex((height) => height) + 1;
-      add(first, last, (i) => heights[i], group, 0.5, data.groups[group], `smaller allocations together, at most ${size(most)}`);
+      add(first, last, (i) => heights[i], group, 0.5, data.groups[group], `all others together, at most ${size(most)}`);
     }
     for (const item of items) {
       const group = data.group[item];
@@ -83,7 +85,7 @@ function layOutAllocations(data, count, colours) {
   const hidden = data.start.length - shown.size + data.left_out;
   const smallest = size(data.bytes[order[count - 1]]);
   const says = hidden
-    ? `${shown.size.toLocaleString("en")} allocations of ${smallest} or more one by one; ${hidden.toLocaleString("en")} smaller ones together`
+    ? `${shown.size.toLocaleString("en")} allocations one by one, down to ${smallest}; ${hidden.toLocaleString("en")} others together`
     : `all ${shown.size.toLocaleString("en")} allocations one by one`;
   return { made, says };
 }

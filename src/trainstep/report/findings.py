@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainstep.report.finding import Finding, in_gib, in_ms, listed, numeric
 from trainstep.report.kernel_findings import kernel_findings
+from trainstep.report.memory_findings import memory_findings
 from trainstep.report.records import Record, of_kind
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
@@ -201,32 +202,6 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _checkpointing(records: Sequence[Record]) -> list[Finding]:
-    """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
-    rows = {str(row.case["checkpointing"]): row for row in of_kind(records, "checkpointing")}
-    peaks = {name: numeric(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
-    sizes = sorted(int(name.removeprefix("every-")) for name in peaks if name.startswith("every-"))
-    if not sizes:
-        return []
-    limit = next(iter(rows.values())).values.get("memory_gib")
-    if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
-        room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
-        return [Finding("checkpointing", f"No checkpointing is needed: the step fits without ({room}).")]
-    best = min(sizes, key=lambda size: peaks[f"every-{size}"])
-    peak = peaks[f"every-{best}"]
-    nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
-    beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
-    if limit is not None and peak > numeric(limit):
-        sentence = (
-            f"No policy of every K blocks fits into {in_gib(numeric(limit))}: the smallest peak is {in_gib(peak)}"
-        )
-    else:
-        every = "every block" if best == 1 else f"every {best} blocks"
-        sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
-    against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
-    return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
-
-
 def _noise(records: Sequence[Record]) -> list[Finding]:
     step = analysed_step(records)
     if step is None or step.values.get("step_low_ms") is None:
@@ -274,7 +249,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _memory,
     _warmup,
     _rejected,
-    _checkpointing,
+    memory_findings,
     _noise,
     _control,
 )

@@ -27,7 +27,8 @@ def allocations(records: Sequence[Record]) -> Section | None:
         blocks.append(_largest([each for each in of_kind(records, "allocation") if _belongs(each, row)], title, place))
     lead = (
         "Every allocation, from the event that made it to the event that freed it. Drag over a part to see it closer; "
-        "hover for an allocation’s size and the line of code that made it."
+        "hover for an allocation’s size and the line of code that made it. What always stays is drawn as one at first; "
+        "the slider shows more."
     )
     return Section("allocations", "Allocations", "Every allocation of the step", lead, blocks)
 
@@ -50,8 +51,8 @@ def _chart(row: Record, title: str, place: int) -> Chart:
     order = sorted(range(len(groups)), key=lambda index: -int(str(row.series["bands"][index])))
     phase = row.values.get("peak_phase")
     caption = (
-        f"The dashed line is the peak: {gib(peak)}{f', in {phase}' if phase else ''}. The black line is the total, small "
-        "allocations included."
+        f"The dashed line is the peak: {gib(peak)}{f', in {phase}' if phase else ''}. The black line is the total, "
+        "small allocations included."
     )
     left_out = (get(row, "allocations") or 0) - (get(row, "drawn") or 0)
     if left_out > 0:

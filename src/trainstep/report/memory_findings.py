@@ -1,0 +1,198 @@
+"""What figures of memory and precision say, in sentences; each remedy is followed by the rung that tried it, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.report.finding import Finding, in_gib, listed, numeric
+from trainstep.report.records import Record, of_kind
+
+AGREES = 0.05
+"""A prediction of the peak that is off by more than this share is remarked on."""
+_OWNERS = 3
+"""Owners of the peak that are named."""
+
+
+def memory_findings(records: Sequence[Record]) -> list[Finding]:
+    """The findings about memory, checkpointing and precision."""
+    return [
+        *_owners(records),
+        *_residuals(records),
+        *_predictions(records),
+        *_does_not_fit(records),
+        *_checkpointing(records),
+        *_dtypes(records),
+        *_accumulation(records),
+    ]
+
+
+def _owners(records: Sequence[Record]) -> list[Finding]:
+    """Who owns the peak of the first recorded step, and what of it can be had back."""
+    step = next((row for row in of_kind(records, "memory-timeline") if row.status == "ok"), None)
+    if step is None or step.values.get("peak_phase") is None:
+        return []
+    own = [row for row in of_kind(records, "owner") if _belongs(row, step)]
+    owners = [row for row in own if row.case["part"] == "all"]
+    if not owners:
+        return []
+    shares = listed([f"{row.case['owner']} {numeric(row.values['share']):.0%}" for row in owners[:_OWNERS]])
+    sentence = (
+        f"At its peak, {in_gib(numeric(step.values['peak_gib']))} in {step.values['peak_phase']}, memory is {shares}"
+    )
+    parts = [row for row in own if row.case["owner"] == "activations" and row.case["part"] != "all"]
+    if parts:
+        part, share = parts[0].case["part"], numeric(parts[0].values["share"])
+        sentence += f"; of the activations, those of {part} are the most ({share:.0%} of the peak)"
+    sentence += "."
+    largest = next((row for row in of_kind(records, "allocation") if _belongs(row, step)), None)
+    if largest is not None and largest.values.get("line"):
+        count = numeric(largest.values["count"])
+        times = f", {count:.0f} times a step" if count > 1 else ""
+        sentence += (
+            f" The largest allocation, {in_gib(numeric(largest.values['mib']) / 1024)}{times}, is made by "
+            f"{largest.values['line']} ({largest.values['made_in']})."
+        )
+    return [Finding("memory", sentence + _proof(records))]
+
+
+def _belongs(row: Record, step: Record) -> bool:
+    return all(row.case.get(name) == value for name, value in step.case.items())
+
+
+def _proof(records: Sequence[Record]) -> str:
+    """The rung of the ladder that made the peak smaller by most, against the rung it was built on, in words."""
+    base: Record | None = None
+    best: tuple[str, float, float] | None = None
+    for row in of_kind(records, "rung"):
+        if row.status != "ok" or row.values.get("peak_gib") is None:
+            continue
+        if base is not None:
+            before, after = numeric(base.values["peak_gib"]), numeric(row.values["peak_gib"])
+            if before - after > max(0.02 * before, best[1] - best[2] if best else 0):
+                best = (str(row.case["rung"]), before, after)
+        base = row if row.values.get("kept") else base
+    if best is None:
+        return ""
+    return f" On the ladder, {best[0]} took the peak from {in_gib(best[1])} to {in_gib(best[2])}."
+
+
+def _residuals(records: Sequence[Record]) -> list[Finding]:
+    """What one block keeps, eager; and what compilation leaves of the whole."""
+    rows = [row for row in of_kind(records, "residual") if row.status == "ok"]
+    found = []
+    block = [row for row in rows if row.case["part"] == "first block"]
+    total = next((row for row in block if row.case["what"] == "all"), None)
+    first = next((row for row in block if str(row.case["what"]).startswith("1. ")), None)
+    if total is not None and first is not None:
+        where = str(first.case["what"]).removeprefix("1. ")
+        found.append(
+            f"Forward keeps {in_gib(numeric(total.values['mib']) / 1024)} for the backward of one block; the largest "
+            f"part, {numeric(first.values['share']):.0%}, is kept for {first.values['operation']} in {where} "
+            f"({first.values['tensor']})."
+        )
+    wholes = {row.case["compile"]: row for row in rows if row.case["part"] == "step" and row.case["what"] == "all"}
+    if "off" in wholes and "model" in wholes:
+        eager, compiled = (numeric(wholes[name].values["mib"]) / 1024 for name in ("off", "model"))
+        found.append(
+            f"Of the whole step, eager code keeps {in_gib(eager)} and compiled code {in_gib(compiled)} "
+            f"({compiled / eager - 1:+.0%})."
+        )
+    return [Finding("kept for backward", sentence) for sentence in found]
+
+
+def _predictions(records: Sequence[Record]) -> list[Finding]:
+    """How far the plan's peaks are from the measured ones."""
+    rows = [*of_kind(records, "peak"), *of_kind(records, "checkpointing")]
+    errors = [(abs(numeric(error)), row) for row in rows if (error := row.values.get("prediction_error")) is not None]
+    if not errors:
+        return []
+    worst, row = max(errors, key=lambda each: each[0])
+    count = f"{len(errors)} measured peaks" if len(errors) > 1 else "the measured peak"
+    if worst <= AGREES:
+        return [Finding("memory", f"The plan predicts {count} to within {worst:.1%}.")]
+    over = sum(error > AGREES for error, _ in errors)
+    at = ", ".join(
+        f"{name} {row.case[name]}" for name in ("context", "precision", "checkpointing") if row.case.get(name)
+    )
+    return [
+        Finding(
+            "memory",
+            f"The plan is off by more than {AGREES:.0%} for {over} of {len(errors)} measured peaks, at worst by "
+            f"{worst:.1%} ({at}); for small models the CUDA libraries' own workspaces, which it leaves out, are that "
+            "large.",
+        )
+    ]
+
+
+def _does_not_fit(records: Sequence[Record]) -> list[Finding]:
+    """Cases of the grid that ran out of memory, with what they would have needed."""
+    found = []
+    for row in of_kind(records, "peak"):
+        if row.status == "out of memory":
+            case = ", ".join(f"{name} {row.case[name]}" for name in ("context", "precision") if row.case.get(name))
+            needed = row.values.get("predicted_gib")
+            why = f": it needs {in_gib(numeric(needed))} by prediction" if needed is not None else ""
+            found.append(Finding("memory", f"Does not fit: a {row.case['mode']} at {case}{why}."))
+    return found
+
+
+def _checkpointing(records: Sequence[Record]) -> list[Finding]:
+    """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
+    rows = {str(row.case["checkpointing"]): row for row in of_kind(records, "checkpointing")}
+    peaks = {name: numeric(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
+    sizes = sorted(int(name.removeprefix("every-")) for name in peaks if name.startswith("every-"))
+    if not sizes:
+        return []
+    limit = next(iter(rows.values())).values.get("memory_gib")
+    if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
+        room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
+        return [Finding("checkpointing", f"No checkpointing is needed: the step fits without ({room}).")]
+    best = min(sizes, key=lambda size: peaks[f"every-{size}"])
+    peak = peaks[f"every-{best}"]
+    nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
+    beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
+    if limit is not None and peak > numeric(limit):
+        sentence = (
+            f"No policy of every K blocks fits into {in_gib(numeric(limit))}: the smallest peak is {in_gib(peak)}"
+        )
+    else:
+        every = "every block" if best == 1 else f"every {best} blocks"
+        sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
+    against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
+    return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
+
+
+def _dtypes(records: Sequence[Record]) -> list[Finding]:
+    """Logits, loss, parameters and gradients under each precision."""
+    found = []
+    rows = [row for row in of_kind(records, "dtype") if row.status == "ok"]
+    for precision in dict.fromkeys(row.case["precision"] for row in rows):
+        own = {str(row.case["module"]): row.values for row in rows if row.case["precision"] == precision}
+        result, loss = (own.get(name, {}).get("outputs") for name in ("(forward's result)", "(loss)"))
+        weights, gradients = (
+            listed(sorted({str(values[name]) for values in own.values() if values.get(name)}) or ["none"])
+            for name in ("parameters", "gradients")
+        )
+        found.append(
+            Finding(
+                "precision",
+                f"Under {precision}, forward's result is {result} and the loss {loss}; parameters are {weights}, their "
+                f"gradients {gradients}.",
+            )
+        )
+    return found
+
+
+def _accumulation(records: Sequence[Record]) -> list[Finding]:
+    rows = {(row.case["accumulator"], row.case["addend"]): row for row in of_kind(records, "accumulation")}
+    half, full = rows.get(("fp16", "fp16")), rows.get(("fp32", "fp16"))
+    if half is None or full is None:
+        return []
+    return [
+        Finding(
+            "precision",
+            f"0.01 added a thousand times is {numeric(half.values['total']):.4f} in fp16, and "
+            f"{numeric(full.values['total']):.4f} if only the running sum is fp32: sums need the wide type, "
+            "addends less.",
+        )
+    ]

@@ -1,0 +1,23 @@
+"""A kind's table as the files have it, on the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from trainstep.report.blocks import Cell, Row, Table
+from trainstep.report.records import Record
+from trainstep.report.tables import make_table
+
+_NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
+
+
+def plain_table(kind: str, rows: Sequence[Record], name: str = "") -> Table:
+    """The table of records of one kind; columns of numbers are set as numbers."""
+    made = make_table(kind, rows)
+    is_text = [not all(_NUMBER.fullmatch(row[index]) for row in made.rows) for index in range(len(made.columns))]
+    found = [
+        Row([Cell(text, is_text=words) for text, words in zip(row, is_text, strict=True)], str(index))
+        for index, row in enumerate(made.rows)
+    ]
+    return Table(made.caption, made.columns, found, name=name or kind)

@@ -1,0 +1,34 @@
+"""Which dtype everything had, and what adding in half precision does to a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.report.blocks import Block, Section
+from trainstep.report.records import Record, of_kind
+from trainstep.report.sections.plain import plain_table
+
+
+def dtypes(records: Sequence[Record]) -> Section | None:
+    """The dtypes that were seen, precision by precision."""
+    rows = of_kind(records, "dtype")
+    if not rows:
+        return None
+    groups = dict.fromkeys(tuple(value for name, value in row.case.items() if name != "module") for row in rows)
+    blocks: list[Block] = []
+    for group in groups:
+        own = [row for row in rows if tuple(value for name, value in row.case.items() if name != "module") == group]
+        blocks.append(plain_table("dtype", own, f"dtypes-{len(blocks)}"))
+    lead = "Autocast decides operation by operation, so these are read off the tensors as they passed."
+    return Section("dtypes", "Precision", "Which dtype everything had", lead, blocks)
+
+
+def accumulation(records: Sequence[Record]) -> Section | None:
+    """0.01 added a thousand times."""
+    rows = of_kind(records, "accumulation")
+    if not rows:
+        return None
+    lead = "Why sums, averages and the optimizer stay in float32 when the products do not."
+    return Section(
+        "accumulation", "Accumulation", "Adding in half precision", lead, [plain_table("accumulation", rows)]
+    )
