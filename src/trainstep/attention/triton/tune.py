@@ -1,11 +1,16 @@
 """Measure tile configurations on this GPU and write the table that `tuning` looks them up in.
 
 `tune` is for whoever has a GPU that the table does not know, or a new Triton: it times every candidate of every kernel
-on inputs large enough to fill the GPU and keeps the fastest.
+on inputs large enough to fill the GPU and keeps the fastest. Compiling takes far longer than timing, so the candidates
+of a case are compiled ahead by as many processes as there are processors, into Triton's cache.
 """
 
 import itertools
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +63,13 @@ def tune(
     if not torch.cuda.is_available():
         raise UsageError("tuning measures on a GPU, and torch finds none")
     results: list[Measurement] = []
-    for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
-        case = _Case.make(head_dim, dtype, is_causal, seq)
-        for kernel in kernels:
-            for tile in candidates(kernel, case.hopper, dtype):
+    kernels = tuple(kernels)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
+            case = _Case.make(head_dim, dtype, is_causal, seq)
+            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype)]
+            _compile_ahead(pool, head_dim, dtype, is_causal, trials)
+            for kernel, tile in trials:
                 results.append(case.measure(kernel, tile, rep_ms))
                 progress(results[-1])
     if write is not None:
@@ -151,6 +159,27 @@ class _Case:
             "dq": lambda: hopper_dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
             "dkdv": lambda: hopper_dkdv.launch_dkdv(q, k, v, stat, do, out, out, is_causal, scale, tile),
         }[kernel]
+
+
+def _compile_ahead(
+    pool: ProcessPoolExecutor, head_dim: int, dtype: torch.dtype, is_causal: bool, trials: list[tuple[str, AnyTile]]
+) -> None:
+    precision = torch.get_float32_matmul_precision()
+    jobs = [(head_dim, dtype, is_causal, kernel, tile, precision) for kernel, tile in trials]
+    try:
+        list(pool.map(_compile, jobs, chunksize=max(1, len(jobs) // (4 * (os.cpu_count() or 1)))))
+    except BrokenProcessPool:
+        return  # a candidate took its process along: what is not compiled yet is when it is measured
+
+
+def _compile(job: tuple[int, torch.dtype, bool, str, AnyTile, str]) -> None:
+    """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
+    head_dim, dtype, is_causal, kernel, tile, precision = job
+    torch.set_float32_matmul_precision(precision)
+    try:
+        _Case.make(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
+    except Exception:
+        return  # it fails again, and is reported, when it is measured
 
 
 def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]]:

@@ -47,8 +47,8 @@ def _load(copies, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.con
 @gluon.jit
 def _mask(scores, row_limit, first_key, BLOCK_K: gl.constexpr):
     """-inf where a key lies beyond its row's limit."""
-    keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout))
-    return gl.where(keys[None, :] <= (row_limit - first_key)[:, None], scores, float("-inf"))
+    keys = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, scores.type.layout)) + first_key
+    return gl.where(keys[None, :] <= row_limit[:, None], scores, float("-inf"))
 
 
 @gluon.jit
