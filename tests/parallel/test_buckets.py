@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainstep.parallel.buckets import MB, assign_buckets
@@ -11,6 +11,7 @@ from trainstep.parallel.buckets import MB, assign_buckets
 ITEMS = st.lists(st.tuples(st.integers(0, 3 * MB), st.sampled_from("ab")), max_size=30)
 
 
+@settings(deadline=None)
 @given(items=ITEMS, limit=st.sampled_from([0, 0.5, 1.0, 2.5, math.inf]))
 def test_buckets_hold_everything_once_in_order_and_within_the_limit(items, limit):
     numbered = [(index, size, kind) for index, (size, kind) in enumerate(items)]

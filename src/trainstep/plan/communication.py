@@ -1,0 +1,202 @@
+"""What moves between ranks, how long that takes, and what each scheme of data parallel training keeps on a rank.
+
+Rings. A collective of P payload bytes over n ranks is cut into n chunks that travel around a ring, each rank sending to
+the next (Patarasuk & Yuan 2009). The payload is the full tensor: what is reduced or sent, or comes out of a gather.
+
+    collective       passes     bytes on each link     sent by all ranks
+    all-reduce       2(n − 1)   2(n − 1)/n · P         2(n − 1) · P
+    reduce-scatter   n − 1      (n − 1)/n · P          (n − 1) · P
+    all-gather       n − 1      (n − 1)/n · P          (n − 1) · P
+    broadcast        n − 1      P (all but the last)   (n − 1) · P
+
+No algorithm sends less for the first three than the ring. *Bus* bandwidth is bytes on a link over time, comparable
+between collectives and world sizes; *algorithm* bandwidth is P over time (the terms of nccl-tests).
+
+Time. A call takes an overhead o, whatever its size, and then the bytes on a link at the bus bandwidth.
+
+Overlap. Backward takes T and makes s bytes of gradients evenly, cut into k buckets. Bucket i is complete at i·T/k; its
+call takes c = s/(k·w) + o, where w is the algorithm bandwidth, and starts when it is complete and the one before is
+done. If c ≤ T/k, only the last bucket's call sticks out behind backward. Otherwise the calls follow one another without
+a gap from the first bucket on, and end at T/k + k·c. So what is exposed is
+
+    max( s/(k·w) + o,  T/k + s/w + k·o − T ).
+
+The two are equal at k = 1 and at k = (T − s/w)/o; in between the first is the larger, and it falls with k. The second is
+least at k = √(T/o). Hence the best number of buckets is max( √(T/o), (T − s/w)/o ). Where nothing is known of T,
+take T = s/w, backward as fast as the network: s/(k·w) + k·o is exposed, least for buckets of √(s·w·o) bytes.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from trainstep.errors import UsageError
+
+CollectiveName = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
+Scheme = Literal["ddp", "sharded optimizer", "zero-2", "fsdp"]
+
+COLLECTIVES: tuple[CollectiveName, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+SCHEMES: tuple[Scheme, ...] = ("ddp", "sharded optimizer", "zero-2", "fsdp")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a call costs, as fitted to measurements by `trainstep bench collectives`."""
+
+    overhead_s: float
+    """Of each call, whatever its size."""
+    bus_bytes_per_s: float
+    """On each link of the ring."""
+
+    def algorithm_bytes_per_s(self, collective: CollectiveName, world_size: int) -> float:
+        """Payload bytes per second; infinite for a single rank, which sends nothing."""
+        factor = bus_factor(collective, world_size)
+        return self.bus_bytes_per_s / factor if factor else math.inf
+
+
+def bus_factor(collective: CollectiveName, world_size: int) -> float:
+    """Bytes on the busiest link of the ring per byte of payload."""
+    _check_world_size(world_size)
+    if world_size == 1:
+        return 0.0
+    if collective == "broadcast":
+        return 1.0
+    return (2 if collective == "all-reduce" else 1) * (world_size - 1) / world_size
+
+
+def passes(collective: CollectiveName, world_size: int) -> int:
+    """How often a chunk is handed on, one after the other."""
+    _check_world_size(world_size)
+    return (2 if collective == "all-reduce" else 1) * (world_size - 1)
+
+
+def bytes_sent(collective: CollectiveName, payload: int, world_size: int) -> int:
+    """Bytes sent by all ranks together."""
+    return passes(collective, world_size) * payload
+
+
+def collective_seconds(collective: CollectiveName, payload: int, world_size: int, link: Link) -> float:
+    """Time of one call."""
+    if world_size == 1:
+        return 0.0
+    return link.overhead_s + bus_factor(collective, world_size) * payload / link.bus_bytes_per_s
+
+
+def exposed_seconds(
+    gradient_bytes: float, buckets: int, world_size: int, link: Link, backward_s: float | None = None
+) -> float:
+    """By how much averaging gradients makes a step longer, when it is overlapped with backward.
+
+    Args:
+        gradient_bytes: of all gradients.
+        buckets: calls that they are cut into, at least 1.
+        world_size: ranks.
+        link: what a call costs.
+        backward_s: how long backward takes alone; None for as long as communication without overheads.
+    """
+    if buckets < 1:
+        raise UsageError(f"buckets is {buckets}; expected at least 1")
+    if world_size == 1:
+        return 0.0
+    transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
+    backward = transfer if backward_s is None else backward_s
+    last_call = transfer / buckets + link.overhead_s
+    back_to_back = backward / buckets + transfer + buckets * link.overhead_s - backward
+    return max(last_call, back_to_back)
+
+
+def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backward_s: float | None = None) -> float:
+    """The bucket size that exposes least (see above); at most all gradients.
+
+    Raises:
+        UsageError: the overhead is not positive: then smaller is always better, and the model has no optimum.
+    """
+    if link.overhead_s <= 0:
+        raise UsageError(f"the overhead of a call is {link.overhead_s} s; expected a positive one")
+    if world_size == 1:
+        return gradient_bytes
+    transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
+    backward = transfer if backward_s is None else backward_s
+    buckets = max(math.sqrt(backward / link.overhead_s), (backward - transfer) / link.overhead_s, 1.0)
+    return gradient_bytes / buckets
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What a scheme keeps on one rank, and sends in a step."""
+
+    weights: int
+    gradients: int
+    """Once backward is done."""
+    optimizer_state: int
+    buffers: int
+    """Beyond these, at most, while communicating."""
+    sent: int
+    """By each rank in one step, on average over the ranks."""
+
+    @property
+    def before_step(self) -> int:
+        """When the optimizer is about to step: weights, gradients and state."""
+        return self.weights + self.gradients + self.optimizer_state
+
+
+def rank_bytes(
+    scheme: Scheme,
+    num_parameters: int,
+    world_size: int,
+    *,
+    bytes_per_parameter: int = 4,
+    state_per_parameter: int = 8,
+    compute_bytes: int | None = None,
+    reduce_bytes: int | None = None,
+    largest_group: int = 0,
+    scattered: bool = True,
+    copies: bool = False,
+) -> RankBytes:
+    """Memory and traffic of a rank, every parameter being trained and divided evenly.
+
+    Args:
+        scheme: ddp: everything on every rank. sharded optimizer (ZeRO-1): state divided. zero-2: gradients too. fsdp
+            (ZeRO-3): weights too (Rajbhandari et al. 2020, section 5).
+        num_parameters: of the model.
+        world_size: ranks.
+        bytes_per_parameter: of weights and gradients as they are kept.
+        state_per_parameter: of the optimizer; AdamW has two moments of 4.
+        compute_bytes: of a parameter as it is gathered (fsdp); as kept, by default.
+        reduce_bytes: of a gradient on its way; as kept, by default.
+        largest_group: parameters of the largest group that is gathered at once (fsdp) or reduced at once (zero-2).
+        scattered: the sharded optimizer gets its gradients reduce-scattered, not all-reduced.
+        copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
+    """
+    _check_world_size(world_size)
+    n = world_size
+    full = num_parameters * bytes_per_parameter
+    share = -(-full // n)
+    state = num_parameters * state_per_parameter
+    state_share = -(-state // n)
+    gathered = bytes_per_parameter if compute_bytes is None else compute_bytes
+    on_the_way = num_parameters * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)
+    if scheme == "ddp":
+        sent = bytes_sent("all-reduce", on_the_way, n)
+        return RankBytes(full, full, state, full if copies else 0, sent // n)
+    if scheme == "sharded optimizer":
+        reduce: CollectiveName = "reduce-scatter" if scattered else "all-reduce"
+        sent = bytes_sent(reduce, on_the_way, n) + bytes_sent("all-gather", full, n)
+        return RankBytes(full, full, state_share, full if copies else 0, sent // n)
+    if scheme == "zero-2":
+        sent = bytes_sent("reduce-scatter", on_the_way, n) + bytes_sent("all-gather", full, n)
+        return RankBytes(full, share, state_share, largest_group * bytes_per_parameter, sent // n)
+    if scheme == "fsdp":
+        sent = 2 * bytes_sent("all-gather", num_parameters * gathered, n) + bytes_sent("reduce-scatter", on_the_way, n)
+        buffers = largest_group * (2 * gathered + gathered)  # two groups of weights, and one of full gradients
+        return RankBytes(share, share, state_share, buffers, sent // n)
+    raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise UsageError(f"world_size is {world_size}; expected at least 1")

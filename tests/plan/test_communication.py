@@ -1,0 +1,200 @@
+"""Every formula against a simulation that moves chunks around a ring and counts, or goes through buckets in time."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainstep.errors import UsageError
+from trainstep.plan.communication import (
+    COLLECTIVES,
+    Link,
+    best_bucket_bytes,
+    bus_factor,
+    bytes_sent,
+    collective_seconds,
+    exposed_seconds,
+    passes,
+    rank_bytes,
+)
+
+
+class Ring:
+    """Ranks with numbers in place of data; every hand-over from a rank to the next is counted."""
+
+    def __init__(self, world_size):
+        self.n = world_size
+        self.sent = [0] * world_size
+        self.rounds = 0
+
+    def chunks(self, length):
+        return [range(length * i // self.n, length * (i + 1) // self.n) for i in range(self.n)]
+
+    def shift(self, data, chunk_of, combine):
+        """One round: rank r hands chunk_of(r) to r + 1, all at once."""
+        moved = [(r, [data[r][i] for i in self.chunks(len(data[r]))[chunk_of(r) % self.n]]) for r in range(self.n)]
+        for r, values in moved:
+            self.sent[r] += len(values)
+            to = (r + 1) % self.n
+            for i, value in zip(self.chunks(len(data[to]))[chunk_of(r) % self.n], values, strict=True):
+                data[to][i] = combine(data[to][i], value)
+        self.rounds += 1
+
+    def reduce_scatter(self, data):
+        """Afterwards rank r has the sum of chunk r + 1."""
+        for step in range(self.n - 1):
+            self.shift(data, lambda r, step=step: r - step, lambda a, b: a + b)
+
+    def all_gather(self, data, first):
+        """Rank r starts with chunk first(r)."""
+        for step in range(self.n - 1):
+            self.shift(data, lambda r, step=step: first(r) - step, lambda a, b: b)
+
+    def broadcast(self, data):
+        """The root's chunks go from rank to rank; the last one has nobody to send to."""
+        for r in range(self.n - 1):
+            data[r + 1] = list(data[r])
+            self.sent[r] += len(data[r])
+            self.rounds += 1
+
+
+def simulate(collective, length, n):
+    """Run a collective; returns the ring after checking that everyone has what he should."""
+    ring = Ring(n)
+    data = [[100 * r + i for i in range(length)] for r in range(n)]
+    total = [sum(100 * r + i for r in range(n)) for i in range(length)]
+    if collective == "broadcast":
+        ring.broadcast(data)
+        assert all(each == data[0] for each in data)
+    elif collective == "all-gather":
+        expected = [data[next(r for r in range(n) if i in ring.chunks(length)[r])][i] for i in range(length)]
+        ring.all_gather(data, lambda r: r)
+        assert all(each == expected for each in data)
+    else:
+        ring.reduce_scatter(data)
+        for r in range(n):
+            assert all(data[r][i] == total[i] for i in ring.chunks(length)[(r + 1) % n])
+        if collective == "all-reduce":
+            ring.all_gather(data, lambda r: r + 1)
+            assert all(each == total for each in data)
+    return ring
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("length", [48, 37, 5])
+def test_bytes_and_passes_are_those_of_a_ring(collective, n, length):
+    ring = simulate(collective, length, n)
+    assert sum(ring.sent) == bytes_sent(collective, length, n)
+    assert ring.rounds == passes(collective, n)
+    if length % n == 0:
+        assert max(ring.sent) == pytest.approx(bus_factor(collective, n) * length)
+
+
+def test_seconds_are_overhead_and_bytes():
+    link = Link(overhead_s=1e-5, bus_bytes_per_s=3e11)
+    assert collective_seconds("all-reduce", 3 * 10**9, 2, link) == pytest.approx(0.01 + 1e-5)
+    assert collective_seconds("all-reduce", 3 * 10**9, 4, link) == pytest.approx(0.015 + 1e-5)
+    assert collective_seconds("broadcast", 3 * 10**9, 4, link) == pytest.approx(0.01 + 1e-5)
+    assert collective_seconds("all-gather", 3 * 10**9, 1, link) == 0
+    assert link.algorithm_bytes_per_s("all-gather", 2) == 6e11
+    assert link.algorithm_bytes_per_s("all-gather", 1) == math.inf
+
+
+def run_through(transfer, overhead, backward, buckets):
+    """Bucket after bucket: ready, sent when the one before is through; what is left when backward is done."""
+    end = 0.0
+    for i in range(1, buckets + 1):
+        end = max(end, i * backward / buckets) + transfer / buckets + overhead
+    return end - backward
+
+
+@settings(deadline=None)
+@given(
+    transfer=st.floats(1e-4, 1.0),
+    overhead=st.floats(1e-6, 1e-2),
+    backward=st.one_of(st.none(), st.floats(1e-4, 1.0)),
+    buckets=st.integers(1, 400),
+)
+def test_exposed_time_is_that_of_running_through_the_buckets(transfer, overhead, backward, buckets):
+    link = Link(overhead, 1e9)
+    size = transfer * 1e9  # two ranks: the bus factor is 1
+    expected = run_through(transfer, overhead, transfer if backward is None else backward, buckets)
+    assert exposed_seconds(size, buckets, 2, link, backward) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(transfer=st.floats(1e-3, 0.1), overhead=st.floats(1e-5, 1e-3), backward=st.floats(1e-3, 0.1))
+def test_no_number_of_buckets_is_better_than_the_best(transfer, overhead, backward):
+    link, size = Link(overhead, 1e9), transfer * 1e9
+    best = size / best_bucket_bytes(size, 2, link, backward)
+    tried = [run_through(transfer, overhead, backward, k) for k in {int(1.15**i) for i in range(67)}]
+    around = [run_through(transfer, overhead, backward, max(1, k)) for k in (math.floor(best), math.ceil(best))]
+    assert min(around) <= min(tried) * (1 + 1e-9) + 1e-12
+
+
+def test_the_best_bucket_without_knowledge_of_backward():
+    link = Link(overhead_s=30e-6, bus_bytes_per_s=323e9)
+    assert best_bucket_bytes(13.64e9, 2, link) == pytest.approx(math.sqrt(13.64e9 * 323e9 * 30e-6))
+    assert best_bucket_bytes(13.64e9, 1, link) == 13.64e9
+    assert best_bucket_bytes(1000.0, 2, link) == 1000.0, "a call costs more than sending everything"
+
+
+def walk(scheme, parameters, n, *, weight=4, gathered=4, on_the_way=4, scattered=True):
+    """Bytes that a rank keeps and sends, by walking over parameters and collectives one by one."""
+    kept = {"weights": 0, "gradients": 0, "state": 0}
+    sent = 0
+    for _ in range(parameters // n):  # n parameters at a time, of which each rank owns one
+        divided = {"ddp": 0, "sharded optimizer": 1, "zero-2": 2, "fsdp": 3}[scheme]
+        for number, (name, size) in enumerate((("state", 8), ("gradients", weight), ("weights", weight)), 1):
+            kept[name] += size * (1 if divided >= number else n)
+        moves = {
+            "ddp": [("all-reduce", on_the_way)],
+            "sharded optimizer": [
+                ("reduce-scatter" if scattered else "all-reduce", on_the_way),
+                ("all-gather", weight),
+            ],
+            "zero-2": [("reduce-scatter", on_the_way), ("all-gather", weight)],
+            "fsdp": [("all-gather", gathered), ("all-gather", gathered), ("reduce-scatter", on_the_way)],
+        }[scheme]
+        for collective, size in moves:
+            sent += sum(simulate(collective, n, n).sent) * size
+    return kept["weights"], kept["gradients"], kept["state"], sent // n
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("scheme", ["ddp", "sharded optimizer", "zero-2", "fsdp"])
+def test_each_scheme_keeps_and_sends_what_a_walk_through_it_finds(scheme, n, scattered):
+    found = rank_bytes(scheme, 240, n, compute_bytes=2, reduce_bytes=2, scattered=scattered)
+    expected = walk(scheme, 240, n, gathered=2, on_the_way=2, scattered=scattered)
+    assert (found.weights, found.gradients, found.optimizer_state, found.sent) == expected
+    assert found.before_step == sum(expected[:3])
+
+
+def test_the_case_of_the_peers():
+    """3.41 B parameters on two ranks: what was measured on two H200s, within what activations add."""
+    gib = 2**30
+    ours = rank_bytes("ddp", 3_410_000_000, 2)
+    theirs = rank_bytes("ddp", 3_410_000_000, 2, copies=True)
+    assert ours.before_step / gib == pytest.approx(50.8, abs=0.1)
+    assert theirs.buffers / gib == pytest.approx(12.7, abs=0.1)
+    assert ours.sent == rank_bytes("sharded optimizer", 3_410_000_000, 2).sent, "half each way"
+    zero = rank_bytes("sharded optimizer", 3_410_000_000, 2)
+    assert (ours.before_step - zero.before_step) / gib == pytest.approx(12.7, abs=0.1)
+    sharded = rank_bytes("fsdp", 3_410_000_000, 2, compute_bytes=2, largest_group=105_000_000)
+    assert sharded.before_step / gib == pytest.approx(25.4, abs=0.1)
+    assert sharded.buffers == 6 * 105_000_000
+
+
+def test_what_makes_no_sense_is_refused():
+    link = Link(1e-5, 1e9)
+    with pytest.raises(UsageError, match="world_size is 0"):
+        bus_factor("all-reduce", 0)
+    with pytest.raises(UsageError, match="buckets is 0"):
+        exposed_seconds(1.0, 0, 2, link)
+    with pytest.raises(UsageError, match="expected a positive one"):
+        best_bucket_bytes(1.0, 2, Link(0.0, 1e9))
+    with pytest.raises(UsageError, match="expected one of ddp"):
+        rank_bytes("zero-9", 1, 1)
