@@ -44,10 +44,10 @@ def read_chrome_trace(path: Path) -> Trace:
                 f"{path} holds more than {LARGEST / 2**30:.0f} GiB of JSON; profile fewer steps (--profiled-steps)"
             )
         content = json.loads(text)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path} is cut short or damaged: {error}; export the trace again") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (EOFError, zlib.error) as error:
-        raise UsageError(f"{path} is cut short or damaged: {error}; export the trace again") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not a trace of torch.profiler (not JSON: {error}), or it is cut short") from error
     events = content.get("traceEvents") if isinstance(content, dict) else None

@@ -72,7 +72,7 @@ _CPU: tuple[tuple[Family, str], ...] = (
     ("optimizer", r"^aten::_(fused_(adam|adamw|sgd|adagrad)_?|foreach_)"),
     ("fused attention", r"scaled_dot_product|flash_attention|efficient_attention|flex_attention"),
     ("matmul", r"^(aten|mkldnn|mkl|onednn)::_?(mm|addmm|bmm|baddbmm|matmul|linear|addbmm|mv|addmv|dot|mkl_linear|"
-               r"linear_pointwise|conv\w*|_convolution|convolution\w*)(_out)?$"),
+               r"linear_pointwise|mkldnn_convolution|conv\w*|_convolution|convolution\w*)(_out)?$"),
     ("softmax", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_norm"),
     ("copy", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|stack|_reshape_copy|repeat|repeat_interleave)$"),
@@ -109,8 +109,10 @@ def short_name(name: str, limit: int = 90) -> str:
     """A kernel's name for tables: without return type, namespaces and arguments, but with what tells kernels apart.
 
     `void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>, …>(int, …)` becomes
-    `vectorized_elementwise_kernel<4, MulFunctor<float>, …>`.
+    `vectorized_elementwise_kernel<4, MulFunctor<float>, …>`. Operators, copies and fills keep their names.
     """
+    if re.match(r"Memcpy|Memset|\[CUDA|\w+::\w+$", name):
+        return name
     text = re.sub(r"^(void|static|inline) +", "", name.strip())
     text = text.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     text = _without_arguments(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,7 +87,8 @@ def profile_of(trace: Trace, *, list_element_bytes: int = 4) -> Profile:
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
     inside = [each for each in placed if each.place.step is not None or not has_steps]
-    calls, costs = _costs(trace.ranges, inside, list_element_bytes)
+    parents = {} if is_cpu else _operator_parents(trace.ranges)
+    calls, costs = _costs(trace.ranges, parents, inside, list_element_bytes)
     kernels = [
         _kernel(each, trace.ranges, calls.get(index), costs.get(index), is_cpu) for index, each in enumerate(inside)
     ]
@@ -126,13 +127,13 @@ def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cos
 
 
 def _costs(
-    ranges: Sequence[Range], placed: Sequence[Placed], list_element_bytes: int
+    ranges: Sequence[Range], parents: Mapping[int, int | None], placed: Sequence[Placed], list_element_bytes: int
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
 
+    That is the innermost call whose cost is known. On a CPU work is operators' own time, so no parents are looked at.
     A call that launches several kernels has its cost at one of them, the longest, so that sums count it once.
     """
-    parents = _operator_parents(ranges)
     counted: dict[int | None, tuple[int, Cost] | None] = {None: None}
     calls: dict[int, int] = {}
     longest: dict[int, int] = {}  # call → index of its longest work
@@ -152,14 +153,14 @@ def _costs(
 
 
 def _counted_call(
-    ranges: Sequence[Range], parents: dict[int, int | None], index: int | None, list_element_bytes: int
+    ranges: Sequence[Range], parents: Mapping[int, int | None], index: int | None, list_element_bytes: int
 ) -> tuple[int, Cost] | None:
     """The innermost operator call around a launch whose cost is known."""
     while index is not None:
         cost = operator_cost(ranges[index].name, ranges[index].tensors, list_element_bytes=list_element_bytes)
         if cost is not None:
             return index, cost
-        index = parents[index]
+        index = parents.get(index)
     return None
 
 

@@ -1,8 +1,8 @@
 """Snapshot files: anyone's pickle read without running any of it, and ours written for anyone's viewer.
 
-A pickle can run code when it is read. The reader here refuses every name that a pickle asks for, and so can make nothing
-but numbers, text, tuples, lists and dicts; then it checks that they are a snapshot. What is written is a pickle of
-protocol 4 with those plain values only, which pytorch.org/memory_viz reads.
+A pickle can run code when it is read. The reader here refuses every name that a pickle asks for, and so can make
+nothing but numbers, text, tuples, lists and dicts; then it checks that they are a snapshot. What is written is a pickle
+of protocol 4 with those plain values only, which pytorch.org/memory_viz reads.
 """
 
 from __future__ import annotations

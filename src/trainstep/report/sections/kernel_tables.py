@@ -11,6 +11,7 @@ from trainstep.report.records import Record
 PHASES = ("forward", "loss", "backward", "optimizer")
 TOP_KERNELS = 25
 TOP_MODULES = 20
+SMALLEST_SHARE = 0.01
 
 
 def _percent(value: float | None) -> str:
@@ -21,7 +22,9 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
     """Families of the step and of each phase, with their rates and the part of the device's limit they reach."""
     table_rows = []
     for row in rows:
-        limit = _of_limit(row, ceilings)
+        if row.case["phase"] != "step" and (get(row, "share") or 0) < SMALLEST_SHARE:
+            continue
+        limit, part = _of_limit(row, ceilings)
         cells = [
             Cell(f"{row.case['phase']}: {row.case['family']}", is_text=True),
             cell_of(row, "calls"),
@@ -29,14 +32,18 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
             Cell(_percent(get(row, "share")), get(row, "share"), "share"),
             cell_of(row, "tflops"),
             cell_of(row, "gb_s"),
-            Cell(limit[0], limit[1], "of_limit", note=limit[2]),
+            Cell(limit, part, "of_limit"),
         ]
         table_rows.append(Row(cells, f"{row.case['phase']}: {row.case['family']}", row.case["phase"] == "step"))
     columns = ["Phase and family", "Calls", "ms", "Of the phase", "TFLOP/s", "GB/s", "Of the device’s limit"]
-    return Table(f"Kernel time by family, per step: {title}", columns, table_rows, name=f"families{suffix}")
+    caption = (
+        f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
+        "what comes from caches can exceed the limit of memory"
+    )
+    return Table(caption, columns, table_rows, name=f"families{suffix}")
 
 
-def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | None, str]:
+def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | None]:
     """The larger of the parts reached of the arithmetic and of the memory ceiling, and which one it is."""
     peaks = {str(each.case["what"]): each for each in ceilings}
     parts = []
@@ -46,9 +53,9 @@ def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | Non
         if rate is not None and limit:
             parts.append((rate / limit, unit))
     if not parts:
-        return NONE, None, ""
+        return NONE, None
     part, unit = max(parts)
-    return f"{part:.0%}", part, unit
+    return f"{part:.0%} of {unit}", part
 
 
 def piece_table(rows: Sequence[Record], title: str, suffix: str) -> Table:

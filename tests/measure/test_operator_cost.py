@@ -1,0 +1,75 @@
+"""FLOPs and bytes of operator calls, by hand."""
+
+import pytest
+
+from trainstep.measure.operator_cost import operator_cost
+from trainstep.measure.trace import Tensors
+
+F, H = "float", "c10::BFloat16"
+
+
+def tensors(*pairs, scalars=(), counts=None):
+    shapes, dtypes = zip(*pairs, strict=True) if pairs else ((), ())
+    return Tensors(shapes, dtypes, counts or (1,) * len(pairs), scalars)
+
+
+QKV = [((2, 3, 16, 8), H)] * 3
+Q_BYTES = 2 * 3 * 16 * 8 * 2
+FORWARD = 4 * 2 * 3 * 16 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "flops", "moved"),
+    [
+        ("aten::mm", tensors(((8, 4), F), ((4, 2), F)), 128, 4 * (32 + 8 + 16)),
+        ("aten::mm", tensors(((8, 4), H), ((4, 2), H), ((8, 2), H)), 128, 2 * (32 + 8 + 16)),
+        ("aten::bmm", tensors(((3, 8, 4), F), ((3, 4, 2), F)), 384, 3 * 4 * (32 + 8 + 16)),
+        ("aten::addmm", tensors(((2,), F), ((8, 4), F), ((4, 2), F)), 128, 4 * (2 + 32 + 8 + 16)),
+        ("aten::_softmax", tensors(((4, 10), F)), 200, 320),
+        ("aten::_softmax_backward_data", tensors(((4, 10), F), ((4, 10), F)), 160, 480),
+        ("aten::mul", tensors(((4, 10), F), ((10,), F)), 40, 160 + 40 + 160),
+        ("aten::add_", tensors(((4, 10), H), ((4, 10), H)), 40, 3 * 80),
+        ("aten::copy_", tensors(((4, 10), H), ((4, 10), F)), None, 80 + 160),
+        ("aten::fill_", tensors(((4, 10), F)), None, 160),
+        ("aten::sum", tensors(((4, 10), F)), 40, 160),
+        ("aten::_foreach_add_", tensors(*[((5,), "TensorList")] * 4, counts=(2, 2)), 10, 6 * 5 * 4),
+        ("aten::_fused_adamw_", tensors(*[((5,), "TensorList")] * 4, counts=(1, 1, 1, 1)), 60, 28 * 5),
+        ("triton_poi_fused_mul_0", tensors(((4, 10), F), ((4, 10), F)), None, 320),
+        ("aten::_scaled_dot_product_flash_attention", tensors(*QKV, scalars=("", "", "", "0.", "False", "False", "")),
+         FORWARD, 4 * Q_BYTES),
+        ("aten::_scaled_dot_product_flash_attention", tensors(*QKV, scalars=("", "", "", "0.", "True", "False", "")),
+         FORWARD / 2, 4 * Q_BYTES),
+        ("aten::_scaled_dot_product_efficient_attention",
+         tensors(*QKV, scalars=("", "", "", "", "True", "0.", "False", "")), FORWARD, 4 * Q_BYTES),
+        ("trainstep::flash_attention_forward", tensors(*QKV, scalars=("", "", "", "True", "0.1")), FORWARD / 2,
+         4 * Q_BYTES),
+        ("aten::_scaled_dot_product_flash_attention_backward",
+         tensors(QKV[0], *QKV, QKV[0], ((2, 3, 16), F), scalars=("",) * 6 + ("0.", "True")), 2.5 * FORWARD / 2,
+         5 * Q_BYTES + 2 * 3 * 16 * 4 + 3 * Q_BYTES),
+    ],
+)  # fmt: skip
+def test_costs(name, arguments, flops, moved):
+    cost = operator_cost(name, arguments)
+    assert cost is not None
+    assert (cost.flops, cost.bytes) == (flops, moved)
+
+
+def test_lists_have_the_parameters_dtype():
+    two = operator_cost("aten::_foreach_sqrt", tensors(((5,), "TensorList"), counts=(1,)), list_element_bytes=2)
+    assert two is not None
+    assert two.bytes == 2 * 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("aten::view", tensors(((4, 10), F))),
+        ("aten::mm", None),
+        ("aten::mm", tensors()),
+        ("aten::mm", tensors(((8, 4), F))),
+        ("aten::mul", tensors(((4, 10), "c10::Unheard"))),
+        ("aten::_scaled_dot_product_flash_attention", tensors(*QKV)),
+    ],
+)
+def test_what_is_unknown_is_not_counted(name, arguments):
+    assert operator_cost(name, arguments) is None
