@@ -83,7 +83,9 @@ class _Group:
         self._expected: tuple[Any, ...] = ()
         _replace(blocks[0], self._first)
         for index, block in enumerate(blocks[1:], start=1):
-            _replace(block, functools.partial(self._other, index))
+            hand_on = functools.partial(self._other, index)
+            hand_on.hands_on = True  # type: ignore[attr-defined] # its call computes nothing and needs no parameters
+            _replace(block, hand_on)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         if len(self._forwards) == 1:

@@ -59,8 +59,10 @@ def batch(step, rows=4, vocabulary=23):
 
 
 def loss_of(module, tokens):
+    """Next-token cross-entropy, in float32 or wider."""
     logits = module(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), tokens[:, 1:].flatten())
 
 
 OPTIMIZERS = {
@@ -69,26 +71,46 @@ OPTIMIZERS = {
 }
 
 
-def train_alone(options, optimizer, steps, *, ranks, dtype=None, rounds=1):
-    """What `ranks` ranks compute together, in one process: their gradients in turn, in `dtype`, averaged in float32."""
-    module = build(**options)
+def mean_of_ranks(gradients):
+    """[rank][round] → the mean over ranks of a single round."""
+    return sum(rounds[0] for rounds in gradients) / len(gradients)
+
+
+def train_alone(
+    options, optimizer, steps, *, ranks, dtype=None, rounds=1, combine=mean_of_ranks, change=None, trained=torch.float32
+):
+    """What `ranks` ranks compute together, in one process: their gradients in turn, in `dtype`, averaged in `trained`.
+
+    `combine` makes one gradient of those of every rank and round; `change` gets the module before the optimizer's step.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have; sums depend on it
+    try:
+        return _train_alone(options, optimizer, steps, ranks, dtype, rounds, combine, change, trained)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train_alone(options, optimizer, steps, ranks, dtype, rounds, combine, change, trained):
+    module = build(**options).to(trained)
     parameters = dict(module.named_parameters())
     optimizer = OPTIMIZERS[optimizer](module.parameters())
     for step in range(steps):
-        sums = {}
-        for round_ in range(rounds):
-            for part in batch(step * rounds + round_).chunk(ranks):
+        found = {}
+        for rank in range(ranks):
+            for round_ in range(rounds):
                 worker = copy.deepcopy(module)
                 if dtype is not None:
                     for parameter in worker.parameters():
                         parameter.data = parameter.data.to(dtype)
-                loss_of(worker, part).backward()
+                loss_of(worker, batch(step * rounds + round_).chunk(ranks)[rank]).backward()
                 for name, parameter in worker.named_parameters():
                     if parameter.grad is not None:
-                        gradient = parameter.grad.float()
-                        sums[name] = sums[name] + gradient if name in sums else gradient
-        for name, total in sums.items():
-            parameters[name].grad = total / ranks
+                        found.setdefault(name, [[] for _ in range(ranks)])[rank].append(parameter.grad.to(trained))
+        for name, gradients in found.items():
+            parameters[name].grad = combine(gradients)
+        if change is not None:
+            change(module)
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in parameters.items()}

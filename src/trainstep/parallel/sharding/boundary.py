@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.sharding.schedule import Call, Schedule
+from trainstep.parallel.sharding.schedule import Call, Schedule, in_backward
 
 
 class Boundary:
@@ -45,6 +45,15 @@ class Boundary:
             self.is_open = was_open
         self._leave(call, output)
         return output
+
+    def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, computed again in backward; the marks for backward are in the graph from the first time."""
+        self._schedule.gather_again(self._groups)
+        was_open, self.is_open = self.is_open, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_open = was_open
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
@@ -103,13 +112,16 @@ class _Unit(nn.Module):
     """What a unit's class is mixed with."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.checkpointing
+            return super().__call__(*args, **kwargs)
         return self.__dict__["boundary"].run(super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self.__dict__["boundary"]
         if boundary.is_open:
             return super().forward(*args, **kwargs)
-        return boundary.run(super().forward, args, kwargs)
+        run = boundary.run_again if in_backward() else boundary.run
+        return run(super().forward, args, kwargs)
 
 
 @functools.cache

@@ -120,6 +120,12 @@ class Schedule:
             group.users += 1
         return call
 
+    def gather_again(self, groups: Sequence[ParameterGroup]) -> None:
+        """Backward computes activations again, and goes on through the same parameters."""
+        for group in groups:
+            group.gather(self._gathers)
+            group.wait()
+
     def leave(self, call: Call, *, needs_backward: bool) -> None:
         """The call has ended: free its groups, unless backward needs them first of all or has begun."""
         self.abandon(call)
