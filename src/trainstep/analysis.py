@@ -1,14 +1,17 @@
-"""The main job: facts of a workload, its step taken apart, the warm-up's effect, this device's ceilings, the ladder."""
+"""The main job: facts of a workload, its step taken apart, the warm-up's effect, ceilings, kernels, the ladder."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
+from trainstep.bench.allocations import allocation_records
 from trainstep.bench.ceilings import ceiling_records
 from trainstep.bench.ladder import climb
+from trainstep.bench.profile import profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
@@ -22,6 +25,9 @@ from trainstep.workload import Workload, WorkloadSource, resolve_device
 
 WARMUPS = (0, 1, 2, 5)
 """The warm-up study: means as they would have been after so many steps left out."""
+
+PROFILED_AGAINST = 5
+"""Steps without the profiler that the profiled ones are held against."""
 
 
 def analyze(
@@ -63,14 +69,18 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
     return WorkloadSource(getattr(factory, "__name__", "workload"), build)
 
 
-def analysis_records(source: WorkloadSource, config: StepConfig, *, steps: int) -> Iterator[Record]:
-    """All records of an analysis, in order, each yielded when it is known."""
+def analysis_records(
+    source: WorkloadSource, config: StepConfig, *, steps: int, trace: Path | None = None
+) -> Iterator[Record]:
+    """All records of an analysis, in order, each yielded when it is known; the profiler's trace is kept at `trace`."""
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device = resolve_device(config.device)
     yield _facts(source, config)
     yield from run_cases([StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS])
+    yield from allocation_records(source, config)
     yield from ceiling_records(device)
+    yield from profile_records(source, config, warmup=2, steps=PROFILED_AGAINST, profiled_steps=2, trace=trace)
     plain = StepConfig()
     base = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss", "optimizer")}
     yield from climb(source, dataclasses.replace(config, **base), steps=steps)

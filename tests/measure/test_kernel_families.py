@@ -122,9 +122,9 @@ def test_the_operator_tells_where_the_kernel_s_name_does_not():
     ("name", "short"),
     [
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3>>"
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<int, 3>>"
             "(int, at::native::CUDAFunctor_add<float>)",
-            "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>, array<char*, 3>>",
+            "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>, array<int, 3>>",
         ),
         ("void (anonymous namespace)::softmax_warp_forward<float, 9>(float*)", "softmax_warp_forward<float, 9>"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN"),

@@ -14,13 +14,12 @@ class Analyze(OneModel):
     """Measure a training step, explain it, make it faster rung by rung, and write the report."""
 
     out: Path = Path("results/analyze")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
 
     def run(self) -> int:
         """Measure, print and write."""
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        return run_and_report(
-            analysis_records(source, self.step.checked(), steps=self.steps), self.out, f"analyze {source.name}"
-        )
+        records = analysis_records(source, self.step.checked(), steps=self.steps, trace=self.out / "trace.json.gz")
+        return run_and_report(records, self.out, f"analyze {source.name}")

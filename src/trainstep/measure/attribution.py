@@ -11,8 +11,8 @@ started last made the node.) Three cases more:
 - Activations recomputed in backward call modules again: they belong to the module whose range is open, in backward.
 - A compiled region has one forward operator and one node, and belongs to the module that was compiled.
 
-No clock decides, with one exception that is exact: the step is the one whose range was open, on whichever thread, when
-the work was launched; backward is over when `.backward()` returns.
+No clock decides, with one exception that is exact: the step is the one whose range was open, on whichever thread of the
+process, when the work was launched; backward is over when `.backward()` returns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attribute(trace: Trace) -> list[Placed]:
         if work.launch is not None:
             index = innermost.at(*work.launch)
             place = places[index] if index is not None else Place()
-            place = replace(place, step=steps.at(work.launch[1]))
+            place = replace(place, step=steps.at(work.launch[0][0], work.launch[1]))
         placed.append(Placed(work, place))
     return placed
 
@@ -181,13 +181,18 @@ class _Innermost:
 
 
 class _Steps:
-    """Looks up the step that was under way at a time."""
+    """Looks up the step that was under way in a process at a time."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
-        steps = sorted((each for each in ranges if each.kind == "step"), key=lambda each: each.start)
-        self._steps, self._starts = steps, [each.start for each in steps]
+        self._of_process: dict[int, list[Range]] = {}
+        for each in sorted((each for each in ranges if each.kind == "step"), key=lambda each: each.start):
+            self._of_process.setdefault(each.thread[0], []).append(each)
+        self._starts = {process: [each.start for each in own] for process, own in self._of_process.items()}
 
-    def at(self, time: float) -> str | None:
-        """Name of the step."""
-        position = bisect.bisect_right(self._starts, time) - 1
-        return self._steps[position].name if position >= 0 and time < self._steps[position].end else None
+    def at(self, process: int, time: float) -> str | None:
+        """Name of the step, with that of the process where several take steps."""
+        position = bisect.bisect_right(self._starts.get(process, []), time) - 1
+        if position < 0 or time >= self._of_process[process][position].end:
+            return None
+        name = self._of_process[process][position].name
+        return name if len(self._of_process) == 1 else f"{process}: {name}"
