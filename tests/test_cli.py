@@ -167,6 +167,23 @@ def test_info_names_the_versions():
     assert re.search(r"^torch +\d", found.stdout, re.M)
 
 
+def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    grid = ["--precision", "fp32,bf16", "--policies", "every-1"]
+    assert main_code(["memory", *QUICK, *grid, "--peaks", "--timeline", "--mode", "step", "--out", str(out)]) == 0
+    records = read_records(out / "results.jsonl")
+    assert {row.case["checkpointing"] for row in records} == {"every-1"}
+    assert [row.case["precision"] for row in of_kind(records, "peak")] == ["fp32", "bf16"]
+    assert [row.values["snapshot"] for row in of_kind(records, "memory-timeline")] == [
+        "snapshot-1.pickle",
+        "snapshot-2.pickle",
+    ]
+    assert main_code(["memory", "--from", str(out / "snapshot-1.pickle"), "--out", str(again)]) == 0
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), "memory-timeline")[0] for folder in (out, again))
+    assert ours.values["peak_gib"] == theirs.values["peak_gib"]
+    assert (again / "report.html").exists()
+
+
 BAD = [
     (["analyze", "--size", "huge"], "unknown size 'huge'; expected one of tiny"),
     (["analyze", "--size", "tiny", "--num-heads", "7"], "does not divide into 7 heads"),
@@ -185,7 +202,10 @@ BAD = [
     (["bench", "step", "--size", "tiny,huge"], "unknown size 'huge'"),
     (["bench", "attention", "--seq", "0"], "impossible attention case"),
     (["bench", "attention", "--passes", "0"], "expected at least one of each"),
-    (["memory"], "give --residuals, --checkpointing or both"),
+    (["memory", "--from", "absent.pickle"], "cannot read absent.pickle: No such file"),
+    (["memory", "--from", "README.md"], "as no pickle of torch does; expected what torch.cuda.memory._dump_snapshot"),
+    (["memory", "--from", "README.md", "--residuals"], "--from shows a file and measures nothing"),
+    (["memory", "--peaks", "--policies", "often", "--device", "cpu"], "expected none, every-K"),
     (["memory", "--checkpointing", "--policies", "none,often"], "expected none, every-K"),
     (["bench", "step", "--checkpointing", "every-0"], "expected none, every-K"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),

@@ -5,8 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainstep.bench import peaks
 from trainstep.bench.checkpointing import checkpointing_records, default_policies
+from trainstep.bench.peaks import peak_records
 from trainstep.bench.residuals import measure_residuals, residual_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
@@ -63,6 +66,31 @@ def test_compiled_code_checkpoints_too():
 def test_selective_checkpointing_hides_what_it_keeps():
     with pytest.raises(UnsupportedError, match="use --checkpointing none"):
         measure_residuals(TOY, dataclasses.replace(STEP, checkpointing="selective"))
+
+
+def test_peaks_over_a_grid():
+    configs = [dataclasses.replace(STEP, precision=precision, context=context)
+               for precision in ("fp32", "bf16") for context in (16, 32)]  # fmt: skip
+    configs.append(dataclasses.replace(STEP, compile="model"))
+    rows = list(peak_records(TOY, configs, ["forward", "step"]))
+    assert [row.status for row in rows] == ["ok"] * 8 + ["unsupported"] * 2
+    for forward, step in zip(rows[:8:2], rows[1:8:2], strict=True):
+        assert (forward.case["mode"], step.case["mode"]) == ("forward", "step")
+        assert forward.values["peak_gib"] < step.values["forward_peak_gib"] <= step.values["peak_gib"]
+        assert step.values["at_rest_gib"] > 2.9 * forward.values["at_rest_gib"], "AdamW's state"
+        assert "predicted_gib" not in forward.values
+        assert abs(step.values["prediction_error"]) < 0.005
+    assert rows[1].values["peak_gib"] < rows[3].values["peak_gib"], "the longer context"
+
+
+def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42 GiB")
+
+    monkeypatch.setattr(peaks, "measure_peaks", no_room)
+    (row,) = peak_records(TOY, [STEP], ["step"])
+    assert (row.status, row.reason) == ("out of memory", "CUDA out of memory. Tried to allocate 42 GiB")
+    assert row.values["predicted_gib"] > 0
 
 
 def test_policies_to_try():

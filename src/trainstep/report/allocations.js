@@ -3,7 +3,8 @@
 
 function layOutAllocations(data, count, colours) {
   const size = (bytes) => {
-    const [value, unit] = bytes >= 2 ** 30 ? [bytes / 2 ** 30, "GiB"] : [bytes / 2 ** 20, "MiB"];
+    const power = Math.min(3, Math.max(1, Math.floor(Math.log2(bytes) / 10)));
+    const [value, unit] = [bytes / 2 ** (10 * power), ["KiB", "MiB", "GiB"][power - 1]];
     return `${Number(value.toPrecision(3)).toLocaleString("en")} ${unit}`;
   };
   // What comes and goes is shown before what is always there, however large that is.

@@ -46,9 +46,12 @@ def _chart(part: str, words: str, compiled: str, rows: Sequence[Record]) -> Char
         if row.case["what"] == "all":
             continue
         size, share = get(row, "mib") or 0, get(row, "share") or 0
-        what = str(row.case["what"])
-        operation = f" · {row.values['operation']}" if row.values.get("operation") else ""
-        tip = f"{gib(size / 1024)}, {share:.1%}{operation}\n{row.values.get('tensor') or 'various'}"
+        what, operation = str(row.case["what"]), row.values.get("operation")
+        tip = f"{gib(size / 1024)}, {share:.1%} of it\n{row.values.get('tensor') or 'various tensors'}"
+        if operation:
+            rank, _, module = what.partition(". ")
+            tip = f"{module}\n{tip}"
+            what = f"{rank}. {operation}, {module.rpartition('.')[2]}"
         tip += f"\n{number(row.values.get('storages'))} storages"
         bars.append(Bar(what, size, f"{share:.1%}", tip))
     total = next((get(row, "mib") or 0 for row in rows if row.case["what"] == "all"), 0)

@@ -12,10 +12,19 @@ from trainstep.report.tables import make_table
 _NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
 
 
+_SHORT = 12
+"""Words up to this long are set like numbers, in a narrow column."""
+
+
+def _are_numbers(texts: Sequence[str]) -> bool:
+    return all(_NUMBER.fullmatch(text) for text in texts)
+
+
 def plain_table(kind: str, rows: Sequence[Record], name: str = "") -> Table:
-    """The table of records of one kind; columns of numbers are set as numbers."""
+    """The table of records of one kind; columns of numbers or short words are narrow."""
     made = make_table(kind, rows)
-    is_text = [not all(_NUMBER.fullmatch(row[index]) for row in made.rows) for index in range(len(made.columns))]
+    columns = [[row[index] for row in made.rows] for index in range(len(made.columns))]
+    is_text = [max(map(len, column), default=0) > _SHORT and not _are_numbers(column) for column in columns]
     found = [
         Row([Cell(text, is_text=words) for text, words in zip(row, is_text, strict=True)], str(index))
         for index, row in enumerate(made.rows)
