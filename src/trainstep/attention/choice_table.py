@@ -16,4 +16,6 @@ FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]] = {
     ("sm_90", "float16", 128, True): ((0, "sdpa-cudnn"),),
     ("sm_90", "float32", 128, False): ((0, "sdpa-efficient"),),
     ("sm_90", "float32", 128, True): ((0, "sdpa-efficient"),),
+    ("sm_90", "bfloat16", 256, False): ((0, "flash-triton"),),
+    ("sm_90", "bfloat16", 256, True): ((0, "flash-triton"), (4096, "sdpa-cudnn")),
 }

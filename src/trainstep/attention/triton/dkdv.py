@@ -149,7 +149,7 @@ def _arguments(
     )  # fmt: skip
 
 
-_launch = Launcher(dkdv_kernel, _arguments)
+launcher = Launcher(dkdv_kernel, _arguments)
 
 
 def launch_dkdv(
@@ -157,4 +157,4 @@ def launch_dkdv(
     scale: float, tile: Tile,
 ) -> None:  # fmt: skip
     """Fill dk and dv (like k and v) from the same tensors and the delta that `launch_dq` returned."""
-    _launch((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, multiply_precision(q.dtype))
+    launcher((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, multiply_precision(q.dtype))

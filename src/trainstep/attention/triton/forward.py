@@ -138,11 +138,11 @@ def _arguments(
     )  # fmt: skip
 
 
-_launch = Launcher(forward_kernel, _arguments)
+launcher = Launcher(forward_kernel, _arguments)
 
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
 ) -> None:
     """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
-    _launch((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype))
+    launcher((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype))

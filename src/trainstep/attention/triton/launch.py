@@ -45,6 +45,8 @@ class Launcher:
         self._kernel = kernel
         self._arguments = arguments
         self._prepared: dict[Any, _Prepared] = {}
+        self.latest: Any = None
+        """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
 
     def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
         key = (
@@ -70,6 +72,7 @@ class Launcher:
         compiled = self._kernel[grid](*launch.leading, **launch.named)
         if compiled is None:  # Triton's interpreter has nothing to remember
             return
+        self.latest = compiled
         if len(self._prepared) >= _REMEMBERED:
             self._prepared.clear()
         arguments = [*launch.leading, *(launch.named[name] for name in self._kernel.arg_names[len(launch.leading) :])]

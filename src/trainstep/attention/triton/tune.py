@@ -1,10 +1,13 @@
 """Measure tile configurations on this GPU and write the table that `tuning` looks them up in.
 
-`tune` is for whoever has a GPU that the table does not know, or a new Triton: it times every candidate of every kernel
-on inputs large enough to fill the GPU and keeps the fastest. Compiling takes far longer than timing, so the candidates
-of a case are compiled ahead by as many processes as there are processors, into Triton's cache.
+`tune` is for whoever has a GPU that the table does not know, or a new Triton: it times every candidate of every
+kernel on inputs large enough to fill the GPU and keeps the fastest. What does not fit its registers is passed over
+unless all others take a tenth longer: how much spills, and so the time, changes with the compiler's version.
+Compiling takes far longer than timing, so the candidates of a case are compiled ahead by as many processes as there
+are processors, into Triton's cache.
 """
 
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -20,7 +23,7 @@ import triton
 import triton.testing
 from torch import Tensor
 
-from trainstep.attention.triton import dkdv, dq, forward, tables
+from trainstep.attention.triton import tables
 from trainstep.attention.triton.dispatch import runs_hopper_kernels
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of, multiply_precision
 from trainstep.errors import UsageError
@@ -42,6 +45,8 @@ class Measurement:
     is_causal: bool
     tile: AnyTile
     time_ms: float | None
+    spills: int | None = None
+    """Registers that the compiler keeps in local memory, as it counts them."""
     error: str = ""
 
 
@@ -134,8 +139,8 @@ class _Case:
         try:
             time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=rep_ms, return_mode="median")
         except Exception as error:
-            return Measurement(*about, None, f"{type(error).__name__}: {str(error)[:200]}")
-        return Measurement(*about, time)
+            return Measurement(*about, None, error=f"{type(error).__name__}: {str(error)[:200]}")
+        return Measurement(*about, time, self._module(kernel).launcher.latest.n_spills)
 
     def call(self, kernel: str, tile: AnyTile) -> Callable[[], object]:
         """A function without arguments that runs `kernel` once with `tile`."""
@@ -143,22 +148,30 @@ class _Case:
         out, scale = torch.empty_like(q), q.shape[-1] ** -0.5
         # Any plausible values time alike: a log-sum-exp near log(seq), and delta 0.
         lse, delta = torch.full(q.shape[:-1], 9.0, device=q.device), torch.zeros(q.shape[:-1], device=q.device)
-        if isinstance(tile, Tile):
+        forward, dq, dkdv = (self._module(name) for name in KERNELS)
+        if not self.hopper:
             return {
                 "forward": lambda: forward.launch_forward(q, k, v, out, lse, is_causal, scale, tile),
                 "dq": lambda: dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
                 "dkdv": lambda: dkdv.launch_dkdv(q, k, v, lse, delta, do, out, out, is_causal, scale, tile),
             }[kernel]
-        from trainstep.attention.triton.hopper import dkdv as hopper_dkdv
-        from trainstep.attention.triton.hopper import dq as hopper_dq
-        from trainstep.attention.triton.hopper import forward as hopper_forward
-
         stat = torch.stack([-lse / scale, delta]).flatten(1, 2)
         return {
-            "forward": lambda: hopper_forward.launch_forward(q, k, v, out, lse, is_causal, scale, tile),
-            "dq": lambda: hopper_dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
-            "dkdv": lambda: hopper_dkdv.launch_dkdv(q, k, v, stat, do, out, out, is_causal, scale, tile),
+            "forward": lambda: forward.launch_forward(q, k, v, out, lse, is_causal, scale, tile),
+            "dq": lambda: dq.launch_dq(q, k, v, q, lse, do, out, is_causal, scale, tile),
+            "dkdv": lambda: dkdv.launch_dkdv(q, k, v, stat, do, out, out, is_causal, scale, tile),
         }[kernel]
+
+    def _module(self, kernel: str) -> Any:
+        """The module of a kernel's launch function and launcher."""
+        package = "trainstep.attention.triton.hopper" if self.hopper else "trainstep.attention.triton"
+        return importlib.import_module(f"{package}.{kernel}")
+
+
+def _merit(result: Measurement) -> float:
+    """The lower the better, in milliseconds: the time, counted a tenth longer where registers spill."""
+    assert result.time_ms is not None
+    return result.time_ms * (1.1 if result.spills else 1.0)
 
 
 def _compile_ahead(
@@ -188,7 +201,7 @@ def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]
     hopper: dict[Any, Any] = dict(tables.HOPPER)
     arch = architecture(torch.cuda.get_device_capability())
     timed = [result for result in results if result.time_ms is not None]
-    for best in sorted(timed, key=lambda result: -(result.time_ms or 0.0)):  # the fastest of a case is written last
+    for best in sorted(timed, key=_merit, reverse=True):  # the best of a case is written last
         if isinstance(best.tile, HopperTile):
             hopper[best.kernel, max(64, block_of(best.head_dim)), best.is_causal] = astuple(best.tile)
         else:

@@ -263,7 +263,7 @@ def _arguments(
     )  # fmt: skip
 
 
-_launch = Launcher(dkdv_kernel, _arguments)
+launcher = Launcher(dkdv_kernel, _arguments)
 
 
 def launch_dkdv(
@@ -271,4 +271,4 @@ def launch_dkdv(
     tile: HopperTile,
 ) -> None:  # fmt: skip
     """Fill dk and dv (like k and v) from the same tensors and the statistics that `launch_dq` returned."""
-    _launch((q, k, v, do, stat, dk, dv), is_causal, scale, tile)
+    launcher((q, k, v, do, stat, dk, dv), is_causal, scale, tile)

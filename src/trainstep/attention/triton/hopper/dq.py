@@ -243,7 +243,7 @@ def _arguments(
     )  # fmt: skip
 
 
-_launch = Launcher(dq_kernel, _arguments)
+launcher = Launcher(dq_kernel, _arguments)
 
 
 def launch_dq(
@@ -260,5 +260,5 @@ def launch_dq(
     own_rows = tile.consumers * ROWS.value
     padded_rows = triton.cdiv(n_queries, own_rows) * own_rows
     stat = torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)
-    _launch((q, k, v, do, o, lse, stat, dq), is_causal, scale, tile)
+    launcher((q, k, v, do, o, lse, stat, dq), is_causal, scale, tile)
     return stat

@@ -238,7 +238,7 @@ def _arguments(
     )  # fmt: skip
 
 
-_launch = Launcher(forward_kernel, _arguments)
+launcher = Launcher(forward_kernel, _arguments)
 
 
 def launch_forward(
@@ -248,4 +248,4 @@ def launch_forward(
 
     The inputs are four-dimensional with 16-byte aligned rows, and scale > 0.
     """
-    _launch((q, k, v, o, lse), is_causal, scale, tile)
+    launcher((q, k, v, o, lse), is_causal, scale, tile)
