@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,16 +45,30 @@ def load_checkpoint(
     A plain model reads it by torch's own means: `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)`.
 
     Raises:
-        UsageError: the folder holds no checkpoint, or one without this optimizer's parameters.
+        UsageError: the folder holds no checkpoint, or that of another model or optimizer.
     """
     if not (Path(folder) / ".metadata").exists():
         raise UsageError(f"{folder} holds no checkpoint; give a folder that save_checkpoint wrote")
+    metadata = FileSystemReader(str(folder)).read_metadata()
     state: dict[str, Any] = {"model": module_state(module)}
+    _check_fit(folder, metadata, state["model"])
     if optimizer is not None:
-        state["optimizer"] = _empty_optimizer_state(folder, module)
+        state["optimizer"] = _empty_optimizer_state(folder, metadata, module)
     load(state, checkpoint_id=str(folder), process_group=module.process_group)
     if optimizer is not None:
         _load_optimizer(module, optimizer, state["optimizer"])
+
+
+def _check_fit(folder: str | Path, metadata: Metadata, state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        stored = metadata.state_dict_metadata.get(f"model.{name}")
+        if stored is None:
+            raise UsageError(f"{folder} holds another model: it has no {name}")
+        if isinstance(value, Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            raise UsageError(
+                f"{folder} holds another model: its {name} has shape {tuple(stored.size)}, this one's "
+                f"{tuple(value.shape)}"
+            )
 
 
 def module_state(module: FullyShardedDataParallel) -> dict[str, Any]:
@@ -136,28 +151,27 @@ def _is_like(value: Any, shard: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == shard.shape
 
 
-def _empty_optimizer_state(folder: str | Path, module: FullyShardedDataParallel) -> dict[str, Any]:
+def _empty_optimizer_state(folder: str | Path, metadata: Metadata, module: FullyShardedDataParallel) -> dict[str, Any]:
     """The checkpoint's optimizer state with memory to read it into."""
-    metadata = FileSystemReader(str(folder)).read_metadata()
     by_name = {parameter.name: parameter for parameter in module.sharded_parameters()}
     mesh = _mesh(module)
-    state: dict[str, dict[str, Any]] = {}
+    empty: dict[str, Any] = {}
     for flat, path in (metadata.planner_data or {}).items():
-        if tuple(path[:2]) != ("optimizer", "state") or path[2] not in by_name:
+        if path[0] != "optimizer":
             continue
-        parameter = by_name[path[2]]
         stored = metadata.state_dict_metadata[flat]
         value: Any = None
         if isinstance(stored, TensorStorageMetadata):
             dtype = stored.properties.dtype
-            if stored.size == parameter.shape:
+            parameter = by_name.get(path[2]) if path[1] == "state" else None
+            if parameter is not None and stored.size == parameter.shape:
                 value = _as_saved(parameter, torch.empty_like(parameter.shard.detach(), dtype=dtype), mesh)
             else:
                 value = torch.empty(stored.size, dtype=dtype)
-        state.setdefault(path[2], {})[path[3]] = value
-    if not any(tuple(path[:1]) == ("optimizer",) for path in (metadata.planner_data or {}).values()):
+        set_element(empty, path[1:], value)
+    if not empty:
         raise UsageError(f"{folder} holds no optimizer's state; it was saved without one")
-    return {"state": state, "param_groups": None}
+    return {"state": {}} | empty
 
 
 def _load_optimizer(module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
