@@ -1,7 +1,9 @@
-"""Markers: tests that need a GPU are skipped with the reason where there is none."""
+"""Markers: tests that need a GPU are skipped with the reason where there is none. Workers for distributed tests."""
 
 import pytest
 import torch
+
+from trainstep.parallel.workers import Workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,3 +13,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two Gloo workers: `two.run(function, *arguments)` calls `function(process, *arguments)` on both."""
+    with Workers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Four Gloo workers."""
+    with Workers(4) as workers:
+        yield workers

@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, subcommand
 
 from trainstep.commands.analyze import Analyze
-from trainstep.commands.bench import BenchAttention, BenchLadder, BenchStep, attention_defaults
+from trainstep.commands.bench import BenchAttention, BenchCollectives, BenchLadder, BenchStep, attention_defaults
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
@@ -52,6 +52,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
         Annotated[BenchAttention, subcommand("attention", default=attention_defaults(choice.grid))],
+        Annotated[BenchCollectives, subcommand("collectives")],
     ]
     bench: Any = dataclasses.make_dataclass("Bench", [("experiment", experiments)])
     bench.__doc__ = "Run an experiment over a grid of cases."

@@ -1,23 +1,7 @@
-"""Worker pools for the distributed tests: started once per test process, shared by all modules."""
+"""Distributed tests compare to the bit."""
 
 import pytest
 import torch
-
-from trainstep.parallel.workers import Workers
-
-
-@pytest.fixture(scope="session")
-def two():
-    """Two Gloo workers: `two.run(function, *arguments)` calls `function(process, *arguments)` on both."""
-    with Workers(2) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="session")
-def four():
-    """Four Gloo workers."""
-    with Workers(4) as workers:
-        yield workers
 
 
 @pytest.fixture(autouse=True)

@@ -36,12 +36,13 @@ def attempt(work: Callable[[], Result]) -> Result | Failure:
     except UsageError:
         raise
     except Exception as error:
-        return _classify(error)
+        return classify(error)
     finally:
         release_memory()
 
 
-def _classify(error: Exception) -> Failure:
+def classify(error: Exception) -> Failure:
+    """What a grid records of an error."""
     text = one_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "memory: you tried to allocate" in str(error):
         return Failure("out of memory", text)

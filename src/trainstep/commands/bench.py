@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
 from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
@@ -15,6 +16,7 @@ from trainstep.config import StepConfig, StepMode, resolve_size
 
 StepGrid: Any = grid_of(StepConfig)
 AttentionGrid: Any = grid_of(AttentionCase)
+CollectiveGrid: Any = grid_of(collective_cases.CollectiveCase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,39 @@ class BenchAttention(Common):
             cases = listed_cases(self.case, axes["impl"], axes["dtype"])
         records = run_cases(cases, device=self.device, warmup=self.warmup, passes=self.passes)
         return run_and_report(records, self.out, "bench attention", total=len(cases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCollectives(Common):
+    """Time collectives over a grid, started by torchrun: every flag with commas is an axis. Checked before timed."""
+
+    axes: CollectiveGrid = field(default_factory=lambda: CollectiveGrid(**collective_cases.DEFAULTS))
+    """The cases; every combination of the values is one."""
+    warmup: int = 5
+    """Calls before the timed ones."""
+    steps: int = 20
+    """Timed calls per case."""
+    device: str = "auto"
+    """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-collectives")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        """Measure on all ranks; the first one prints and writes."""
+        from trainstep.bench.collectives import run_cases
+        from trainstep.parallel.process import join_group
+
+        axes = {each.name: getattr(self.axes, each.name) for each in dataclasses.fields(CollectiveGrid)}
+        with join_group(self.device, timeout_s=self.timeout) as process:
+            cases = collective_cases.collective_cases(axes, process.world_size)
+            records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
+            if process.rank == 0:
+                return run_and_report(records, self.out, "bench collectives", total=len(cases))
+            for _ in records:
+                raise AssertionError("only rank 0 gets records")
+        return 0
 
 
 def attention_defaults(grid: str | None) -> BenchAttention:

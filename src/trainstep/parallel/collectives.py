@@ -40,19 +40,22 @@ def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
 
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = _mean_as_sum(tensors, group)
-    options.asyncOp = True
-    return group.allreduce_coalesced([flat(tensor) for tensor in tensors], options)
+    return _all_reduce(tensors, group, _mean(tensors, group))
+
+
+def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Every tensor becomes the sum of all ranks' tensors in its place."""
+    return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
 def reduce_scatter_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
     """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = _mean_as_sum(tensors, group)
-    options.asyncOp = True
-    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
-    return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
+    return _reduce_scatter(tensors, group, _mean(tensors, group))
+
+
+def reduce_scatter_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """In every tensor, `slice_of` this rank becomes the sum of all ranks'; what the rest then holds is undefined."""
+    return _reduce_scatter(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
 def all_gather_slices(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
@@ -79,7 +82,22 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
         target.copy_(dense)
 
 
-def _mean_as_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = operation
+    options.asyncOp = True
+    return group.allreduce_coalesced([flat(tensor) for tensor in tensors], options)
+
+
+def _reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = operation
+    options.asyncOp = True
+    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
+    return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
+
+
+def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
     """The operation that makes a mean: NCCL divides on the way; for Gloo the tensors are divided here, then added.
 
     Divided before, not after, the sum stays in range in 16-bit types.

@@ -21,7 +21,7 @@ a gap from the first bucket on, and end at T/k + k·c. So what is exposed is
 
     max( s/(k·w) + o,  T/k + s/w + k·o − T ).
 
-The two are equal at k = 1 and at k = (T − s/w)/o; in between the first is the larger, and it falls with k. The second is
+The two are equal at k = 1 and at k = (T − s/w)/o; in between the first is the larger, and falls with k. The second is
 least at k = √(T/o). Hence the best number of buckets is max( √(T/o), (T − s/w)/o ). Where nothing is known of T,
 take T = s/w, backward as fast as the network: s/(k·w) + k·o is exposed, least for buckets of √(s·w·o) bytes.
 

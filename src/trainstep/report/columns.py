@@ -181,6 +181,33 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             OUTCOME,
         ),
     ),
+    "collective": (
+        "Collectives: time on the slowest rank; bus bandwidth is bytes on each link of a ring over that time",
+        (
+            *(case_column(name, name) for name in ("backend", "dtype", "collective")),
+            case_column("ranks", "world_size"),
+            case_column("MB", "size_mb"),
+            Column("n", lambda row: number(row.values.get("n")), setting=True),
+            median_column("time (ms) [95 %]", "time"),
+            mean_column("mean ± std", "time"),
+            value_column("fastest rank (ms)", "fastest_rank_ms", brief=False),
+            value_column("slowest rank (ms)", "slowest_rank_ms", brief=False),
+            value_column("algorithm GB/s", "algorithm_gb_s"),
+            value_column("bus GB/s", "bus_gb_s"),
+            OUTCOME,
+        ),
+    ),
+    "collective fit": (
+        "What a call costs: an overhead, and bytes on each link at a bandwidth",
+        (
+            *(case_column(name, name) for name in ("backend", "dtype", "collective")),
+            case_column("ranks", "world_size"),
+            value_column("overhead (µs)", "overhead_us"),
+            value_column("bus GB/s", "bus_gb_s"),
+            value_column("sizes", "sizes"),
+            value_column("worst error (%)", "worst_error", 100, digits=2),
+        ),
+    ),
     "ceiling": (
         "What this device reaches",
         (

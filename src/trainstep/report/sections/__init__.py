@@ -12,6 +12,7 @@ from trainstep.report.records import Record
 from trainstep.report.sections.activations import checkpointing, residuals
 from trainstep.report.sections.allocations import allocations
 from trainstep.report.sections.attention import attention
+from trainstep.report.sections.collectives import collectives
 from trainstep.report.sections.kernels import kernels
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
@@ -30,6 +31,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     ladder,
     correctness,
     attention,
+    collectives,
     memory,
     peaks,
     allocations,

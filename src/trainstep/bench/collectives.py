@@ -1,0 +1,204 @@
+"""`trainstep bench collectives`: time of every collective, by size, type and number of ranks, on all ranks.
+
+Each case is first checked: the tensors hold small whole numbers, whose sums are exact. Then all ranks are lined up
+before every call (on a GPU by a small all-reduce in the same stream, so that what is timed starts at the same moment on
+every device), and each takes its own time. A call lasts as long as on its slowest rank. At the end a line of overhead
+and bandwidth is fitted for every collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.bench.collective_cases import CollectiveCase
+from trainstep.bench.collective_fit import fit_link
+from trainstep.bench.outcome import Failure, classify
+from trainstep.errors import UsageError
+from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.phases import PhaseContext
+from trainstep.measure.stats import summarize
+from trainstep.measure.timing import device_clock, time_steps
+from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
+from trainstep.parallel.process import Process
+from trainstep.plan.communication import bus_factor
+from trainstep.report.records import Record, Scalar
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's part in a case."""
+
+    milliseconds: list[float]
+    """Of every timed call."""
+    wrong: bool
+    failure: Failure | None = None
+
+
+def run_cases(cases: Sequence[CollectiveCase], process: Process, *, warmup: int, steps: int) -> Iterator[Record]:
+    """Measure case by case. All ranks must iterate; rank 0 gets the records, each when it is known, the others none."""
+    if warmup < 0 or steps < 1:
+        raise UsageError(f"warmup is {warmup} and steps {steps}; expected at least 0 and 1")
+    groups = {size: _first_ranks(size, process) for size in dict.fromkeys(case.world_size for case in cases)}
+    records = []
+    for case in cases:
+        part = _take_part(case, process, groups[case.world_size], warmup, steps)
+        parts: list[_Part | None] = [None] * process.world_size
+        dist.all_gather_object(parts, part, group=process.group)
+        if process.rank == 0:
+            records.append(_record(case, process, [each for each in parts if each is not None]))
+            yield records[-1]
+    if process.rank == 0:
+        yield from _fits(records)
+
+
+def _first_ranks(size: int, process: Process) -> dist.ProcessGroup | None:
+    """A group of the first ranks; None where this rank is not in it."""
+    if size == process.world_size:
+        return process.group
+    group = dist.new_group(list(range(size)))  # every rank must take part in making it
+    return group if process.rank < size and isinstance(group, dist.ProcessGroup) else None
+
+
+def _take_part(
+    case: CollectiveCase, process: Process, group: dist.ProcessGroup | None, warmup: int, steps: int
+) -> _Part | None:
+    if group is None:
+        return None
+    tensor, failure = None, None
+    try:
+        tensor = torch.empty(case.elements, dtype=DTYPES[case.dtype], device=process.device)
+    except RuntimeError as error:
+        failure = classify(error)
+    failures: list[Failure | None] = [None] * group.size()
+    dist.all_gather_object(failures, failure, group=group)
+    failed = next((each for each in failures if each is not None), None)
+    if failed is not None or tensor is None:
+        return _Part([], wrong=False, failure=failed)
+    call = _CALLS[case.collective]
+    _fill(tensor, process.rank % 2 + 1)
+    call(tensor, group)
+    wrong = not _is_right(case, tensor, group)
+    wrongs = [False] * group.size()
+    dist.all_gather_object(wrongs, wrong, group=group)
+    if any(wrongs):
+        return _Part([], wrong)
+    tensor.zero_()
+    token = torch.zeros(1, device=process.device)
+
+    def step(_: PhaseContext) -> None:
+        call(tensor, group)
+
+    def line_up() -> None:
+        dist.all_reduce(token, group=group)
+
+    timing = time_steps(step, device=device_clock(process.device), warmup=warmup, steps=steps, cover=line_up)
+    return _Part([sample.ms for sample in timing.samples], wrong=False)
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    all_reduce_sum([tensor], group).wait()
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    all_gather_slices([tensor], group).wait()
+
+
+def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    reduce_scatter_sum([tensor], group).wait()
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
+_CALLS: dict[str, Callable[[Tensor, dist.ProcessGroup], None]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+}
+
+
+def _fill(tensor: Tensor, number: int) -> None:
+    """`number` and twice that in turn: sums over up to 64 ranks are exact even in bfloat16."""
+    tensor.fill_(number)
+    tensor[1::2] *= 2
+
+
+def _is_right(case: CollectiveCase, tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether this rank has what it should after one call on filled tensors."""
+    numbers = [rank % 2 + 1 for rank in range(group.size())]
+    if case.collective == "broadcast":
+        return _holds(tensor, 0, numbers[0])
+    if case.collective == "all-reduce":
+        return _holds(tensor, 0, sum(numbers))
+    size = tensor.numel() // group.size()
+    if case.collective == "reduce-scatter":
+        return _holds(slice_of(tensor, group.rank(), group.size()), group.rank() * size, sum(numbers))
+    slices = (slice_of(tensor, rank, group.size()) for rank in range(group.size()))
+    return all(_holds(part, rank * size, numbers[rank]) for rank, part in enumerate(slices))
+
+
+def _holds(part: Tensor, start: int, number: int) -> bool:
+    """Whether a part that began at `start` of a filled tensor is as `_fill` would have made it with `number`."""
+    even, odd = part[start % 2 :: 2], part[(start + 1) % 2 :: 2]
+    return bool((even == number).all()) and bool((odd == 2 * number).all())
+
+
+def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> Record:
+    backend = "nccl" if process.device.type == "cuda" else "gloo"
+    record = partial(Record, "collective", asdict(case) | {"backend": backend}, environment=describe(process.device))
+    failure = next((part.failure for part in parts if part.failure is not None), None)
+    if failure is not None:
+        return record(status=failure.status, reason=failure.reason)
+    wrong = [rank for rank, part in enumerate(parts) if part.wrong]
+    if wrong:
+        return record(status="wrong", reason=f"rank {', '.join(map(str, wrong))} did not get what it should")
+    slowest = [max(times) for times in zip(*(part.milliseconds for part in parts), strict=True)]
+    by_rank = [median(part.milliseconds) for part in parts]
+    summary = summarize(slowest)
+    seconds = summary.median / 1e3
+    values: dict[str, Scalar] = {
+        "n": summary.n,
+        "payload_bytes": case.payload_bytes,
+        "time_ms": summary.median,
+        "time_low_ms": summary.interval.low if summary.interval else None,
+        "time_high_ms": summary.interval.high if summary.interval else None,
+        "time_mean_ms": summary.mean,
+        "time_std_ms": summary.std,
+        "fastest_rank_ms": min(by_rank),
+        "slowest_rank_ms": max(by_rank),
+        "slowest_rank": by_rank.index(max(by_rank)),
+        "algorithm_gb_s": case.payload_bytes / seconds / 1e9,
+        "bus_gb_s": case.payload_bytes * bus_factor(case.collective, case.world_size) / seconds / 1e9,
+        **gpu_state(process.device),
+    }
+    samples = {"time": slowest} | {f"rank {rank}": part.milliseconds for rank, part in enumerate(parts)}
+    return record(values, samples)
+
+
+def _fits(records: Sequence[Record]) -> Iterator[Record]:
+    """One line of overhead and bandwidth for each collective, number of ranks and type."""
+    keys = list(dict.fromkeys(tuple((k, v) for k, v in row.case.items() if k != "size_mb") for row in records))
+    for key in keys:
+        case = dict(key)
+        rows = [row for row in records if row.status == "ok" and dict(key).items() <= row.case.items()]
+        points = [(int(str(row.values["payload_bytes"])), float(str(row.values["time_ms"])) / 1e3) for row in rows]
+        fit = fit_link(case["collective"], int(str(case["world_size"])), points)  # type: ignore[arg-type]
+        if fit is not None:
+            values: dict[str, Scalar] = {
+                "sizes": len(points),
+                "overhead_us": fit.link.overhead_s * 1e6,
+                "bus_gb_s": fit.link.bus_bytes_per_s / 1e9,
+                "worst_error": fit.worst_error,
+            }
+            yield Record("collective fit", case, values, environment=rows[0].environment)
