@@ -50,6 +50,9 @@ def test_rows_of_residuals():
     stream = rows["off", "residual stream", "input of the first block"].values
     assert stream["mib"] == stream["formula_mib"] == 2 * 32 * 32 * 4 / 2**20
     assert rows["model", "step", "all"].values["mib"] < whole["mib"], "compiled code fuses what eager code keeps"
+    eager, compiled = (rows[form, "first block", "all"].values for form in ("off", "blocks"))
+    stream = 2 * 32 * 32 * 4 / 2**20
+    assert stream < compiled["mib"] < eager["mib"], "at least its input, and less than eager code"
     (table,) = make_tables(list(rows.values()))
     assert "share (%)" in table.columns
 

@@ -20,7 +20,7 @@ from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.report.records import Record, Scalar
-from trainstep.training_step import build_step
+from trainstep.training_step import TrainingStep, build_step, map_tensors
 from trainstep.workload import WorkloadSource, resolve_device
 
 MIB = 2**20
@@ -69,10 +69,37 @@ def _note_input(seen: list[Tensor], module: nn.Module, args: tuple[Any, ...]) ->
         seen.append(torch.empty_like(args[0], device="meta"))
 
 
+def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residuals:
+    """What the first block keeps when it is compiled by itself and called with what it gets in the model.
+
+    Raises:
+        UnsupportedError: the module has no blocks, or the block was not called while it was looked for.
+    """
+    eager = dataclasses.replace(config, compile="off", checkpointing="none")
+    workload = source.build(eager)
+    step = TrainingStep(workload, eager)
+    batch = step.next_batch()
+    blocks = find_blocks(step.module)
+    if not blocks:
+        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
+    calls: list[tuple[Any, Any]] = []
+    handle = blocks[0].register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    step.differentiable_loss(batch)
+    handle.remove()
+    if not calls:
+        raise UnsupportedError("the model does not call its first block")
+    args, kwargs = map_tensors(calls[0], lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    del calls[:]
+    compiled = torch.compile(blocks[0])
+    alone = dataclasses.replace(workload, forward=lambda *_: compiled(*args, **kwargs), loss=lambda output, _: output)
+    resident = [*step.module.parameters(), *step.module.buffers()]
+    found, _ = residuals(lambda: TrainingStep(alone, eager).differentiable_loss(batch), None, resident)
+    return found
+
+
 def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Record]:
-    """The largest groups of the whole step and of the first block, the residual stream, and the compiled total."""
+    """The largest groups of the whole step and of the first block, eager and compiled, and the residual stream."""
     environment = describe(resolve_device(config.device))
-    totals: dict[str, int] = {}
     for compile in dict.fromkeys((config.compile, "model")):
         each = dataclasses.replace(config, compile=compile)
         case = case_columns(source, each)
@@ -81,7 +108,6 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Rec
             yield Record("residual", case | {"part": "step", "what": "all"}, {}, {}, kept.status, kept.reason,
                          environment)  # fmt: skip
             continue
-        totals[compile] = kept.whole.bytes
         rows = _groups("step", kept.whole)
         if kept.first_block.kept:
             rows += _groups("first block", kept.first_block)
@@ -89,6 +115,14 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Rec
             rows.append(_stream(source, each, kept.stream))
         for what, values in rows:
             yield Record("residual", case | what, values, environment=environment)
+    case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
+    block = attempt(partial(measure_compiled_block, source, config))
+    if isinstance(block, Failure):
+        yield Record("residual", case | {"part": "first block", "what": "all"}, {}, {}, block.status, block.reason,
+                     environment)  # fmt: skip
+        return
+    for what, values in _groups("first block", block):
+        yield Record("residual", case | what, values, environment=environment)
 
 
 Row = tuple[dict[str, Scalar], dict[str, Scalar]]

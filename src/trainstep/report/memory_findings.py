@@ -80,7 +80,8 @@ def _residuals(records: Sequence[Record]) -> list[Finding]:
     """What one block keeps, eager; and what compilation leaves of the whole."""
     rows = [row for row in of_kind(records, "residual") if row.status == "ok"]
     found = []
-    block = [row for row in rows if row.case["part"] == "first block"]
+    blocks = [row for row in rows if row.case["part"] == "first block"]
+    block = [row for row in blocks if row.case["compile"] == "off"]
     total = next((row for row in block if row.case["what"] == "all"), None)
     first = next((row for row in block if str(row.case["what"]).startswith("1. ")), None)
     if total is not None and first is not None:
@@ -90,6 +91,10 @@ def _residuals(records: Sequence[Record]) -> list[Finding]:
             f"part, {numeric(first.values['share']):.0%}, is kept for {first.values['operation']} in {where} "
             f"({first.values['tensor']})."
         )
+    alone = {row.case["compile"]: row for row in blocks if row.case["what"] == "all"}
+    if "off" in alone and "blocks" in alone:
+        eager, compiled = (numeric(alone[name].values["mib"]) / 1024 for name in ("off", "blocks"))
+        found.append(f"Compiled, one block keeps {in_gib(compiled)} instead of {in_gib(eager)}.")
     wholes = {row.case["compile"]: row for row in rows if row.case["part"] == "step" and row.case["what"] == "all"}
     if "off" in wholes and "model" in wholes:
         eager, compiled = (numeric(wholes[name].values["mib"]) / 1024 for name in ("off", "model"))
