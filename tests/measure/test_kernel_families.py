@@ -8,6 +8,7 @@ AT = "void at::native::"
 KERNELS = {
     "tensor-core matmul": [
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN",
+        "nvjet_sm90_tst_304x128_64x3_1x2_h_bz_coopA_TNN",
         "nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT",
         "nvjet_sss_128x128_32x4_1x1_h_bz_TNN",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
@@ -52,6 +53,7 @@ KERNELS = {
         f"{AT}(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, float, true>(float const*)",
         f"{AT}(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 32u>(long, long)",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1",
+        "triton_per_fused__fused_rms_norm__fused_rms_norm_backward__to_copy_add_view_9",
         "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1, true>(cudnnTensorStruct)",
     ],
     "elementwise": [
@@ -60,12 +62,14 @@ KERNELS = {
         f"{AT}unrolled_elementwise_kernel<at::native::masked_fill_kernel(at::TensorIterator&)::lambda>(int)",
         f"{AT}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)",
         "triton_poi_fused_mul_silu_4",
+        "triton_poi_fused__to_copy_add_cat_mul_neg_slice_4",
     ],
     "reduction": [
         f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>, unsigned int>>(ReduceOp)",
         "void cub::DeviceReduceKernel<cub::DeviceReducePolicy<float>>(float)",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, true, false>(cublasSplitKParams)",
         "triton_red_fused_sum_7",
+        f"{AT}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)",
     ],
     "copy": [
         "Memcpy HtoD (Pinned -> Device)",
@@ -75,6 +79,8 @@ KERNELS = {
         f"{AT}vectorized_elementwise_kernel<4, at::native::bfloat16tofloat32_copy_kernel_cuda(lambda), 1>(int)",
         f"{AT}(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<OpaqueType<4u>, unsigned int, 3, 128, 1>(x)",
         "triton_poi_fused__to_copy_12",
+        "triton_poi_fused__to_copy_t_1",
+        "triton_poi_fused__unsafe_view_clone_transpose_view_5",
     ],
     "optimizer": [
         f"{AT}(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float>>(x)",
@@ -116,6 +122,9 @@ def test_operators(family, name):
 
 def test_the_operator_tells_where_the_kernel_s_name_does_not():
     assert kernel_family("_attend", "trainstep::flash_attention_forward") == "fused attention"
+    helper = "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)"
+    assert kernel_family(helper, "aten::_cudnn_attention_backward") == "fused attention"
+    assert kernel_family(helper) == "other"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,11 @@ def test_the_operator_tells_where_the_kernel_s_name_does_not():
             "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>, array<int, 3>>",
         ),
         ("void (anonymous namespace)::softmax_warp_forward<float, 9>(float*)", "softmax_warp_forward<float, 9>"),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::(anonymous namespace)::silu_kernel("
+            "at::TensorIteratorBase&)::{lambda()#1}::operator()() const::{lambda(c10::BFloat16)#1}, 2>(int)",
+            "vectorized_elementwise_kernel<8, silu_kernel, 2>",
+        ),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
         ("aten::mm", "aten::mm"),

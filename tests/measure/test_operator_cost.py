@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainstep.measure.operator_cost import operator_cost
+from trainstep.measure.operator_cost import Lists, operator_cost
 from trainstep.measure.trace import Tensors
 
 F, H = "float", "c10::BFloat16"
@@ -55,9 +55,25 @@ def test_costs(name, arguments, flops, moved):
 
 
 def test_lists_have_the_parameters_dtype():
-    two = operator_cost("aten::_foreach_sqrt", tensors(((5,), "TensorList"), counts=(1,)), list_element_bytes=2)
+    two = operator_cost("aten::_foreach_sqrt", tensors(((5,), "TensorList"), counts=(1,)), Lists(element_bytes=2))
     assert two is not None
     assert two.bytes == 2 * 5 * 2
+
+
+def test_lists_whose_shapes_are_not_recorded_are_the_optimizer_s_parameters():
+    three = Tensors((), (), unknown_lists=3, scalars=("", "", "", "0.05"))
+    known = Lists(element_bytes=4, elements=100)
+    assert operator_cost("aten::_foreach_addcmul_", three) is None
+    moved = operator_cost("aten::_foreach_addcmul_", three, known)
+    assert moved is not None
+    assert moved.bytes == 4 * 4 * 100
+    fused = operator_cost("aten::_fused_adamw_", Tensors((), (), unknown_lists=6), known)
+    assert fused is not None
+    assert fused.bytes == 28 * 100
+    for scalars in (("", "1"), ("", "1.")):
+        steps = Tensors((), (), unknown_lists=1, scalars=scalars)
+        assert operator_cost("aten::_foreach_add_", steps, known) is None, "it counts the steps"
+    assert operator_cost("aten::cat", Tensors((), (), unknown_lists=1), known) is None
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,18 @@ def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] |
     shapes: list[tuple[int, ...]] = []
     dtypes: list[str] = []
     counts: list[int] = []
+    unknown_lists = 0
     for shape, dtype in zip(dims, types, strict=False):
         if dtype in _NO_TENSOR:
+            continue
+        if dtype == "TensorList" and not shape:
+            unknown_lists += 1
             continue
         alone = [shape] if dtype != "TensorList" else shape
         shapes += [tuple(each) for each in alone]
         dtypes += [dtype] * len(alone)
         counts.append(len(alone))
-    return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), tuple(scalars or ()))
+    return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), unknown_lists, tuple(scalars or ()))
 
 
 def _gpu_work(event: dict[str, Any], start: float, launches: dict[int, tuple[Thread, float]]) -> Work:

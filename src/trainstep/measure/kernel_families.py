@@ -27,7 +27,7 @@ Family = Literal[
 MATMULS: tuple[Family, ...] = ("tensor-core matmul", "FP32 SIMT matmul", "matmul")
 """`matmul` is a CPU's, where there is only one kind."""
 
-_OUR_ATTENTION = "trainstep::flash_attention"
+_ATTENTION_OPERATOR = re.compile(r"(flash|efficient|cudnn)_attention|scaled_dot_product")
 
 # The first pattern found in a name decides, so the order matters: most kernels carry further words in their template
 # arguments, and every kernel of PyTorch's that maps elements is an "elementwise_kernel" of something more telling.
@@ -58,12 +58,16 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ),
     (
         "copy",
-        r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel|triton_poi_fused_(clone|copy)\w*$",
+        r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel",
     ),
-    ("copy", r"triton_poi_fused__to_copy(_transpose|_t|_view|_clone|_permute)*_\d+$"),
+    (
+        "copy",
+        r"triton_poi_fused_(_?(to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|"
+        r"squeeze)_)+\d+$",
+    ),
     (
         "reduction",
-        r"reduce_kernel|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)|triton_(red|per)_|segment_reduce",
+        r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)|triton_(red|per)_|segment_reduce",
     ),
     ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
 )
@@ -95,7 +99,7 @@ def kernel_family(name: str, operator: str = "") -> Family:
         name: as the profiler has it, demangled.
         operator: the operator that launched it, for kernels whose own name says little.
     """
-    if operator.startswith(_OUR_ATTENTION) or _GENERIC_TRITON.match(name):
+    if _ATTENTION_OPERATOR.search(operator) or _GENERIC_TRITON.match(name):
         return "fused attention"
     return next((family for family, pattern in _GPU_PATTERNS if pattern.search(name)), "other")
 
@@ -115,6 +119,7 @@ def short_name(name: str, limit: int = 90) -> str:
         return name
     text = re.sub(r"^(void|static|inline) +", "", name.strip())
     text = text.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    text = re.sub(r"::operator\(\)\(\) const|::\{lambda\([^{}]*?\)#\d+\}|\((at::)?TensorIterator[^()<>]*\)", "", text)
     text = _without_arguments(text)
     text = re.sub(r"\b(?:[A-Za-z_]\w*::)+", "", text)
     return text if len(text) <= limit else text[: limit - 1] + "…"

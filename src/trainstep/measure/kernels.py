@@ -9,7 +9,7 @@ from typing import Literal
 from trainstep.measure.attribution import Placed, attribute, owner_of
 from trainstep.measure.chrome_trace import COMPILED, ENGINE
 from trainstep.measure.kernel_families import Family, kernel_family, operator_family
-from trainstep.measure.operator_cost import Cost, operator_cost
+from trainstep.measure.operator_cost import UNKNOWN_LISTS, Cost, Lists, operator_cost
 from trainstep.measure.trace import Range, Trace
 
 Lane = Literal["compute", "communication", "copies"]
@@ -76,19 +76,19 @@ class Profile:
         return list(dict.fromkeys(each.step for each in self.kernels))
 
 
-def profile_of(trace: Trace, *, list_element_bytes: int = 4) -> Profile:
+def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> Profile:
     """Attribute, classify and count the work of a trace.
 
     Args:
         trace: as recorded.
-        list_element_bytes: bytes per element of the parameters, for operators on lists of them.
+        lists: what is known of the lists of tensors that the optimizer works on.
     """
     is_cpu = trace.device == "CPU"
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
     inside = [each for each in placed if each.place.step is not None or not has_steps]
     parents = {} if is_cpu else _operator_parents(trace.ranges)
-    calls, costs = _costs(trace.ranges, parents, inside, list_element_bytes)
+    calls, costs = _costs(trace.ranges, parents, inside, lists)
     kernels = [
         _kernel(each, trace.ranges, calls.get(index), costs.get(index), is_cpu) for index, each in enumerate(inside)
     ]
@@ -127,7 +127,7 @@ def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cos
 
 
 def _costs(
-    ranges: Sequence[Range], parents: Mapping[int, int | None], placed: Sequence[Placed], list_element_bytes: int
+    ranges: Sequence[Range], parents: Mapping[int, int | None], placed: Sequence[Placed], lists: Lists
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
 
@@ -141,7 +141,7 @@ def _costs(
     for index, each in enumerate(placed):
         start = each.place.operator
         if start not in counted:
-            counted[start] = _counted_call(ranges, parents, start, list_element_bytes)
+            counted[start] = _counted_call(ranges, parents, start, lists)
         found = counted[start]
         if found is None:
             continue
@@ -153,11 +153,11 @@ def _costs(
 
 
 def _counted_call(
-    ranges: Sequence[Range], parents: Mapping[int, int | None], index: int | None, list_element_bytes: int
+    ranges: Sequence[Range], parents: Mapping[int, int | None], index: int | None, lists: Lists
 ) -> tuple[int, Cost] | None:
     """The innermost operator call around a launch whose cost is known."""
     while index is not None:
-        cost = operator_cost(ranges[index].name, ranges[index].tensors, list_element_bytes=list_element_bytes)
+        cost = operator_cost(ranges[index].name, ranges[index].tensors, lists)
         if cost is not None:
             return index, cost
         index = parents.get(index)

@@ -4,8 +4,9 @@ FLOPs are those that the operator executes. A multiply-add counts as 2; a matrix
 2·m·k·n; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes the scores again), half of it
 when causal; softmax is 5 per element forward (maximum, difference, exponential, sum, quotient) and 4 backward; other
 operators on elements are 1 per element. Bytes are the least that must move between memory and the device: every tensor
-argument read once, every result written once, no score matrix for fused attention. What is not in these tables is not
-counted, and the share of time that is counted is told.
+argument read once, every result written once, no score matrix for fused attention. Lists of tensors whose shapes the
+profiler leaves out are taken for the optimizer's, as long as all of its parameters are in one list. What is not in
+these tables is not counted, and the share of time that is counted is told.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ class Cost:
 
     flops: float | None
     bytes: float | None
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the profiler does not record of the lists of tensors that optimizers work on."""
+
+    element_bytes: int = 4
+    """Of the parameters."""
+    elements: int | None = None
+    """Of all parameters, where one list holds them all; else None."""
+
+
+UNKNOWN_LISTS = Lists()
 
 
 @dataclass(frozen=True)
@@ -82,17 +96,19 @@ _MAPS = {
 }
 
 
-def operator_cost(name: str, tensors: Tensors | None, *, list_element_bytes: int = 4) -> Cost | None:
+def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LISTS) -> Cost | None:
     """Cost of one call of an operator; None where it is not counted.
 
     Args:
         name: `aten::mm`, `trainstep::…`, or the kernel of torch.compile's that was called.
         tensors: its arguments.
-        list_element_bytes: of tensors in lists, whose dtype the profiler does not record: that of the parameters.
+        lists: what is known of lists of tensors from elsewhere.
     """
-    if tensors is None or not tensors.shapes:
+    if tensors is None:
         return None
-    sizes = _sizes(tensors, list_element_bytes)
+    if tensors.unknown_lists:
+        return _unknown_lists(name, tensors, lists)
+    sizes = _sizes(tensors, lists.element_bytes) if tensors.shapes else None
     if sizes is None:
         return None
     if name in _PRODUCTS:
@@ -157,6 +173,19 @@ def _attention(tensors: Tensors, sizes: list[int], at: _Attention) -> Cost | Non
         forward /= 2
     written = sum(sizes[at.query : at.query + 3]) if at.is_backward else sizes[at.query]
     return Cost(forward * (2.5 if at.is_backward else 1), sum(sizes) + written)
+
+
+def _unknown_lists(name: str, tensors: Tensors, lists: Lists) -> Cost | None:
+    """An optimizer's operator on lists of all parameters' sizes; None if it may be on something else."""
+    if lists.elements is None:
+        return None
+    one = lists.elements * lists.element_bytes
+    if name in _FUSED_ADAM:
+        return Cost(_ADAM_FLOPS * lists.elements, 7 * one)
+    counts_steps = name == "aten::_foreach_add_" and (bool(tensors.shapes) or tensors.scalars[1:2] in (("1",), ("1.",)))
+    if not name.startswith("aten::_foreach_") or counts_steps:
+        return None
+    return Cost(lists.elements, (tensors.unknown_lists + 1) * one)
 
 
 def _fused_adam(tensors: Tensors, sizes: list[int]) -> Cost:

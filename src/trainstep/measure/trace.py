@@ -32,6 +32,8 @@ class Tensors:
     """As the profiler names them: `float`, `c10::BFloat16`; `TensorList` for each tensor of a list."""
     counts: tuple[int, ...] = ()
     """How many tensors each tensor argument is: 1, or the length of a list."""
+    unknown_lists: int = 0
+    """Arguments that are lists of tensors whose shapes were not recorded (torch 2.11 does not)."""
     scalars: tuple[str, ...] = ()
     """Every argument as text, tensors as empty strings; empty where the trace has none."""
 

@@ -14,6 +14,13 @@ TOP_MODULES = 20
 SMALLEST_SHARE = 0.01
 
 
+def _origin(row: Record) -> list[str]:
+    """Family, operator and module of a kernel."""
+    operator = row.values.get("operator")
+    told = [str(operator)] if operator is not None and operator != row.case["kernel"] else []
+    return [str(row.values["family"]), *told, str(row.case["module"])]
+
+
 def _percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.1f}%"
 
@@ -106,7 +113,7 @@ def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
     table_rows = []
     for row in rows[:TOP_KERNELS]:
         cells = [
-            Cell(str(row.case["kernel"]), is_text=True, note=f"{row.values['family']} · {row.case['module']}"),
+            Cell(str(row.case["kernel"]), is_text=True, note=" · ".join(_origin(row))),
             Cell(str(row.case["phase"]), is_text=True),
             cell_of(row, "calls"),
             cell_of(row, "ms"),

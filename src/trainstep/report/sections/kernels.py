@@ -188,6 +188,6 @@ def _phase_table(profile: Record, title: str, suffix: str) -> Table | None:
     columns = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
     caption = (
         f"Kernel sums against the step without the profiler: {title}. They agree where kernels take no longer than the "
-        f"phase did, give or take {number(allowed)} ms (what profiling cost, at least the 2% that runs differ by)"
+        f"phase did, give or take {number(allowed)} ms (the 2% that runs differ by; on a CPU, what profiling cost)"
     )
     return Table(caption, columns, rows, name=f"phase-sums{suffix}")
