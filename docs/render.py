@@ -28,7 +28,14 @@ SIZE = Column("size", lambda row: str(row.case["workload"]))
 
 def results(name: str, kind: str = "step") -> list[Record]:
     """The records of one kind in docs/results/NAME.jsonl."""
-    return of_kind(read_records(DOCS / "results" / f"{name}.jsonl"), kind)
+    path = DOCS / "results" / f"{name}.jsonl"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    return of_kind(read_records(path), kind)
+
+
+class NotMeasuredError(Exception):
+    """A table's results are not there."""
 
 
 def where(rows: list[Record]) -> str:
@@ -165,6 +172,76 @@ def attention_memory() -> Table:
     return tabulate("attention-memory", f"head_dim 128; {where(rows)}", columns, rows)
 
 
+def memory_peaks() -> Table:
+    """Peaks of forward alone and of the whole step, by context and precision."""
+    rows = results("h200-memory", "peak")
+    columns = (
+        SIZE,
+        *(case_column(name, name) for name in ("batch", "attention", "optimizer", "precision", "context", "mode")),
+        value_column("at rest (GiB)", "at_rest_gib"),
+        *(value_column(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward")),
+        value_column("optimizer (GiB)", "optimizer_peak_gib"),
+        value_column("peak (GiB)", "peak_gib", digits=4),
+        value_column("predicted (GiB)", "predicted_gib", digits=4),
+        value_column("off by (%)", "prediction_error", 100, digits=2),
+        Column("outcome", lambda row: row.status),
+    )
+    return tabulate("memory-peaks", where(rows), columns, sorted(rows, key=_by_precision_and_context))
+
+
+def _by_precision_and_context(row: Record) -> tuple[bool, int, bool]:
+    return row.case["precision"] != "fp32", int(row.case["context"] or 0), row.case["mode"] != "forward"
+
+
+def memory_residuals() -> Table:
+    """What one block keeps, eager and compiled, and the residual stream beside its formula."""
+    rows = results("h200-residuals", "residual")
+    shown = [row for row in rows if row.case["part"] in ("first block", "residual stream") and row.status == "ok"]
+    columns = (
+        *(case_column(name, name) for name in ("batch", "context", "attention", "precision")),
+        Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
+        Column("module", lambda row: str(row.case["what"])),
+        value_column("kept for", "operation"),
+        value_column("tensor", "tensor"),
+        value_column("storages", "storages"),
+        value_column("MiB", "mib"),
+        value_column("share (%)", "share", 100),
+        value_column("by formula (MiB)", "formula_mib"),
+    )
+    return tabulate("memory-residuals", f"One block of 2.7B; {where(rows)}", columns, shown)
+
+
+def memory_checkpointing() -> Table:
+    """Policies at 2.7B, context 2048, predicted and measured."""
+    rows = results("h200-checkpointing", "checkpointing")
+    columns = (
+        SIZE,
+        *(case_column(name, name) for name in ("batch", "context", "optimizer", "precision", "attention")),
+        Column("policy", lambda row: str(row.case["checkpointing"])),
+        value_column("predicted (GiB)", "predicted_gib", digits=4),
+        value_column("measured (GiB)", "peak_gib", digits=4),
+        value_column("off by (%)", "prediction_error", 100, digits=2),
+        value_column("peak in", "peak_phase"),
+        value_column("step (ms)", "step_ms"),
+        Column("outcome", lambda row: row.status),
+    )
+    return tabulate("memory-checkpointing", where(rows), columns, rows)
+
+
+def memory_owners() -> Table:
+    """Who owns the peak of one recorded step."""
+    rows = results("h200-allocations", "owner")
+    table = make_table("owner", rows)
+    return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
+
+
+def memory_largest() -> Table:
+    """The largest allocations of the same step."""
+    rows = results("h200-allocations", "allocation")
+    table = make_table("allocation", rows)
+    return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "sizes-fp32": lambda: sizes("fp32", "off"),
     "sizes-bf16": lambda: sizes("bf16", "off"),
@@ -181,6 +258,11 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-flash-bf16-128": lambda: attention_by_length("h200-attention-flash", "bf16", 128, "both_ms", "ms"),
     "attention-flash-memory": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "peak_gib", "GiB"),
     "attention-memory": attention_memory,
+    "memory-peaks": memory_peaks,
+    "memory-residuals": memory_residuals,
+    "memory-checkpointing": memory_checkpointing,
+    "memory-owners": memory_owners,
+    "memory-largest": memory_largest,
 }
 
 
@@ -191,7 +273,11 @@ def render(text: str) -> str:
         name = match["name"]
         if name not in TABLES:
             raise SystemExit(f"no table is called {name!r}; there are {', '.join(TABLES)}")
-        return f"{match[1]}{to_markdown(TABLES[name]())}{match[3]}"
+        try:
+            table = to_markdown(TABLES[name]())
+        except NotMeasuredError as error:
+            table = f"Not measured yet: there is no docs/results/{error}.\n"
+        return f"{match[1]}{table}{match[3]}"
 
     return BLOCK.sub(fill, text)
 
