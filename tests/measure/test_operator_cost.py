@@ -10,7 +10,7 @@ F, H = "float", "c10::BFloat16"
 
 def tensors(*pairs, scalars=(), counts=None):
     shapes, dtypes = zip(*pairs, strict=True) if pairs else ((), ())
-    return Tensors(shapes, dtypes, counts or (1,) * len(pairs), scalars)
+    return Tensors(shapes, dtypes, counts or (1,) * len(pairs), scalars=scalars)
 
 
 QKV = [((2, 3, 16, 8), H)] * 3
