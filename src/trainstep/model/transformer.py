@@ -131,21 +131,26 @@ class Transformer(nn.Module):
         return x if return_hidden else self.head(x)
 
     def init_weights(self) -> None:
-        """Initialise every parameter and buffer in place from torch's global random state.
-
-        Matrices: normal with variance 2 / (fan_in + fan_out), cut at 3 standard deviations; embedding: standard normal
-        cut at 3; norm gains: 1.
-        """
+        """Initialise every parameter and buffer in place from torch's global random state; see `init_module`."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                std = (2 / (module.in_features + module.out_features)) ** 0.5
-                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-            elif isinstance(module, nn.Embedding):
-                nn.init.trunc_normal_(module.weight, a=-3, b=3)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, RotaryEmbedding):
-                module.init_weights()
+            init_module(module)
+
+
+def init_module(module: nn.Module) -> None:
+    """Initialise the parameters and buffers that one module of the Transformer has itself.
+
+    Matrices: normal with variance 2 / (fan_in + fan_out), cut at 3 standard deviations; embedding: standard normal cut
+    at 3; norm gains: 1.
+    """
+    if isinstance(module, nn.Linear):
+        std = (2 / (module.in_features + module.out_features)) ** 0.5
+        nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+    elif isinstance(module, nn.Embedding):
+        nn.init.trunc_normal_(module.weight, a=-3, b=3)
+    elif isinstance(module, RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, RotaryEmbedding):
+        module.init_weights()
 
 
 def build_transformer(

@@ -277,7 +277,7 @@ def _device_for(
     elif there:
         device = there[0]
     else:
-        device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
+        device = torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
     if device == torch.device("cuda"):  # without an index
         device = torch.device("cuda", torch.cuda.current_device())
     return device
