@@ -83,15 +83,6 @@ def train_alone(
 
     `combine` makes one gradient of those of every rank and round; `change` gets the module before the optimizer's step.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the workers have; sums depend on it
-    try:
-        return _train_alone(options, optimizer, steps, ranks, dtype, rounds, combine, change, trained)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train_alone(options, optimizer, steps, ranks, dtype, rounds, combine, change, trained):
     module = build(**options).to(trained)
     parameters = dict(module.named_parameters())
     optimizer = OPTIMIZERS[optimizer](module.parameters())

@@ -19,6 +19,9 @@ from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean,
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
 
+ALIGNMENT = 16
+"""Elements at whose multiples a parameter starts in a buffer."""
+
 
 class Reduction:
     """A buffer's content under way: the mean over the ranks of this rank's rows."""
@@ -54,7 +57,7 @@ class GradientBuffer:
         self._size = 0  # elements per destination
         for parameter in parameters:
             self._starts[parameter] = self._size
-            self._size += self._row_block(parameter).numel()
+            self._size += -(-self._shard_size(parameter) // ALIGNMENT) * ALIGNMENT
         self._send: Tensor | None = None  # (ranks, size)
         self._written: set[ShardedParameter] = set()
 
@@ -76,19 +79,17 @@ class GradientBuffer:
             self._send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
         elif accumulate and self._send.dtype != self._dtype:
             self._send = self._send.to(self._dtype)
-        assert parameter.rows is not None
-        place = self._place(self._send, parameter)  # (ranks, rows per rank, ...)
-        first = parameter not in self._written
-        if gradient.shape[0] == self._ranks * parameter.rows.per_rank:
-            pairs = [(place, gradient.unflatten(0, place.shape[:2]))]
-        else:  # the last ranks have fewer rows; what stands in the rest of their places is never looked at
-            parts = gradient.split(parameter.rows.per_rank)
-            pairs = [(place[rank, : len(part)], part) for rank, part in enumerate(parts)]
-        for target, source in pairs:
-            if first:
-                target.copy_(source)
+        place = self._place(self._send, parameter)  # (ranks, elements of a shard)
+        source = gradient.reshape(-1)
+        full, rest = divmod(source.numel(), place.shape[1])  # ranks with all their rows; elements of the next
+        pairs = [(place[:full], source[: full * place.shape[1]].view(full, -1))] if full else []
+        if rest:  # what stands behind them in their place is never looked at
+            pairs.append((place[full, :rest], source[-rest:]))
+        for target, part in pairs:
+            if parameter in self._written:
+                target.add_(part)
             else:
-                target.add_(source)
+                _copy(target, part)
         self._written.add(parameter)
 
     def launch(self, stream: SideStream) -> Reduction:
@@ -133,15 +134,22 @@ class GradientBuffer:
 
         return stream.run(exchange, after=add_up)
 
-    def _row_block(self, parameter: ShardedParameter) -> torch.Size:
+    def _shard_size(self, parameter: ShardedParameter) -> int:
         assert parameter.rows is not None
-        return torch.Size((parameter.rows.per_rank, *parameter.shape[1:]))
+        return parameter.rows.padded_shape.numel() // self._ranks
 
     def _place(self, send: Tensor, parameter: ShardedParameter) -> Tensor:
-        """The parameter's rows in the buffer, by destination: (ranks, rows per rank, ...)."""
-        block = self._row_block(parameter)
+        """The parameter's rows in the buffer, by destination: (ranks, elements of a shard)."""
         start = self._starts[parameter]
-        return send[:, start : start + block.numel()].unflatten(1, block)
+        return send[:, start : start + self._shard_size(parameter)]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`; between rows of one dtype in words of 16 bytes, which strided copies are fast for."""
+    elements = 16 // source.element_size()
+    if target.dtype == source.dtype and source.shape[-1] % elements == 0 and source.storage_offset() % elements == 0:
+        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    target.copy_(source)
 
 
 class ReplicatedGradients:
