@@ -71,8 +71,9 @@ def large_timeline(count: int = 12_000) -> Timeline:
     frame, half = (LINE,), count // 2
     blocks = [Block(3 * i + 1, 4 * half - i, (1 + i % 97) << 18, i, frame) for i in range(half)]
     brief = [Block(3 * i + 2, 3 * i + 3, (1 + i % 89) << 18, i, frame) for i in range(half)]
-    activations = [Allocation(each, "activations", f"blocks.{each.address}.{HOSTILE}", "") for each in blocks]
-    return Timeline((*activations, *(Allocation(each, "temporaries", "", "") for each in brief)), events=4 * half)
+    named = ((each, "activations", f"blocks.{each.address}.{HOSTILE}") for each in blocks)
+    nameless = ((each, "temporaries", "") for each in brief)
+    return Timeline(tuple(Allocation(*each, "", frames=frame) for each in (*named, *nameless)), events=4 * half)
 
 
 def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
@@ -228,6 +229,12 @@ def test_hovering_shows_size_owner_and_line(browser: Any, allocations_page: str)
     assert "made in forward" in tip or "made in loss" in tip
     assert ".py:" in tip
     assert "alive from event" in tip
+
+
+@pytest.mark.browser
+def test_a_phone_has_room_for_it(browser: Any, allocations_page: str) -> None:
+    open_page(browser, allocations_page, width=320)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 320
 
 
 @pytest.mark.browser

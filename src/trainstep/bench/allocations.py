@@ -214,9 +214,10 @@ def _groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
 
 
 def _groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
-    """A group for each owner with the most bytes at the peak, one for all others; a single band, in order of time."""
+    """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
     named = list(bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner))[:NAMED_LINES]
-    return lambda each: Group(each.owner if each.owner in named else "others", 0)
+    bands = {owner: BANDS.index(owner) if owner in BANDS else 0 for owner in named}
+    return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 
 Row = tuple[dict[str, Scalar], dict[str, Scalar]]
@@ -244,6 +245,8 @@ def _owners(at_peak: Sequence[Allocation], peak: int) -> list[Row]:
 
 
 def _part_and_phase(owner: str, each: Allocation) -> str:
+    if not each.phase:  # a foreign snapshot's
+        return each.line or "no stack"
     if owner == "activations":
         return part_of(each.what) or "the loss"
     made_in = " of ".join(filter(None, (each.operation, each.phase)))

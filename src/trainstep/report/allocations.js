@@ -84,7 +84,7 @@ function layOutAllocations(data, count, colours) {
     }
   }
   const hidden = data.start.length - shown.size + data.left_out;
-  const smallest = size(data.bytes[order[count - 1]]);
+  const smallest = size(items.reduce((least, item) => Math.min(least, data.bytes[item]), Infinity));
   const says = hidden
     ? `${shown.size.toLocaleString("en")} allocations one by one, down to ${smallest}; ${hidden.toLocaleString("en")} others together`
     : `all ${shown.size.toLocaleString("en")} allocations one by one`;

@@ -10,7 +10,7 @@ import pytest
 
 from trainstep.errors import UsageError
 from trainstep.measure.allocations import snapshot_file as module
-from trainstep.measure.allocations.snapshot import blocks_of, imported_timelines, snapshot_of, with_categories
+from trainstep.measure.allocations.snapshot import blocks_of, imported_timelines, snapshot_of, with_owners
 from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
@@ -98,8 +98,9 @@ def test_categories_are_owners():
     trace = [event("alloc", 0, 512), event("free_requested", 0, 512), event("free_completed", 0, 512)]
     raw = {"device_traces": [[], trace], "segments": [], "newer": object()}
     blocks, events = blocks_of(raw, 1)
-    timeline = Timeline(tuple(Allocation(each, "temporaries", "", "") for each in blocks), events)
-    named = with_categories(raw, timeline, 1)["device_traces"][1]
+    timeline = Timeline(tuple(Allocation(each, "temporaries", "blocks.0", "backward", "Mm") for each in blocks), events)
+    named = with_owners(raw, timeline, 1)["device_traces"][1]
+    assert named[0]["frames"] == [{"filename": "blocks.0", "line": 0, "name": "Mm of backward"}]
     assert [each["category"] for each in named] == ["temporaries"] * 3 + ["unknown"]
     assert "category" not in trace[0], "the allocator's own events are left as they were"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainstep.measure.allocations.attribution import StepWatch
-from trainstep.measure.allocations.snapshot import blocks_of, with_categories
+from trainstep.measure.allocations.snapshot import blocks_of, with_owners
 from trainstep.measure.allocations.timeline import Timeline
 
 
@@ -55,4 +55,4 @@ def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, dev
     peak = torch.cuda.memory_stats(index)["requested_bytes.all.peak"]
     blocks, events = blocks_of(snapshot, index)
     timeline = watch.attribute(blocks, events)
-    return CudaRecording(timeline, with_categories(snapshot, timeline, index), int(peak))
+    return CudaRecording(timeline, with_owners(snapshot, timeline, index), int(peak))

@@ -82,39 +82,61 @@ def _foreign(block: Block) -> Allocation:
     return Allocation(block, owner, "", "", frames=block.frames)
 
 
-def with_categories(snapshot: dict[str, Any], timeline: Timeline, device: int) -> dict[str, Any]:
-    """The snapshot, each of one device's events and blocks with its owner as its category."""
-    owners = {(each.block.address, each.block.start): each.owner for each in timeline.allocations}
-    alive: dict[int, str] = {each.block.address: each.owner for each in timeline.allocations if not each.block.start}
+def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> dict[str, Any]:
+    """The snapshot, what is known of one device's blocks added: owners as categories, and stacks as in the timeline."""
+    stacks = _Stacks()
+    known = {(each.block.address, each.block.start): _mark(each, stacks) for each in timeline.allocations}
+    alive = {address: mark for (address, start), mark in known.items() if not start}
     trace, events, waiting = [], 0, set()
     for event in snapshot["device_traces"][device]:
         address = event.get("addr")
         if event["action"] == "alloc":
             events += 1
-            alive[address] = owners[address, events]
+            alive[address] = known[address, events]
         elif event["action"] == "free_completed" and address in waiting:
             waiting.discard(address)
         elif event["action"] in FREES:
             events += 1
             waiting.add(address)
-        is_block = event["action"] in ("alloc", *FREES)
-        trace.append(event | {"category": alive.get(address, "unknown")} if is_block else event)
+        is_block = event["action"] in ("alloc", *FREES) and address in alive
+        trace.append(event | alive[address] if is_block else event)
     traces = list(snapshot["device_traces"])
     traces[device] = [*trace, _unknown_category()]
     segments = [
-        _with_block_categories(segment, alive) if segment["device"] == device else segment
+        _with_block_owners(segment, alive) if segment["device"] == device else segment
         for segment in snapshot["segments"]
     ]
     return snapshot | {"device_traces": traces, "segments": segments}
 
 
-def _with_block_categories(segment: Mapping[str, Any], owners: Mapping[int, str]) -> dict[str, Any]:
+def _mark(each: Allocation, stacks: _Stacks) -> dict[str, Any]:
+    return {"category": each.owner, "frames": stacks.of(each)}
+
+
+def _with_block_owners(segment: Mapping[str, Any], alive: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     blocks, address = [], segment["address"]
     for block in segment["blocks"]:
-        is_held = block["state"] == "active_allocated" and address in owners
-        blocks.append(block | {"category": owners[address]} if is_held else block)
+        is_held = block["state"] == "active_allocated" and address in alive
+        blocks.append({**block, **alive[address]} if is_held else block)
         address += block["size"]
     return {**segment, "blocks": blocks}
+
+
+class _Stacks:
+    """Stacks in torch's form, alike ones as one list, so that a pickle holds each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, str, tuple[Frame, ...]], list[dict[str, Any]]] = {}
+
+    def of(self, each: Allocation) -> list[dict[str, Any]]:
+        """The allocation's stack; innermost stands what no stack says: module or name, operation and phase."""
+        key = (each.what, each.operation, each.phase, each.frames)
+        if key not in self._known:
+            says = " of ".join(filter(None, (each.operation, each.phase)))
+            first = [Frame(each.what or each.phase, 0, says)] if each.what or each.operation else []
+            made = [{"filename": one.file, "line": one.line, "name": one.function} for one in (*first, *each.frames)]
+            self._known[key] = made
+        return self._known[key]
 
 
 def _unknown_category() -> dict[str, Any]:
@@ -124,12 +146,7 @@ def _unknown_category() -> dict[str, Any]:
 
 def snapshot_of(timeline: Timeline) -> dict[str, Any]:
     """A timeline that no CUDA allocator logged, in the same form, as device 0."""
-    shared: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
-
-    def frames(each: Allocation) -> list[dict[str, Any]]:
-        made = [{"filename": one.file, "line": one.line, "name": one.function} for one in each.block.frames]
-        return shared.setdefault(each.block.frames, made)
-
+    stacks = _Stacks()
     # Addresses of a CPU's storages may recur while a viewer still shows the block before: each gets one of its own.
     addresses, top = {}, 512
     for index, each in enumerate(timeline.allocations):
@@ -137,18 +154,17 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
         top += -(-each.block.bytes // 512) * 512
     trace: list[dict[str, Any]] = [{}] * timeline.events
     for index, each in enumerate(timeline.allocations):
-        event = {"addr": addresses[index], "size": each.block.bytes, "stream": 0, "frames": frames(each)}
-        event |= {"category": each.owner}
+        event = {"addr": addresses[index], "size": each.block.bytes, "stream": 0, **_mark(each, stacks)}
         if each.block.start:
             trace[each.block.start - 1] = {"action": "alloc", **event}
         if each.block.end is not None:
             trace[each.block.end - 1] = {"action": "free_completed", **event}
     left = [(addresses[index], each) for index, each in enumerate(timeline.allocations) if each.block.end is None]
-    segments = [_segment(address, each, frames(each)) for address, each in left]
+    segments = [_segment(address, each, _mark(each, stacks)) for address, each in left]
     return {"segments": segments, "device_traces": [[*trace, _unknown_category()]]}
 
 
-def _segment(address: int, each: Allocation, frames: list[dict[str, Any]]) -> dict[str, Any]:
+def _segment(address: int, each: Allocation, mark: Mapping[str, Any]) -> dict[str, Any]:
     size = -(-each.block.bytes // 512) * 512
     block = {"address": address, "size": size, "requested_size": each.block.bytes, "state": "active_allocated"}
     return {
@@ -162,5 +178,5 @@ def _segment(address: int, each: Allocation, frames: list[dict[str, Any]]) -> di
         "segment_type": "large",
         "segment_pool_id": (0, 0),
         "frames": [],
-        "blocks": [block | {"frames": frames, "category": each.owner}],
+        "blocks": [{**block, **mark}],
     }
