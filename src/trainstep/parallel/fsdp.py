@@ -150,10 +150,10 @@ class FullyShardedDataParallel(nn.Module):
         """
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
-        norms = []
-        for gradients in (sharded, replicated):
-            norm = nn.utils.get_total_norm(gradients, norm_type).float()
-            norms.append(norm.to(self.device))
+        norms = [
+            nn.utils.get_total_norm(gradients, norm_type).float() if gradients else torch.zeros((), device=self.device)
+            for gradients in (sharded, replicated)
+        ]
         if norm_type == float("inf"):
             dist.all_reduce(norms[0], dist.ReduceOp.MAX, group=self._process_group)
             total = torch.maximum(*norms)
