@@ -34,6 +34,7 @@ COMMANDS = [
     ("compare",),
     ("dtypes",),
     ("memory",),
+    ("profile",),
     ("info",),
 ]
 
@@ -184,6 +185,33 @@ def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
     assert (again / "report.html").exists()
 
 
+def test_profile_shows_a_step_and_then_its_trace(tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    words = ["--warmup", "1", "--steps", "7", "--profiled-steps", "1", "--out", str(out)]
+    assert main_code(["profile", *QUICK, *words]) == 0
+    names = {path.name for path in out.rglob("*") if path.is_file()}
+    assert {"trace.json.gz", "report.html", "kernel.csv", "family.md", "profile.tex", "attention-piece.typ"} <= names
+    assert main_code(["profile", "--from", str(out / "trace.json.gz"), "--out", str(again)]) == 0
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), "profile")[0] for folder in (out, again))
+    assert ours.values["kernels_ms"] == theirs.values["kernels_ms"]
+
+
+def test_profile_with_nsys_runs_it_or_says_the_command(tmp_path, monkeypatch, capsys):
+    words = ["profile", *QUICK, "--nsys", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["trainstep", *words])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main_code(words) == 2
+    said = capsys.readouterr().err
+    assert "nsys (NVIDIA Nsight Systems) is not on the PATH" in said
+    assert "--capture-range=cudaProfilerApi" in said
+    assert f"-m trainstep.cli profile {' '.join(QUICK)} --nvtx --out {tmp_path / 'out'}" in said
+    nsys = tmp_path / "nsys"
+    nsys.write_text("#!/bin/sh\nexit 3\n")
+    nsys.chmod(0o755)
+    assert main_code(words) == 2
+    assert "would run on the CPU" in capsys.readouterr().err
+
+
 BAD = [
     (["analyze", "--size", "huge"], "unknown size 'huge'; expected one of tiny"),
     (["analyze", "--size", "tiny", "--num-heads", "7"], "does not divide into 7 heads"),
@@ -208,6 +236,11 @@ BAD = [
     (["memory", "--peaks", "--policies", "often", "--device", "cpu"], "expected none, every-K"),
     (["memory", "--checkpointing", "--policies", "none,often"], "expected none, every-K"),
     (["bench", "step", "--checkpointing", "every-0"], "expected none, every-K"),
+    (["profile", "--steps", "0"], "expected at least one step of each kind"),
+    (["profile", "--nvtx", "--device", "cpu"], "use a machine with a GPU"),
+    (["profile", "--nsys", "--nvtx"], "give one of them"),
+    (["profile", "--from", "absent.sqlite"], "cannot read absent.sqlite: No such file"),
+    (["profile", "--from", "README.md"], "README.md is not a trace of torch.profiler"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
     (["compare", "README.md", "README.md"], "line 1: not JSON"),
 ]

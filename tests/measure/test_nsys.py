@@ -195,5 +195,5 @@ def test_the_command_leaves_warm_ups_out_and_exports_sqlite(tmp_path, monkeypatc
     assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite"} <= set(command)
     assert command[-5:] == ["python", "-m", "trainstep.cli", "profile", "--nvtx"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"nsys .* is not on the PATH.*\n  nsys profile --trace=cuda,nvtx"):
+    with pytest.raises(UsageError, match=r"nsys .* is not on the PATH.*: nsys profile --trace=cuda,nvtx"):
         require_nsys(command)

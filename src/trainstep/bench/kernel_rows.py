@@ -16,7 +16,7 @@ STEP = "step"
 """The name of the whole step among the phases."""
 UNKNOWN = "(unknown)"
 LONGEST_TIMELINE = 12_000
-"""Bars of a timeline; where there are more, neighbours of one family are drawn as one, and the row says so."""
+"""Bars of a timeline; where there are more, short neighbours are drawn as one, and the row says so."""
 
 Key = TypeVar("Key", bound=Hashable)
 Case = Mapping[str, Scalar]
@@ -211,11 +211,7 @@ def _timeline(profile: Profile) -> tuple[dict[str, Scalar], dict[str, Sequence[S
     """One step in the middle, bar by bar: nanoseconds from its start, and indices into the series of names."""
     names = profile.step_names
     kernels = profile.of_step(names[len(names) // 2]) if names else []
-    bars = [_Bar(each) for each in kernels]
-    joined_below = 0.0
-    while len(bars) > LONGEST_TIMELINE:
-        joined_below = joined_below * 2 or 1.0
-        bars = _joined(bars, joined_below)
+    bars, shortest_us = _fitted([_Bar(each) for each in kernels])
     start = min((bar.start for bar in bars), default=0.0)
     tables: dict[str, dict[str, int]] = {name: {} for name in ("kernel", "family", "phase", "module", "lane")}
 
@@ -233,26 +229,51 @@ def _timeline(profile: Profile) -> tuple[dict[str, Scalar], dict[str, Sequence[S
         "module": indices("module", lambda each: each.module or UNKNOWN),
         "lane": indices("lane", lambda each: _lane(each, profile)),
     }
-    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": joined_below or None}
+    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}
     return values, series | {f"{name}_names": list(table) for name, table in tables.items()}
 
 
 class _Bar:
-    """One kernel, or several neighbours."""
+    """One kernel, or several neighbours, of which the longest gives its name."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
 
+    def join(self, other: _Bar) -> None:
+        if other.kernel.duration_us > self.kernel.duration_us:
+            self.kernel = other.kernel
+        self.end, self.count = max(self.end, other.end), self.count + other.count
 
-def _joined(bars: Sequence[_Bar], below_us: float) -> list[_Bar]:
-    """Bars with neighbours of the same stream, family and phase joined, where they and what lies between are short."""
+
+_ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
+    lambda each: (each.family, each.phase),
+    lambda each: each.phase,
+    lambda each: None,
+)
+"""What neighbours must have in common to be drawn as one, the strictest first."""
+
+
+def _fitted(bars: list[_Bar]) -> tuple[list[_Bar], float | None]:
+    """No more bars than may be drawn, and up to which length neighbours were joined for that; None where none were."""
+    length = 1.0
+    for alike in _ALIKE:
+        length = 1.0
+        longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
+        while len(bars) > LONGEST_TIMELINE and length < 2 * longest:
+            bars, length = _joined(bars, alike, length), 2 * length
+        if len(bars) <= LONGEST_TIMELINE:
+            break
+    return bars, None if all(bar.count == 1 for bar in bars) else length / 2
+
+
+def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
+    """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
     kept: list[_Bar] = []
     latest: dict[str, _Bar] = {}
     for bar in bars:
         last = latest.get(bar.kernel.stream)
-        alike = last is not None and (last.kernel.family, last.kernel.phase) == (bar.kernel.family, bar.kernel.phase)
-        if last is not None and alike and bar.end - last.start <= 4 * below_us and bar.start - last.end <= below_us:
-            last.end, last.count = max(last.end, bar.end), last.count + bar.count
+        if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
+            last.join(bar)
             continue
         kept.append(bar)
         latest[bar.kernel.stream] = bar

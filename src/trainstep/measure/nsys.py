@@ -58,8 +58,8 @@ def require_nsys(command: Sequence[str]) -> None:
     """Raise `UsageError` with the command to run elsewhere where nsys is not installed."""
     if shutil.which("nsys") is None:
         raise UsageError(
-            "nsys (NVIDIA Nsight Systems) is not on the PATH. Where it is, run\n"
-            f"  {shlex.join(command)}\nand read its export with: trainstep profile --from FILE.sqlite"
+            "nsys (NVIDIA Nsight Systems) is not on the PATH; where it is, run this, and read its export with "
+            f"trainstep profile --from FILE.sqlite: {shlex.join(command)}"
         )
 
 

@@ -140,7 +140,7 @@ def timeline(row: Record) -> figure:
         "left": start,
         "right": [begin + duration for begin, duration in zip(start, length, strict=True)],
         "y": [height[lane] for lane in columns["lane"]],
-        "name": [name if count == 1 else f"{count} kernels, the first {name}"
+        "name": [name if count == 1 else f"{count} kernels, the longest {name}"
                  for name, count in zip(columns["kernel"], counts, strict=True)],
         "tip": [
             f"{family}, {phase}\n{module}\n{_length(duration)}"
@@ -157,7 +157,7 @@ def timeline(row: Record) -> figure:
         height=0.72,
         fill_color="colour",
         line_color=None,
-        source=ColumnDataSource(source),
+        source=ColumnDataSource(source, name="timeline"),
         hover_fill_color=COLOURS["ink"],
         hover_line_color=None,
     )

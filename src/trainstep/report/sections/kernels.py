@@ -152,8 +152,8 @@ def _timeline_chart(row: Record, title: str, suffix: str) -> Chart:
     caption = f"{title}. Drag over a part, or scroll with Shift, to see it closer; hover for a kernel and its module."
     if (below := get(row, "joined_below_us")) is not None:
         caption += (
-            f" {number(row.values['kernels'])} kernels as {number(row.values['bars'])} bars: neighbours of one family, "
-            f"together shorter than {number(4 * below)} µs, are drawn as one."
+            f" {number(row.values['kernels'])} kernels as {number(row.values['bars'])} bars: neighbours that together "
+            f"are shorter than {number(below)} µs are drawn as one, under the name of the longest."
         )
     names = [str(name) for name in row.series["family_names"]]
     shown: dict[str, str] = {}
