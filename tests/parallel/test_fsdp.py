@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -76,13 +77,41 @@ def error(found, expected):
 def test_four_ranks_train_as_one_process(four):
     """In float32 within the error budget: the order of four ranks' sum is Gloo's. In bfloat16 the order is ours."""
     names = ["plain", "tied"]
-    *wide, narrow = four.run(_train_cases, [CASES[name] for name in [*names, "bfloat16"]])[3]
+    *wide, narrow, half = four.run(_train_cases, [CASES[name] for name in [*names, "bfloat16", "float16"]])[3]
     for found, name in zip(wide, names, strict=True):
         options, how, _ = CASES[name]
         oracle = train_alone(options, how, 4, ranks=1, trained=torch.float64)
         own = error(train_alone(options, how, 4, ranks=1), oracle)
         assert 0 < error(found, oracle) <= 2 * own + torch.finfo(torch.float32).eps, name
     assert_same(narrow, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
+    options, how, dtype = CASES["float16"]
+    assert_same(half, train_alone(options, how, 4, ranks=4, dtype=dtype))
+
+
+def _train_in_pairs(process):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[process.rank % 2]
+    sharded = FullyShardedDataParallel(build(seed=process.rank % 2), process_group=group)
+    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+    for step in range(2):
+        loss_of(sharded, batch(step).chunk(2)[process.rank // 2]).backward()
+        sharded.finish_gradient_synchronization()
+        sharded.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters()
+
+
+def test_groups_of_ranks_train_apart(four):
+    by_rank = four.run(_train_in_pairs)
+
+    def clip(module):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+
+    for rank, found in enumerate(by_rank):
+        expected = train_alone({"seed": rank % 2}, "adamw", 2, ranks=2, change=clip)
+        assert error(found, expected) < 1e-5, "the norm is added up in another order"
+        assert_same(found, by_rank[rank % 2])
 
 
 def test_one_rank_trains_as_plain_pytorch():
@@ -159,21 +188,26 @@ def _train_prepared(process, policies):
     checkpointing.apply(module, "every-1")
     _compile_blocks(module)
     found["compiled, every-1"] = _train_module(process, module)
-    found["reentrant"] = _train_module(process, Reentrant())
+    found["compiled as a whole"] = _train(
+        process, {}, "adamw", 3, prepare=functools.partial(nn.Module.compile, backend="aot_eager")
+    )
+    for reentrant in (False, True):
+        found[f"by itself, reentrant={reentrant}"] = _train_module(process, Checkpointed(reentrant))
     return found
 
 
-class Reentrant(Net):
-    """A model that checkpoints its own blocks, in torch's older way."""
+class Checkpointed(Net):
+    """A model that checkpoints its own blocks, in torch's newer way or its older."""
 
-    def __init__(self):
+    def __init__(self, reentrant):
         torch.manual_seed(0)
         super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, tokens):
         x = self.embedding(tokens) * self.scale + self.position[: tokens.shape[1]]
         for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(self.norm(x))
 
 

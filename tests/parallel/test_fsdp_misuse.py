@@ -1,5 +1,6 @@
 """What users get wrong around FullyShardedDataParallel: an error on every rank that says what to do, and no hang."""
 
+import copy
 import os
 import signal
 
@@ -30,6 +31,7 @@ def _arguments():
         "sharded already": lambda: FullyShardedDataParallel(sharded),
         "0.weight has no shape yet": lambda: FullyShardedDataParallel(lazy),
         "0 is an nn.LSTM, which keeps": lambda: FullyShardedDataParallel(nn.Sequential(nn.LSTM(2, 2))),
+        "cannot be copied; build another": lambda: copy.deepcopy(sharded),
         "was moved or cast; give": lambda: FullyShardedDataParallel(build()).to(torch.bfloat16),
     }
 

@@ -213,6 +213,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         checkpoint.load_module_state(self, state_dict, strict=strict)
 
+    def __deepcopy__(self, memo: object) -> FullyShardedDataParallel:
+        raise UsageError(
+            "a sharded module cannot be copied; build another one and give its load_state_dict this one's state_dict()"
+        )
+
     def sharded_parameters(self) -> list[ShardedParameter]:
         """All parameters, in the order of `parameters()`."""
         return self._sharded
