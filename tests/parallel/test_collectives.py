@@ -27,9 +27,11 @@ def test_flat_is_a_view_in_the_order_of_memory():
     assert slice_of(tensor.permute(2, 0, 1), 1, 4).tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def _inputs(rank, dtype):
+def _inputs(rank, dtype, device="cpu"):
     generator = torch.Generator().manual_seed(rank)
-    whole = torch.randint(-64, 64, (2, 12), generator=generator).to(dtype)  # sums and quarters of these are exact
+    whole = torch.randint(-64, 64, (2, 12), generator=generator).to(
+        device, dtype
+    )  # sums and quarters of these are exact
     return [whole[0].clone(), whole[1].view(3, 4).t().clone(memory_format=torch.preserve_format)]
 
 
@@ -37,39 +39,48 @@ def _all(process, dtype):
     group, rank, world_size = process.group, process.rank, process.world_size
     results = {}
     with recorded_collectives() as calls:
-        tensors = _inputs(rank, dtype)
+        tensors = _inputs(rank, dtype, process.device)
         pointers = [tensor.data_ptr() for tensor in tensors]
         all_reduce_mean(tensors, group).wait()
         results["all-reduce"] = tensors
         assert [tensor.data_ptr() for tensor in tensors] == pointers
-        tensors = _inputs(rank, dtype)
+        tensors = _inputs(rank, dtype, process.device)
         reduce_scatter_mean(tensors, group).wait()
         results["reduce-scatter"] = [slice_of(tensor, rank, world_size).clone() for tensor in tensors]
-        tensors = _inputs(rank, dtype)
+        tensors = _inputs(rank, dtype, process.device)
         all_gather_slices(tensors, group).wait()
         results["all-gather"] = tensors
-        tensors = _inputs(rank, dtype)
+        tensors = _inputs(rank, dtype, process.device)
         broadcast_from_first(tensors, group)
         results["broadcast"] = tensors
         dist.barrier(group=group)
+    results = {name: [tensor.cpu() for tensor in tensors] for name, tensors in results.items()}
     return results, [(call.name, call.tensors, call.bytes, call.dtype) for call in calls]
+
+
+def check(workers, dtype):
+    """Compare every rank's results with sums made here; returns the recorded calls."""
+    n = workers.world_size
+    inputs = [_inputs(rank, dtype) for rank in range(n)]
+    by_rank = workers.run(_all, dtype)
+    for rank, (results, _) in enumerate(by_rank):
+        for i in range(2):
+            mean = sum(inputs[each][i].double() for each in range(n)) / n
+            assert torch.equal(results["all-reduce"][i], mean.to(dtype))
+            assert results["all-reduce"][i].stride() == inputs[0][i].stride()
+            expected = flat(torch.empty_like(inputs[0][i]).copy_(mean))
+            assert torch.equal(results["reduce-scatter"][i], slice_of(expected, rank, n))
+            slices = [slice_of(inputs[each][i], each, n) for each in range(n)]
+            assert torch.equal(flat(results["all-gather"][i]), torch.cat(slices))
+            assert torch.equal(results["broadcast"][i], inputs[0][i])
+    return [calls for _, calls in by_rank]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_each_gives_what_it_says_and_is_recorded(four, dtype):
-    inputs = [_inputs(rank, dtype) for rank in range(4)]
-    for rank, (results, calls) in enumerate(four.run(_all, dtype)):
-        for i in range(2):
-            mean = sum(inputs[each][i].double() for each in range(4)) / 4
-            assert torch.equal(results["all-reduce"][i], mean.to(dtype))
-            assert results["all-reduce"][i].stride() == inputs[0][i].stride()
-            expected = flat(torch.empty_like(inputs[0][i]).copy_(mean))
-            assert torch.equal(results["reduce-scatter"][i], expected[3 * rank : 3 * rank + 3])
-            slices = [flat(inputs[each][i])[3 * each : 3 * each + 3] for each in range(4)]
-            assert torch.equal(flat(results["all-gather"][i]), torch.cat(slices))
-            assert torch.equal(results["broadcast"][i], inputs[0][i])
-        size = 24 * dtype.itemsize
+    size = 24 * dtype.itemsize
+    for calls in check(four, dtype):
         assert calls[:3] == [(name, 2, size, dtype) for name in ("all-reduce", "reduce-scatter", "all-gather")]
         assert calls[3:5] == [("broadcast", 1, size // 2, dtype)] * 2
         assert [name for name, *_ in calls[5:]] == ["barrier"]

@@ -32,7 +32,7 @@ def train(process, name, optimizer, scheme, *, steps=4, accumulate=1, autocast=N
     """Train on this rank's shares; returns the state afterwards. Ranks other than 0 start from other weights."""
     zero_grad = more.pop("zero_grad", lambda ddp, optimizer: optimizer.zero_grad())
     clip = more.pop("clip", None)
-    model = build(name, seed=process.rank).to(dtype or torch.float32)
+    model = build(name, seed=process.rank).to(process.device, dtype or torch.float32)
     if name == "Branches":
         model.swapped = process.rank % 2 == 1
     if delays is not None:

@@ -22,20 +22,21 @@ EXCHANGE_MB = 700e-6
 
 
 class SignDescent(torch.optim.Optimizer):
-    """An optimizer that trainstep has never heard of; it looks at whole matrices."""
+    """An optimizer that trainstep has never heard of; it looks at whole matrices, and counts steps in its groups."""
 
     def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["steps"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     assert parameter.dim() < 2 or parameter.shape[0] > 1
                     count = self.state[parameter].setdefault("count", torch.zeros(parameter.shape[:1]))
                     count += 1
-                    parameter -= group["lr"] * parameter.grad / (parameter.grad.norm() + 1e-6)
+                    parameter -= group["lr"] / group["steps"] * parameter.grad / (parameter.grad.norm() + 1e-6)
 
 
 EVERY = {
@@ -64,7 +65,7 @@ def step_on(ddp, optimizer, process, step, wait=True):
 
 
 def train(process, name, optimizer_cls, options, scattered, *, steps=training.STEPS, delays=None, **more):
-    model = build(name, seed=process.rank)
+    model = build(name, seed=process.rank).to(process.device)
     if delays is not None:
         training.delay(model, seed=delays * 10 + process.rank)
     ddp = DistributedDataParallel(model, process_group=process.group, bucket_mb=600e-6, allow_unused=name == "Unused")
@@ -280,7 +281,8 @@ CHECKPOINTED = {
 
 def _wrap(process, case):
     name, optimizer_cls, options, scattered = CHECKPOINTED[case]
-    ddp = DistributedDataParallel(build(name), process_group=process.group, allow_unused=name == "Unused")
+    model = build(name).to(process.device)
+    ddp = DistributedDataParallel(model, process_group=process.group, allow_unused=name == "Unused")
     groups = [
         {"params": [p for p in ddp.parameters() if p.dim() > 1]},
         {"params": [p for p in ddp.parameters() if p.dim() <= 1], "lr": 0.005},
@@ -508,9 +510,9 @@ def test_mistakes_are_told_on_every_rank(two):
 
 def _scaled(process):
     """Loss scaling with all-reduced gradients: every rank sees every overflow."""
-    ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
+    ddp = DistributedDataParallel(build("Plain").to(process.device), process_group=process.group)
     optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.125, momentum=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(process.device.type, init_scale=8.0)
     before, kept = state(ddp.module), []
     for step in range(-1, training.STEPS):
         optimizer.zero_grad()

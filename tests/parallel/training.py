@@ -129,15 +129,18 @@ def shares(world_size, step, rows=3):
 
 
 def loss_of(model, x, autocast=None):
-    context = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+    x = x.to(next(model.parameters()).device)
+    context = torch.autocast(x.device.type, autocast) if autocast else contextlib.nullcontext()
     with context:
         y = model(x)
     return (y.float() - x.flip(-1)).pow(2).mean()
 
 
-def reference(name, optimizer, world_size, *, steps=STEPS, accumulate=1, autocast=None, dtype=None, clip=None):
+def reference(
+    name, optimizer, world_size, *, steps=STEPS, accumulate=1, autocast=None, dtype=None, clip=None, device="cpu"
+):
     """One process: the gradients of the ranks' shares, one after the other, averaged in the order of the ranks."""
-    model = build(name).to(dtype or torch.float32)
+    model = build(name).to(device, dtype or torch.float32)
     optimizer_cls, options = OPTIMIZERS[optimizer]
     optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
     for step in range(steps):
@@ -171,7 +174,7 @@ def whole_batch(name, optimizer, world_size, *, steps=STEPS):
 
 
 def state(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def differing(a, b, relative=0.0):

@@ -20,7 +20,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,32 +28,9 @@ from torch import Tensor, nn
 
 from trainstep.errors import UsageError
 from trainstep.parallel.buckets import assign_buckets
-from trainstep.parallel.collectives import all_reduce_mean, broadcast_from_first, reduce_scatter_mean, slice_of
+from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-
-
-@dataclass
-class _Bucket:
-    """Parameters, by number, whose gradients are averaged in one call."""
-
-    numbers: tuple[int, ...]
-    scattered: bool
-    """Whether each rank gets only its slice of the mean."""
-    waiting: set[int] = field(default_factory=set)
-    """Those whose gradient has not come yet in this step."""
-    started: bool = False
-
-
-@dataclass
-class _Underway:
-    """A bucket's call, and where its result belongs."""
-
-    bucket: _Bucket
-    work: dist.Work
-    reduced: list[Tensor]
-    """The tensors of the call."""
-    gradients: list[Tensor]
-    """The parameters' gradients; the same tensors unless they were cast for the journey."""
+from trainstep.parallel.reduction import Bucket, Reduction
 
 
 class DistributedDataParallel(nn.Module):
@@ -153,8 +129,8 @@ class DistributedDataParallel(nn.Module):
             self._fill_in(absent)
             while self._next < len(self._buckets):
                 self._start_next()
-            for call in self._underway:
-                self._settle(call)
+            for reduction in self._underway:
+                self._settle(reduction)
             if self.allow_unused:
                 self._drop_where_unused_everywhere(absent)
             self._rebuild_buckets()
@@ -202,7 +178,7 @@ class DistributedDataParallel(nn.Module):
             kind = (parameter.dtype, parameter.device, number in self._pieces)
             items.append((number, parameter.numel() * dtype.itemsize, kind))
         self._buckets = [
-            _Bucket(tuple(numbers), scattered=numbers[0] in self._pieces)
+            Bucket(tuple(numbers), scattered=numbers[0] in self._pieces)
             for numbers in assign_buckets(items, self.bucket_mb)
         ]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
@@ -210,7 +186,7 @@ class DistributedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
-        self._underway: list[_Underway] = []
+        self._underway: list[Reduction] = []
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.started = set(bucket.numbers), False
@@ -238,26 +214,15 @@ class DistributedDataParallel(nn.Module):
         self._next += 1
         bucket.started = True
         gradients = [self._gradient(number) for number in bucket.numbers]
-        reduced = gradients
-        if self.reduce_dtype is not None and self.reduce_dtype != gradients[0].dtype:
-            reduced = [torch.empty_like(gradient, dtype=self.reduce_dtype) for gradient in gradients]
-            torch._foreach_copy_(reduced, gradients)
-        reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
-        self._underway.append(_Underway(bucket, reduce(reduced, self.process_group), reduced, gradients))
+        self._underway.append(Reduction(bucket, gradients, self.reduce_dtype, self.process_group))
 
-    def _settle(self, call: _Underway) -> None:
-        """Wait for a bucket and put its result where it belongs."""
-        call.work.wait()
-        results, gradients = call.reduced, call.gradients
-        if call.bucket.scattered:
-            rank, world_size = self.process_group.rank(), self.process_group.size()
-            results = [slice_of(tensor, rank, world_size) for tensor in call.reduced]
-            gradients = [slice_of(tensor, rank, world_size) for tensor in call.gradients]
-            for number, gradient in zip(call.bucket.numbers, gradients, strict=True):
-                self._pieces[number].grad = gradient
+    def _settle(self, reduction: Reduction) -> None:
+        """Wait for a bucket, and put slices where they belong."""
+        results = reduction.wait()
+        if reduction.bucket.scattered:
+            for number, result in zip(reduction.bucket.numbers, results, strict=True):
+                self._pieces[number].grad = result
                 self._trained[number].grad = None
-        if call.reduced is not call.gradients:
-            torch._foreach_copy_(gradients, results)
 
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad

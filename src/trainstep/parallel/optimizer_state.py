@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
-from trainstep.parallel.pieces import Piece, Run
+from trainstep.parallel.pieces import Piece
+from trainstep.parallel.runs import Run
 
 Groups = list[dict[str, Any]]
 

@@ -49,17 +49,6 @@ class Piece:
         return self.parameter.numel() * self.parameter.element_size()
 
 
-@dataclass
-class Run:
-    """Parameters that are updated, and then exchanged, together."""
-
-    pieces: list[Piece]
-    optimizer: torch.optim.Optimizer | None
-    """Updates this rank's part; None where it has none."""
-    groups: list[int]
-    """For each parameter group of `optimizer`, which one of the whole it belongs to."""
-
-
 def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
     """Whether an optimizer's parameters are cut into slices, by its class and the caller's choice.
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from trainstep.errors import UsageError
 from trainstep.parallel.buckets import assign_buckets
-from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.optimizer_state import consolidate, dump, restore
-from trainstep.parallel.pieces import Piece, Run, cut, may_slice
+from trainstep.parallel.pieces import Piece, cut, may_slice
 from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.runs import Run, hyper_parameters
 
 Shard = Literal["auto", "slices", "parameters"]
 
@@ -122,8 +122,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check()
         underway: list[Callable[[], None]] = []
         for run in self._runs:
-            self._update(run)
-            underway += self._exchange(run)
+            run.take_settings(self.param_groups)
+        for run in self._runs:
+            run.update(self.process_group)
+            underway += run.exchange(self.process_group)
+        for run in self._runs:
+            run.give_settings(self.param_groups)
         for finish in underway:
             finish()
         return loss
@@ -196,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settings = {
             f"{key} of group {index}": value
             for index, group in enumerate(self.param_groups[first:], first)
-            for key, value in _hyper_parameters(group).items()
+            for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
         check_ranks_agree(
@@ -221,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _inner(self, pieces: list[Piece], groups: list[int]) -> torch.optim.Optimizer:
         parts = [
-            _hyper_parameters(self.param_groups[group])
+            hyper_parameters(self.param_groups[group])
             | {"params": [piece.mine for piece in pieces if piece.group == group and piece.mine is not None]}
             for group in groups
         ]
@@ -240,38 +244,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece.mine.grad = torch.zeros_like(piece.mine)
         twin.step()
         return twin
-
-    def _update(self, run: Run) -> None:
-        """Let the run's optimizer update this rank's part."""
-        if run.optimizer is None:
-            return
-        rank, world_size = self.process_group.rank(), self.process_group.size()
-        for piece in run.pieces:
-            if piece.owner is None and piece.mine is not None and piece.parameter.grad is not None:
-                piece.mine.grad = slice_of(piece.parameter.grad, rank, world_size)
-        for group, index in zip(run.optimizer.param_groups, run.groups, strict=True):
-            group.update(_hyper_parameters(self.param_groups[index]))
-        run.optimizer.step()
-        for group, index in zip(run.optimizer.param_groups, run.groups, strict=True):
-            self.param_groups[index].update(_hyper_parameters(group))
-        for piece in run.pieces:
-            if piece.owner is None and piece.mine is not None:
-                piece.mine.grad = None  # a view of the gradient, which would live on with it
-
-    def _exchange(self, run: Run) -> list[Callable[[], None]]:
-        """Start giving every rank the run's new parameters; returns what waits for each call."""
-        if self.process_group.size() == 1:
-            return []
-        parameters = [piece.parameter.detach() for piece in run.pieces]
-        if run.pieces[0].owner is None:
-            work = all_gather_slices(parameters, self.process_group)
-            return [lambda: _wait(work)]
-        calls = []
-        for owner in range(self.process_group.size()):
-            owned = [flat(each) for each, piece in zip(parameters, run.pieces, strict=True) if piece.owner == owner]
-            if owned:
-                calls.append(_broadcast(owned, owner, self.process_group))
-        return calls
 
     def _all_pieces(self) -> list[Piece]:
         return [piece for run in self._runs for piece in run.pieces]
@@ -328,10 +300,6 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
     return group | {"params": [nn.Parameter(torch.empty_like(tensor, device="meta")) for tensor in tensors]}
 
 
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _scattered(pieces: Iterable[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
     known = {id(parameter) for parameter in ddp.parameters()}
     found = {}
@@ -342,21 +310,3 @@ def _scattered(pieces: Iterable[Piece], ddp: DistributedDataParallel) -> dict[nn
             assert piece.mine is not None, "every rank has its slice"
             found[piece.parameter] = piece.mine
     return found
-
-
-def _wait(work: dist.Work) -> None:
-    work.wait()
-
-
-def _broadcast(tensors: list[Tensor], owner: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
-    together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    work = dist.broadcast(together, group=group, group_src=owner, async_op=True)
-
-    def finish() -> None:
-        assert work is not None, "an asynchronous call by a member of the group returns its work"
-        _wait(work)
-        if len(tensors) > 1 and group.rank() != owner:
-            torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
-
-    return finish

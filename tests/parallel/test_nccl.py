@@ -1,0 +1,127 @@
+"""The same on GPUs, over NCCL: what Gloo cannot show (streams, means made on the way, grouped calls)."""
+
+import pytest
+import torch
+
+from tests.parallel import test_collectives, test_ddp, test_sharded_optimizer
+from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
+from trainstep.parallel.workers import Workers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """Two NCCL workers, each with a GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with Workers(2, device="cuda", timeout_s=60) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_collective(gpus, dtype):
+    test_collectives.check(gpus, dtype)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheme", test_ddp.SCHEMES)
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Branches"])
+def test_ddp_trains_like_one_process(gpus, name, scheme, optimizer):
+    first, second = gpus.run(test_ddp.train, name, optimizer, scheme)
+    assert not differing(second, first), "both ranks have the same weights, to the bit"
+    assert not differing(first, reference(name, optimizer, 2, device="cuda"), relative=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["overlapped", "bucketed"])
+def test_ddp_with_late_ranks_and_layers(gpus, scheme):
+    expected = reference("Branches", "SGD", 2, device="cuda")
+    for results in gpus.run(test_ddp._train_delayed, scheme):
+        assert not any(differing(each, expected, relative=1e-6) for each in results)
+
+
+def test_ddp_under_autocast(gpus):
+    how = {"autocast": torch.bfloat16}
+    first, second = gpus.run(test_ddp._low_precision, how)
+    assert not differing(second, first)
+    assert not differing(first, reference("Plain", "SGD", 2, device="cuda", **how), relative=1e-6)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Unused"])
+def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scattered):
+    first, second = gpus.run(test_sharded_optimizer.train, name, *OPTIMIZERS[optimizer], scattered)
+    assert not differing(second, first)
+    assert not differing(first, reference(name, optimizer, 2, device="cuda"), relative=1e-6)
+
+
+@pytest.mark.parametrize("case", test_sharded_optimizer.CHECKPOINTED)
+def test_sharded_state_is_saved_and_loaded(gpus, tmp_path, case):
+    gpus.run(test_sharded_optimizer._continue, case, tmp_path, range(2), None, "checkpoint")
+    (trained, full), _ = gpus.run(test_sharded_optimizer._continue, case, tmp_path, range(2, 4), "checkpoint", None)
+    expected, expected_state = test_sharded_optimizer._undivided(case, range(4))
+    assert not differing(trained, expected, relative=1e-4), "the undivided one ran on the CPU"
+    assert full["state"].keys() == expected_state["state"].keys()
+
+
+def _large(process):
+    """Layers large enough that communication is still under way when backward ends; and what is held in memory."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))).to(process.device)
+    ddp = DistributedDataParallel(model, process_group=process.group)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, fused=True, ddp=ddp)
+    x = torch.randn(
+        16, 4096, device=process.device, generator=torch.Generator(process.device).manual_seed(process.rank)
+    )
+    for step in range(3):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        with recorded_collectives() as calls:
+            ddp(x).pow(2).mean().backward()
+            started = len(calls)
+            ddp.finish_gradient_synchronization()
+            optimizer.step()
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    return state(model), started, torch.cuda.max_memory_allocated() / weights
+
+
+def _large_alone():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    xs = [torch.randn(16, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(rank)) for rank in (0, 1)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        for x in xs:
+            (model(x).pow(2).mean() / 2).backward()
+        optimizer.step()
+    return state(model)
+
+
+def test_layers_that_take_time(gpus):
+    (first, started, weights), (second, _, _) = gpus.run(_large)
+    assert started == 8, "every layer's gradients were sent during backward"
+    assert not differing(second, first)
+    assert not differing(first, _large_alone(), relative=1e-5)
+    assert weights < 3.2, "weights, gradients, and half of two moments: nothing is held twice"
+
+
+def _infinite(process):
+    ddp = DistributedDataParallel(build("Plain").to(process.device), process_group=process.group)
+    before = state(ddp.module)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    loss = loss_of(ddp, shares(2, 0)[process.rank]) * (float("inf") if process.rank else 1.0)
+    scaler.scale(loss).backward()
+    ddp.finish_gradient_synchronization()
+    scaler.step(optimizer)
+    scaler.update()
+    return differing(state(ddp.module), before), scaler.get_scale()
+
+
+def test_an_overflow_anywhere_skips_the_step_everywhere(gpus):
+    assert gpus.run(_infinite) == [([], 2.0), ([], 2.0)]
