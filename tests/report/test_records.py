@@ -4,7 +4,7 @@ import math
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, RecordWriter, frame, of_kind, read_records
+from trainstep.report.records import Record, RecordWriter, by_case, frame, of_kind, read_records
 
 
 def record(**changes):
@@ -86,3 +86,9 @@ def test_the_frame_is_tidy():
     assert list(table["status"]) == ["ok", "out of memory"]
     assert table["step_ms"][0] == 1.5
     assert {"workload", "batch", "torch", "kind", "reason"} <= set(table.columns)
+
+
+def test_rows_by_case_keep_their_order():
+    rows = [Record("peak", {"size": size, "part": part}) for size in ("b", "a") for part in (1, 2)]
+    assert by_case(rows, "part") == [rows[:2], rows[2:]]
+    assert by_case(rows) == [[row] for row in rows]

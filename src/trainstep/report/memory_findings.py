@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report.finding import Finding, in_gib, listed, numeric
-from trainstep.report.records import Record, of_kind
+from trainstep.report.records import Record, by_case, of_kind
 
 AGREES = 0.05
 """A prediction of the peak that is off by more than this share is remarked on."""
@@ -77,32 +77,41 @@ def _proof(records: Sequence[Record]) -> str:
 
 
 def _residuals(records: Sequence[Record]) -> list[Finding]:
-    """What one block keeps, eager; and what compilation leaves of the whole."""
+    """What one block keeps, and what compilation leaves of it and of the whole step; case by case."""
     rows = [row for row in of_kind(records, "residual") if row.status == "ok"]
+    found, cases = [], by_case(rows, "part", "what", "compile")
+    for own in cases:
+        for sentence in _kept(own):
+            under = f"Under {own[0].case.get('precision')}, {sentence}" if len(cases) > 1 else sentence
+            found.append(Finding("kept for backward", under[0].upper() + under[1:]))
+    return found
+
+
+def _kept(rows: Sequence[Record]) -> list[str]:
     found = []
     blocks = [row for row in rows if row.case["part"] == "first block"]
-    block = [row for row in blocks if row.case["compile"] == "off"]
-    total = next((row for row in block if row.case["what"] == "all"), None)
-    first = next((row for row in block if str(row.case["what"]).startswith("1. ")), None)
-    if total is not None and first is not None:
+    alone = {row.case["compile"]: row for row in blocks if row.case["what"] == "all"}
+    first = next(
+        (row for row in blocks if row.case["compile"] == "off" and str(row.case["what"]).startswith("1. ")), None
+    )
+    if "off" in alone and first is not None:
         where = str(first.case["what"]).removeprefix("1. ")
         found.append(
-            f"Forward keeps {in_gib(numeric(total.values['mib']) / 1024)} for the backward of one block; the largest "
-            f"part, {numeric(first.values['share']):.0%}, is kept for {first.values['operation']} in {where} "
+            f"forward keeps {in_gib(numeric(alone['off'].values['mib']) / 1024)} for the backward of one block; the "
+            f"largest part, {numeric(first.values['share']):.0%}, is kept for {first.values['operation']} in {where} "
             f"({first.values['tensor']})."
         )
-    alone = {row.case["compile"]: row for row in blocks if row.case["what"] == "all"}
     if "off" in alone and "blocks" in alone:
         eager, compiled = (numeric(alone[name].values["mib"]) / 1024 for name in ("off", "blocks"))
-        found.append(f"Compiled, one block keeps {in_gib(compiled)} instead of {in_gib(eager)}.")
+        found.append(f"compiled, one block keeps {in_gib(compiled)} instead of {in_gib(eager)}.")
     wholes = {row.case["compile"]: row for row in rows if row.case["part"] == "step" and row.case["what"] == "all"}
     if "off" in wholes and "model" in wholes:
         eager, compiled = (numeric(wholes[name].values["mib"]) / 1024 for name in ("off", "model"))
         found.append(
-            f"Of the whole step, eager code keeps {in_gib(eager)} and compiled code {in_gib(compiled)} "
+            f"of the whole step, eager code keeps {in_gib(eager)} and compiled code {in_gib(compiled)} "
             f"({compiled / eager - 1:+.0%})."
         )
-    return [Finding("kept for backward", sentence) for sentence in found]
+    return found
 
 
 def _predictions(records: Sequence[Record]) -> list[Finding]:
@@ -142,8 +151,18 @@ def _does_not_fit(records: Sequence[Record]) -> list[Finding]:
 
 
 def _checkpointing(records: Sequence[Record]) -> list[Finding]:
+    cases = by_case(of_kind(records, "checkpointing"), "checkpointing")
+    found = []
+    for own in cases:
+        told = ", ".join(f"{own[0].case[name]}" for name in ("precision", "attention") if own[0].case.get(name))
+        for sentence in _best_policy(own):
+            found.append(Finding("checkpointing", f"{told}: {sentence}" if len(cases) > 1 else sentence))
+    return found
+
+
+def _best_policy(study: Sequence[Record]) -> list[str]:
     """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
-    rows = {str(row.case["checkpointing"]): row for row in of_kind(records, "checkpointing")}
+    rows = {str(row.case["checkpointing"]): row for row in study}
     peaks = {name: numeric(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
     sizes = sorted(int(name.removeprefix("every-")) for name in peaks if name.startswith("every-"))
     if not sizes:
@@ -151,7 +170,7 @@ def _checkpointing(records: Sequence[Record]) -> list[Finding]:
     limit = next(iter(rows.values())).values.get("memory_gib")
     if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
         room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
-        return [Finding("checkpointing", f"No checkpointing is needed: the step fits without ({room}).")]
+        return [f"No checkpointing is needed: the step fits without ({room})."]
     best = min(sizes, key=lambda size: peaks[f"every-{size}"])
     peak = peaks[f"every-{best}"]
     nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
@@ -164,7 +183,7 @@ def _checkpointing(records: Sequence[Record]) -> list[Finding]:
         every = "every block" if best == 1 else f"every {best} blocks"
         sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
     against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
-    return [Finding("checkpointing", f"{sentence}{f' (beside it {beside})' if beside else ''}{against}.")]
+    return [f"{sentence}{f' (beside it {beside})' if beside else ''}{against}."]
 
 
 def _dtypes(records: Sequence[Record]) -> list[Finding]:

@@ -127,6 +127,15 @@ def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record.kind == kind]
 
 
+def by_case(records: Iterable[Record], *without: str) -> list[list[Record]]:
+    """The records grouped by their cases, in order; columns named in `without` do not count."""
+    groups: dict[tuple[tuple[str, Scalar], ...], list[Record]] = {}
+    for record in records:
+        told = tuple((name, value) for name, value in record.case.items() if name not in without)
+        groups.setdefault(told, []).append(record)
+    return list(groups.values())
+
+
 def frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One tidy row per record: kind, case, values, status, reason, environment. Samples stay in the records."""
     import pandas

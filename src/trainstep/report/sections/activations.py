@@ -8,7 +8,7 @@ from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, gib, number
 from trainstep.report.plots import Bar
-from trainstep.report.records import Record, of_kind
+from trainstep.report.records import Record, by_case, of_kind
 from trainstep.report.sections.plain import plain_table
 
 PARTS = {"first block": "One block", "step": "The whole step"}
@@ -23,10 +23,11 @@ def residuals(records: Sequence[Record]) -> Section | None:
     charts = []
     for part, words in PARTS.items():
         own = [row for row in rows if row.case["part"] == part and get(row, "mib") is not None]
-        for compiled in dict.fromkeys(row.case["compile"] for row in own):
-            group = [row for row in own if row.case["compile"] == compiled]
-            if len({tuple(row.case.items()) for row in group}) == len(group) and len(_cases(group)) == 1:
-                charts.append(_chart(part, words, str(compiled), group))
+        cases = by_case(own, "what")
+        has_precisions = len({row.case.get("precision") for row in own}) > 1
+        for place, group in enumerate(cases):
+            told = f"{words}, {group[0].case['precision']}" if has_precisions else words
+            charts.append(_chart(f"{part}-{place}".replace(" ", "-"), told, group))
     blocks: list[Block] = [Charts(charts)] if charts else []
     blocks.append(plain_table("residual", rows, "residuals"))
     lead = (
@@ -36,11 +37,7 @@ def residuals(records: Sequence[Record]) -> Section | None:
     return Section("residuals", "Kept for backward", "What forward keeps for backward", lead, blocks)
 
 
-def _cases(rows: Sequence[Record]) -> set[tuple[object, ...]]:
-    return {tuple(value for name, value in row.case.items() if name not in ("part", "what")) for row in rows}
-
-
-def _chart(part: str, words: str, compiled: str, rows: Sequence[Record]) -> Chart:
+def _chart(name: str, words: str, rows: Sequence[Record]) -> Chart:
     bars = []
     for row in rows:
         if row.case["what"] == "all":
@@ -51,13 +48,14 @@ def _chart(part: str, words: str, compiled: str, rows: Sequence[Record]) -> Char
         if operation:
             rank, _, module = what.partition(". ")
             tip = f"{module}\n{tip}"
-            what = f"{rank}. {operation}, {module.rpartition('.')[2]}"
+            is_compiled = operation == "CompiledFunction"  # which names neither operation nor module
+            last = module.rpartition(".")[2]
+            what = f"{rank}. {row.values['tensor'] if is_compiled else f'{operation}, {last}'}"
         tip += f"\n{number(row.values.get('storages'))} storages"
         bars.append(Bar(what, size, f"{share:.1%}", tip))
     total = next((get(row, "mib") or 0 for row in rows if row.case["what"] == "all"), 0)
-    form = "eager" if compiled == "off" else f"compiled {compiled}"
-    name = f"residuals-{part}-{compiled}".replace(" ", "-")
-    return Chart(name, f"{words}, {form}: {gib(total / 1024)}", "", plots.bars(bars, "MiB"))
+    form = "eager" if rows[0].case["compile"] == "off" else "compiled"
+    return Chart(f"residuals-{name}", f"{words}, {form}: {gib(total / 1024)}", "", plots.bars(bars, "MiB"))
 
 
 def checkpointing(records: Sequence[Record]) -> Section | None:
@@ -66,8 +64,8 @@ def checkpointing(records: Sequence[Record]) -> Section | None:
     if not rows:
         return None
     blocks: list[Block] = []
-    if len({row.case["checkpointing"] for row in rows}) == len(rows):
-        blocks.append(Charts([_policies(rows)]))
+    studies = by_case(rows, "checkpointing")
+    blocks.append(Charts([_policies(study, place, len(studies) > 1) for place, study in enumerate(studies)]))
     blocks.append(plain_table("checkpointing", rows))
     lead = (
         "Every K blocks keeps the input of every K blocks and runs the blocks again in backward. Every K costs one "
@@ -76,7 +74,7 @@ def checkpointing(records: Sequence[Record]) -> Section | None:
     return Section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, blocks)
 
 
-def _policies(rows: Sequence[Record]) -> Chart:
+def _policies(rows: Sequence[Record], place: int, is_told: bool) -> Chart:
     largest = max((get(row, name) or 0 for row in rows for name in ("peak_gib", "predicted_gib")), default=0)
     unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
     limit = next((value for row in rows if (value := get(row, "memory_gib")) is not None), None)
@@ -99,4 +97,6 @@ def _policies(rows: Sequence[Record]) -> Chart:
     shown = limit * scale if limit is not None and largest > 0.3 * limit else None
     legend = [("accent", "measured"), ("neutral", "predicted")]
     caption = "The dashed line is the memory there is." if shown else ""
-    return Chart("checkpointing", "Peak by policy", caption, plots.bars(bars, unit, limit=shown), legend)
+    told = ", ".join(str(rows[0].case[name]) for name in ("precision", "attention") if rows[0].case.get(name))
+    title = f"Peak by policy: {told}" if is_told else "Peak by policy"
+    return Chart(f"checkpointing-{place}", title, caption, plots.bars(bars, unit, limit=shown), legend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report.blocks import Block, Section
-from trainstep.report.records import Record, of_kind
+from trainstep.report.records import Record, by_case, of_kind
 from trainstep.report.sections.plain import plain_table
 
 
@@ -14,11 +14,8 @@ def dtypes(records: Sequence[Record]) -> Section | None:
     rows = of_kind(records, "dtype")
     if not rows:
         return None
-    groups = dict.fromkeys(tuple(value for name, value in row.case.items() if name != "module") for row in rows)
-    blocks: list[Block] = []
-    for group in groups:
-        own = [row for row in rows if tuple(value for name, value in row.case.items() if name != "module") == group]
-        blocks.append(plain_table("dtype", own, f"dtypes-{len(blocks)}"))
+    cases = by_case(rows, "module")
+    blocks: list[Block] = [plain_table("dtype", own, f"dtypes-{place}") for place, own in enumerate(cases)]
     lead = "Autocast decides operation by operation, so these are read off the tensors as they passed."
     return Section("dtypes", "Precision", "Which dtype everything had", lead, blocks)
 
