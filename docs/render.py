@@ -1,7 +1,8 @@
 """Fill the tables of README.md and docs/*.md from docs/results/, so that no figure in them is typed by hand.
 
 A block between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table called NAME here. Run as `make docs`;
-a test fails when a committed page differs from what this makes.
+a test fails when a committed page differs from what this makes. The reports in docs/examples/ that show several results
+at once are made here too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from trainstep.report.columns import Column, case_column, mean_column, median_column, number, value_column
 from trainstep.report.compare import comparison_table, repeatability
 from trainstep.report.formats import to_markdown
+from trainstep.report.html import write_html
 from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import Table, make_table, tabulate
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+REPORTS = {"h200-attention.html": ("h200-attention-naive", "h200-attention-flash")}
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PHASES = tuple(mean_column(f"{name} (ms)", name) for name in ("forward", "loss", "backward", "optimizer", "step"))
@@ -105,26 +109,68 @@ def peers() -> Table:
     """Our kernels beside what torch ships, shape by shape, all in one run."""
     rows = results("h200-attention-peers", "attention")
     ours = "flash-triton"
+    ceiling = ceiling_tflops("matmul bf16")
     others = [impl for impl in dict.fromkeys(str(row.case["impl"]) for row in rows) if impl != ours]
     shapes = dict.fromkeys(tuple(row.case[name] for name in SHAPE) for row in rows)
     cells = []
     for shape in shapes:
         times = {row.case["impl"]: row for row in rows if tuple(row.case[name] for name in SHAPE) == shape}
-        own = times[ours].values
+        own = {name: figure(times[ours], name) for name in times[ours].values if name.endswith(("_ms", "_tflops"))}
         line = [number(part) for part in shape]
         line += [" / ".join(number(own[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
         line += [number(own["both_tflops"])]
+        line += [" / ".join(f"{100 * own[f'{part}_tflops'] / ceiling:.0f}" for part in ("forward", "backward"))]
         for impl in others:
-            other = times[impl].values.get("both_ms") if impl in times else None
-            line.append(f"{number(other)} ({other / own['both_ms']:.2f}×)" if isinstance(other, float) else "–")
+            other = figure(times[impl], "both_ms")
+            line.append(f"{number(other)} ({other / own['both_ms']:.2f}×)")
         cells.append(tuple(line))
     columns = (
         *SHAPE,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
+        f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours)" for impl in others),
     )
     return Table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
+
+
+def figure(row: Record, name: str) -> float:
+    """A measured figure that must be there."""
+    value = row.values[name]
+    assert isinstance(value, int | float), (row.case, name, value)
+    return float(value)
+
+
+def ceiling_tflops(what: str) -> float:
+    """The rate that `analyze` measured of a plain matrix product on the same kind of GPU."""
+    (row,) = [row for row in results("h200-analyze-large", "ceiling") if row.case["what"] == what]
+    return figure(row, "tflops")
+
+
+def naive() -> Table:
+    """The eager formula beside its compiled form: time, and what both hold."""
+    rows = results("h200-attention-naive", "attention")
+    found = {(row.case["head_dim"], row.case["seq"], row.case["impl"]): row for row in rows}
+    cells = []
+    for head_dim, seq in sorted({(int(row.case["head_dim"] or 0), int(row.case["seq"] or 0)) for row in rows}):
+        eager, compiled = (found[head_dim, seq, impl] for impl in ("eager", "eager-compiled"))
+        line = [number(head_dim), f"{seq:,}"]
+        for row in (eager, compiled):
+            if row.status == "ok":
+                line += [" / ".join(number(row.values[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
+            else:
+                line += [row.status]
+        both = [row.values.get("both_ms") for row in (eager, compiled)]
+        line += [f"{both[0] / both[1]:.2f}×" if isinstance(both[0], float) and isinstance(both[1], float) else "–"]
+        for row in (eager, compiled):
+            line += [f"{number(row.values.get('before_backward_gib'))} / {number(row.values.get('peak_gib'))}"]
+        predicted = (eager.values["predicted_before_backward_gib"], eager.values["predicted_peak_gib"])
+        cells.append((*line, " / ".join(number(value) for value in predicted)))
+    columns = (
+        *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
+        *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
+    )
+    return Table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, tuple(cells))
 
 
 def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: str) -> Table:
@@ -153,7 +199,7 @@ def attention_memory() -> Table:
     """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
     rows = [
         row
-        for name in ("h200-attention-flash", "h200-attention-oom")
+        for name in ("h200-attention-flash", "h200-attention-naive")
         for row in results(name, "attention")
         if row.values.get("predicted_peak_gib") is not None
         and row.case["head_dim"] == 128
@@ -254,8 +300,14 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "limits-large": lambda: limits("large"),
     "ladder-2.7B": lambda: ladder("2.7B"),
     "attention-peers": peers,
-    "attention-flash-bf16": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "both_ms", "ms"),
-    "attention-flash-bf16-128": lambda: attention_by_length("h200-attention-flash", "bf16", 128, "both_ms", "ms"),
+    "attention-naive": naive,
+    **{
+        f"attention-flash-{dtype}-{head_dim}": partial(
+            attention_by_length, "h200-attention-flash", dtype, head_dim, "both_ms", "ms"
+        )
+        for dtype in ("bf16", "fp32")
+        for head_dim in (16, 64, 128)
+    },
     "attention-flash-memory": lambda: attention_by_length("h200-attention-flash", "bf16", 64, "peak_gib", "GiB"),
     "attention-memory": attention_memory,
     "memory-peaks": memory_peaks,
@@ -291,6 +343,10 @@ def main() -> None:
             stale.append(page.name)
             if "--check" not in sys.argv:
                 page.write_text(made, encoding="utf-8")
+    if "--check" not in sys.argv:
+        for report, names in REPORTS.items():
+            rows = [row for name in names for row in read_records(DOCS / "results" / f"{name}.jsonl")]
+            write_html(rows, DOCS / "examples" / report)
     print(f"changed: {', '.join(stale)}" if stale else "all tables are up to date")
     if stale and "--check" in sys.argv:
         sys.exit(1)

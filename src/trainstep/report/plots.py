@@ -9,6 +9,7 @@ shows a row's figures. Names come from the user's model: they are drawn as plain
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -241,14 +242,18 @@ def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: st
     return plot
 
 
-def curves(places: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
-    """Lines with markers over named places, logarithmic upwards. A series' x are indices of `places`."""
-    plot = lines([replace(one, markers=True) for one in series], x_axis, y_axis, log=True, hover=False)
-    plot.x_range = Range1d(-0.3, len(places) - 0.7)
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(len(places))))
-    plot.xaxis.major_label_overrides = {index: PlainText(text=place) for index, place in enumerate(places)}
+def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
+    """Lines with markers, logarithmic both ways, a tick at each of `sizes`. The series' x are among these."""
+    series = [replace(one, x=[math.log2(x) for x in one.x], markers=True) for one in series]
+    ticks = [math.log2(size) for size in sizes]
+    names = [f"{size:.15g}" for size in sizes]
+    margin = 0.04 * (ticks[-1] - ticks[0]) or 0.5
+    plot = lines(series, x_axis, y_axis, log=True, hover=False)
+    plot.x_range = Range1d(ticks[0] - margin, ticks[-1] + margin)
+    plot.xaxis.ticker = FixedTicker(ticks=ticks)
+    plot.xaxis.major_label_overrides = {tick: PlainText(text=name) for tick, name in zip(ticks, names, strict=True)}
     plot.xaxis.major_label_policy = NoOverlap()
-    _hover_columns(plot, series, list(range(len(places))), [f"{x_axis} {place}" for place in places])
+    _hover_columns(plot, series, ticks, [f"{x_axis} {name}" for name in names])
     return plot
 
 

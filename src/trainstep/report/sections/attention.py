@@ -44,14 +44,14 @@ def _chart(rows: Sequence[Record], impls: Sequence[str], shape: str, value: str,
     series, legend = [], []
     for index, impl in enumerate(impls):
         own = {as_float(row.case["seq"]): get(row, value) for row in rows if row.case["impl"] == impl}
-        known = [(lengths.index(seq), y) for seq, y in sorted(own.items(), key=str) if seq is not None and y]
+        known = [(seq, y) for seq, y in own.items() if seq is not None and y]
         if known:
             role = plots.KINDS[index % len(plots.KINDS)]
             x, y = ([pair[part] for pair in sorted(known)] for part in (0, 1))
             texts = [f"{number(each)} {unit}" for each in y]
             series.append(Series(impl, x, y, role, texts=texts))
             legend.append((role, impl))
-    plot = plots.curves([f"{length:.0f}" for length in lengths], series, "sequence length", unit)
+    plot = plots.curves(lengths, series, "sequence length", unit)
     return Chart(f"{value}-{shape}".replace(" ", "-").replace(",", ""), title, shape, plot, legend)
 
 

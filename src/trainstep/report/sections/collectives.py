@@ -51,18 +51,18 @@ def _times(rows: Sequence[Record], fits: Sequence[Record], title: str) -> Chart:
     sizes = _sizes(rows)
     for fit in fits:
         own = [row for row in rows if row.case["collective"] == fit.case["collective"]]
-        points = sorted((sizes.index(as_float(row.case["size_mb"]) or 0), line(fit, row)) for row in own)
+        points = sorted((as_float(row.case["size_mb"]) or 0, line(fit, row)) for row in own)
         role = next((one.role for one in series if one.name == fit.case["collective"]), "neutral")
         x, y = [place for place, _ in points], [value for _, value in points]
         series.append(Series(f"{fit.case['collective']}, fitted", x, y, role, 1.0, "dashed", texts=[*map(text, y)]))
-    plot = plots.curves([f"{size:g}" for size in sizes], series, "MB", "ms")
+    plot = plots.curves(_sizes(rows), series, "MB", "ms")
     caption = f"{title}; dashed: the fitted line" if fits else title
     return Chart(f"collective-time-{title}".replace(" ", "-").replace(",", ""), "Time", caption, plot, legend)
 
 
 def _bandwidths(rows: Sequence[Record], title: str) -> Chart:
     series, legend = _series(rows, "bus_gb_s", lambda value: f"{number(value)} GB/s")
-    plot = plots.curves([f"{size:g}" for size in _sizes(rows)], series, "MB", "GB/s")
+    plot = plots.curves(_sizes(rows), series, "MB", "GB/s")
     return Chart(f"collective-bus-{title}".replace(" ", "-").replace(",", ""), "Bus bandwidth", title, plot, legend)
 
 
@@ -73,10 +73,10 @@ def _sizes(rows: Sequence[Record]) -> list[float]:
 def _series(
     rows: Sequence[Record], value: str, text: Callable[[float], str]
 ) -> tuple[list[Series], list[tuple[str, str]]]:
-    sizes, series, legend = _sizes(rows), [], []
+    series, legend = [], []
     for index, name in enumerate(dict.fromkeys(str(row.case["collective"]) for row in rows)):
         own = [row for row in rows if row.case["collective"] == name]
-        points = sorted((sizes.index(as_float(row.case["size_mb"]) or 0), get(row, value) or 0) for row in own)
+        points = sorted((as_float(row.case["size_mb"]) or 0, get(row, value) or 0) for row in own)
         role = plots.KINDS[index % len(plots.KINDS)]
         x, y = [place for place, _ in points], [found for _, found in points]
         series.append(Series(name, x, y, role, texts=[text(each) for each in y]))

@@ -43,9 +43,9 @@ def _by_context(rows: Sequence[Record], contexts: Sequence[float]) -> Chart:
             continue
         name = ", ".join(str(part) for part in group if part is not None) or "peak"
         role = plots.KINDS[index % len(plots.KINDS)]
-        shown = [(contexts.index(length), peak) for length, peak in known.items() if length is not None]
+        shown = [(length, peak) for length, peak in known.items() if length is not None]
         x, y = ([pair[part] for pair in sorted(shown)] for part in (0, 1))
         series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
         legend.append((role, name))
-    plot = plots.curves([f"{length:.0f}" for length in contexts], series, "context", "GiB")
+    plot = plots.curves(contexts, series, "context", "GiB")
     return Chart("peaks-by-context", "Peak by context", "A case that did not fit has no point.", plot, legend)
