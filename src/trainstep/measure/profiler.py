@@ -48,6 +48,7 @@ def record_steps(
             activities=activities,
             schedule=plan,
             record_shapes=True,
+            acc_events=True,  # there is one cycle; without it torch warns of others
             on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
         ) as profiler,
     ):
