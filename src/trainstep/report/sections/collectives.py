@@ -48,7 +48,6 @@ def _times(rows: Sequence[Record], fits: Sequence[Record], title: str) -> Chart:
         return (get(fit, "overhead_us") or 0) / 1e3 + on_link / (get(fit, "bus_gb_s") or 1) / 1e6
 
     series, legend = _series(rows, "time_ms", text)
-    _sizes(rows)
     for fit in fits:
         own = [row for row in rows if row.case["collective"] == fit.case["collective"]]
         points = sorted((as_float(row.case["size_mb"]) or 0, line(fit, row)) for row in own)
