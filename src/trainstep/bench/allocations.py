@@ -198,17 +198,21 @@ def part_of(name: str) -> str:
     return ".".join(parts[:depth])
 
 
+def _maker(activation: Allocation) -> str:
+    """What made an activation, in words."""
+    return part_of(activation.what) or ("the loss" if activation.phase == "loss" else "the model itself")
+
+
 def _groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     """A group per owner; activations in several, by the parts of the model that own most of them at the peak."""
     activations = [each for each in timeline.allocations if each.owner == "activations"]
-    named = list(bytes_by(activations, lambda each: part_of(each.what)))[:NAMED_MODULES]
+    named = list(bytes_by(activations, _maker))[:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
         band = BANDS.index(each.owner)
         if each.owner != "activations":
             return Group(each.owner, band)
-        part = part_of(each.what)
-        return Group(f"activations of {(part or 'the loss') if part in named else 'other modules'}", band)
+        return Group(f"activations of {_maker(each) if _maker(each) in named else 'other modules'}", band)
 
     return group_of
 
@@ -248,7 +252,7 @@ def _part_and_phase(owner: str, each: Allocation) -> str:
     if not each.phase:  # a foreign snapshot's
         return each.line or "no stack"
     if owner == "activations":
-        return part_of(each.what) or "the loss"
+        return _maker(each)
     made_in = " of ".join(filter(None, (each.operation, each.phase)))
     return f"{part_of(each.what)}, {made_in}" if each.what else made_in
 
