@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -16,6 +18,7 @@ from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, refer
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel
+from trainstep.parallel.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.distributed
 
@@ -431,18 +434,36 @@ def test_every_rank_starts_from_the_first_ones_tensors(two):
     assert first["expanded"].tolist() == [1.0] * 4
 
 
-def _die_in_backward(process):
+def _die_in_backward(process, how):
     ddp = DistributedDataParallel(build("Plain"), process_group=process.group, bucket_mb=0)
+
+    def die(_):
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late":
+            time.sleep(4)
+        else:
+            raise ZeroDivisionError("one rank's mistake")
+
     if process.rank == 1:
-        ddp.module.first.weight.register_hook(lambda _: 1 / 0)
+        ddp.module.first.weight.register_hook(die)
     loss_of(ddp, shares(2, 0)[process.rank]).backward()
     ddp.finish_gradient_synchronization()
 
 
-def test_a_rank_that_dies_in_backward_is_an_error_on_the_other():
-    from trainstep.parallel.workers import WorkerError, Workers
-
-    with Workers(2, timeout_s=20) as workers, pytest.raises(WorkerError) as caught:
-        workers.run(_die_in_backward)
-    assert "division by zero" in caught.value.failures[1]
-    assert "finish_gradient_synchronization" in caught.value.failures[0]
+@pytest.mark.parametrize(
+    ("how", "on_it", "on_the_other"),
+    [
+        ("raised", "one rank's mistake", "finish_gradient_synchronization"),
+        ("killed", "exit code -9", "finish_gradient_synchronization"),
+        ("late", "", "Timed out"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_in_backward_is_an_error_on_both(how, on_it, on_the_other):
+    with Workers(2, timeout_s=2 if how == "late" else 20) as workers:
+        start = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            workers.run(_die_in_backward, how)
+        assert time.monotonic() - start < 20 + 10
+    assert on_it in caught.value.failures[1]
+    assert on_the_other in caught.value.failures[0]

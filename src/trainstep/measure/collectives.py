@@ -35,6 +35,9 @@ _NAMES = {
 }
 """Beginnings of operator names, without their underscores → the collective's usual name."""
 
+_NO_CALLS = ("wait_tensor", "_wrap_tensor")
+"""Operators of the same namespaces that start nothing."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -67,7 +70,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
-            if not name.startswith("wait_tensor"):
+            if not name.startswith(_NO_CALLS):
                 self.calls.append(_collective(_usual_name(name), args))
         return func(*args, **(kwargs or {}))
 
