@@ -37,6 +37,8 @@ class Net(nn.Module):
             self.embedding.weight.requires_grad_(False)
             self.blocks[1].requires_grad_(False)
             self.blocks[2].up.requires_grad_(False)
+            self.blocks[3].norm.requires_grad_(False)  # its last layer's gradient comes first, and is its only one;
+            self.blocks[3].up.requires_grad_(False)  # backward then still goes through what is frozen
         if unused:
             self.blocks[1].spare = nn.Linear(width, 3)
             self.spare = nn.Linear(4, 4)

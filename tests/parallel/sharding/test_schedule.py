@@ -85,10 +85,13 @@ def _bound(note, kind, original):
     return method
 
 
-def _record(process, settings, policy="none", steps=3):
+def _record(process, settings, policy="none", steps=3, frozen=()):
     """The last of a few steps: its events, its messages, and most bytes gathered at a time."""
     torch.manual_seed(0)
-    sharded = FullyShardedDataParallel(build_transformer(CONFIG), **settings)
+    module = build_transformer(CONFIG)
+    for name in frozen:
+        module.get_submodule(name).requires_grad_(False)
+    sharded = FullyShardedDataParallel(module, **settings)
     checkpointing.apply(sharded.module, policy)
     for step in range(steps):
         tokens = batch(step, vocabulary=24).chunk(process.world_size)[process.rank]
@@ -136,6 +139,15 @@ def test_the_first_step_needs_no_prediction(two):
     assert [number for kind, number in forward if kind == "gather"] == list(range(len(groups)))
     assert most <= 3 * max(size for size, _ in groups)
     assert backward[-1][0] == "free"
+
+
+def test_what_backward_does_not_reach_is_not_gathered_for_it(two):
+    frozen = ["embedding", "blocks.0", "blocks.1"]
+    events, sent, _, groups = two.run(_record, {}, "none", 3, frozen)[0]
+    _, backward = halves(events)
+    assert [names[0].split(".w")[0] for _, names in groups[:1]] == ["embedding"]
+    assert [number for kind, number in backward if kind == "gather"] == [5, 4, 3], "blocks 2 to 4 of 6 layers"
+    assert [name for name, _ in sent].count("reduce_scatter_mean") == len(groups) - 4, "and the norm is replicated"
 
 
 def elements(shapes):
