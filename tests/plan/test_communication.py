@@ -185,7 +185,7 @@ def test_the_case_of_the_peers():
     assert (ours.before_step - zero.before_step) / gib == pytest.approx(12.7, abs=0.1)
     sharded = rank_bytes("fsdp", 3_410_000_000, 2, compute_bytes=2, largest_group=105_000_000)
     assert sharded.before_step / gib == pytest.approx(25.4, abs=0.1)
-    assert sharded.buffers == 6 * 105_000_000
+    assert sharded.buffers == 6 * 2 * 105_000_000
 
 
 def test_what_makes_no_sense_is_refused():

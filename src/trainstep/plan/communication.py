@@ -192,7 +192,8 @@ def rank_bytes(
         return RankBytes(full, share, state_share, largest_group * bytes_per_parameter, sent // n)
     if scheme == "fsdp":
         sent = 2 * bytes_sent("all-gather", num_parameters * gathered, n) + bytes_sent("reduce-scatter", on_the_way, n)
-        buffers = largest_group * (2 * gathered + gathered)  # two groups of weights, and one of full gradients
+        # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
+        buffers = largest_group * (3 + 1 + 2) * gathered
         return RankBytes(share, share, state_share, buffers, sent // n)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
 
