@@ -94,7 +94,7 @@ def kernel(index, phase="forward", stream="0/7"):
 def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so(monkeypatch):
     monkeypatch.setattr(kernel_rows, "LONGEST_TIMELINE", 40)
     kernels = [kernel(index, "forward" if index < 100 else "backward") for index in range(200)]
-    rows = profile_rows(Profile(tuple(kernels), 1, False, 0.0), {"workload": "w"}, "fp32", {})
+    rows = profile_rows(Profile(tuple(kernels), 1, True, False, 0.0), {"workload": "w"}, "fp32", {})
     (row,) = of_kind(rows, "timeline")
     assert row.values["kernels"] == 200
     assert row.values["bars"] <= 40

@@ -119,7 +119,7 @@ def test_without_ranges_all_kernels_count_and_none_is_placed(tmp_path):
     profile = profile_of(read_nsys(export(tmp_path / "profile.sqlite", leave_out=["NVTX_EVENTS"])))
     assert len(profile.kernels) == 4
     assert {each.phase for each in profile.kernels} == {None}
-    assert profile.steps == 1
+    assert (profile.steps, profile.has_steps) == (1, False)
 
 
 def test_tables_and_columns_that_may_be_absent(tmp_path):

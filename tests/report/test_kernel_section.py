@@ -58,7 +58,7 @@ def gpu_profile() -> Profile:
         step.run("nvjet_backward", "tensor-core matmul", 150, "backward", f"blocks.{block}.attention", flops=1e11,
                  bytes=6e7)  # fmt: skip
     step.run("multi_tensor_apply_kernel", "optimizer", 120, "optimizer", "(optimizer)", flops=1e7, bytes=4e8)
-    return Profile(tuple(step.kernels), 1, False, 0.0)
+    return Profile(tuple(step.kernels), 1, True, False, 0.0)
 
 
 def ceilings() -> list[Record]:
@@ -148,6 +148,12 @@ def test_a_profile_that_did_not_run_says_why() -> None:
     assert sentences([failed]) == []
 
 
+def test_a_trace_without_steps_says_so() -> None:
+    rows = records(dataclasses.replace(gpu_profile(), has_steps=False))
+    assert "none announced: every figure is of the whole trace" in render(rows)
+    assert "none announced" not in render(records(gpu_profile()))
+
+
 def test_beside_the_rest_of_an_analysis() -> None:
     page = Page(render([*sample.h200_analysis(), *records(gpu_profile())]))
     assert page.open == []
@@ -168,7 +174,7 @@ def large_profile(count: int = 30_000) -> Profile:
     for index in range(count):
         phase = "forward" if index < count // 3 else "backward"
         step.run(f"kernel_{index % 150}", families[index // 2 % 4], 10 + index % 7, phase, f"blocks.{index % 64}.layer")
-    return Profile(tuple(step.kernels), 1, False, 0.0)
+    return Profile(tuple(step.kernels), 1, True, False, 0.0)
 
 
 def test_a_large_profile_makes_a_small_page() -> None:

@@ -41,6 +41,7 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     values: dict[str, Scalar] = {
         "profiled_n": profile.steps,
         "on_cpu": profile.is_cpu,
+        "has_steps": profile.has_steps,
         "kernels": sum(each.is_call for each in step) / profile.steps,
         "kernels_ms": profile.per_step_ms(),
         "busy_ms": busy_ms,

@@ -12,7 +12,8 @@ started last made the node.) Three cases more:
 - A compiled region has one forward operator and one node, and belongs to the module that was compiled.
 
 No clock decides, with one exception that is exact: the step is the one whose range was open, on whichever thread of the
-process, when the work was launched; backward is over when `.backward()` returns.
+process, when the work was launched; backward is over when `.backward()` returns. Work whose launch was not recorded
+counts as unknown in the step that began last before it.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def attribute(trace: Trace) -> list[Placed]:
     steps = _Steps(trace.ranges)
     placed = []
     for work in sorted(trace.work, key=lambda work: work.start):
-        place = Place()
-        if work.launch is not None:
-            index = innermost.at(*work.launch)
-            place = places[index] if index is not None else Place()
-            place = replace(place, step=steps.at(work.launch[0][0], work.launch[1]))
-        placed.append(Placed(work, place))
+        if work.launch is None:
+            placed.append(Placed(work, Place(step=steps.latest(work.start))))
+            continue
+        index = innermost.at(*work.launch)
+        place = places[index] if index is not None else Place()
+        placed.append(Placed(work, replace(place, step=steps.at(work.launch[0][0], work.launch[1]))))
     return placed
 
 
@@ -194,5 +195,15 @@ class _Steps:
         position = bisect.bisect_right(self._starts.get(process, []), time) - 1
         if position < 0 or time >= self._of_process[process][position].end:
             return None
+        return self._name(process, position)
+
+    def latest(self, time: float) -> str | None:
+        """Name of the step that began last, in whichever process."""
+        found = [(self._starts[process][position], process, position)
+                 for process in self._starts
+                 if (position := bisect.bisect_right(self._starts[process], time) - 1) >= 0]  # fmt: skip
+        return self._name(*max(found)[1:]) if found else None
+
+    def _name(self, process: int, position: int) -> str:
         name = self._of_process[process][position].name
         return name if len(self._of_process) == 1 else f"{process}: {name}"

@@ -17,8 +17,8 @@ from typing import Any
 from trainstep.errors import UsageError
 from trainstep.measure.trace import Range, Tensors, Thread, Trace, Work, classify_range
 
-LARGEST = 4 * 2**30
-"""Bytes of JSON that are read into memory at most."""
+LARGEST = 2**30
+"""Bytes of JSON that are read at most: as Python objects they take several times as much memory."""
 COMPILED = "compiled code"
 """The operator that a CPU's compiled loops are listed under: they make no operator calls of their own."""
 ENGINE = "autograd engine"
@@ -41,7 +41,8 @@ def read_chrome_trace(path: Path) -> Trace:
             text = stream.read(LARGEST + 1)
         if len(text) > LARGEST:
             raise UsageError(
-                f"{path} holds more than {LARGEST / 2**30:.0f} GiB of JSON; profile fewer steps (--profiled-steps)"
+                f"{path} ({path.stat().st_size / 2**30:.1f} GiB) holds more than {LARGEST / 2**30:.1f} GiB of JSON; "
+                "profile fewer steps (--profiled-steps)"
             )
         content = json.loads(text)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

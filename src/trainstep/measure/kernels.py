@@ -53,6 +53,8 @@ class Profile:
     """In the order they started."""
     steps: int
     """How many steps they are of; 1 where the trace has no steps."""
+    has_steps: bool
+    """Whether steps were announced; otherwise all figures are of the whole trace."""
     is_cpu: bool
     outside_us: float
     """Time of kernels outside of all steps, which are left out: the preparation of batches."""
@@ -94,7 +96,7 @@ def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> Profile:
     ]
     steps = len({each.step for each in kernels}) if has_steps else 1
     total, kept = (sum(each.work.duration for each in group) for group in (placed, inside))
-    return Profile(tuple(kernels), max(1, steps), is_cpu, total - kept)
+    return Profile(tuple(kernels), max(1, steps), has_steps, is_cpu, total - kept)
 
 
 def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cost | None, is_cpu: bool) -> Kernel:

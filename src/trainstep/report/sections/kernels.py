@@ -85,6 +85,8 @@ def _facts(profile: Record) -> list[tuple[str, Cell]]:
         ("Kernels per step", cell_of(profile, "kernels")),
         ("Device busy", cell_of(profile, "busy_ms", lambda value: f"{number(value)} ms")),
     ]
+    if not profile.values.get("has_steps", True):
+        facts.insert(0, ("Steps", Cell("none announced: every figure is of the whole trace", is_text=True)))
     if get(profile, "step_ms") is not None:
         cost = get(profile, "profiler_cost") or 0
         change = f"{number(profile.values['step_ms'])} → {number(profile.values['profiled_step_ms'])} ms"
