@@ -460,6 +460,33 @@ def test_without_backward_and_with_several_forwards(two):
     assert error({"position": position}, {"position": module.position.grad}) < 1e-6
 
 
+def _discard(process):
+    """Gradients are left over in full, added up or by a backward that failed half way; then a step like any other."""
+    sharded = FullyShardedDataParallel(build(unused=True))
+    with sharded.no_sync():
+        loss_of(sharded, batch(7)).backward()
+    sharded.zero_grad()
+    fail = sharded.module.blocks[2].register_full_backward_hook(_fail)
+    with pytest.raises(ArithmeticError, match="half way"):
+        loss_of(sharded, batch(8)).backward()
+    fail.remove()
+    sharded.zero_grad()
+    loss_of(sharded, batch(0).chunk(2)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    OPTIMIZERS["sgd"](sharded.parameters()).step()
+    return sharded.gather_full_parameters()
+
+
+def _fail(*_):
+    raise ArithmeticError("half way")
+
+
+def test_zero_grad_forgets_what_was_not_sent(two):
+    expected = train_alone({"unused": True}, "sgd", 1, ranks=2)
+    for found in two.run(_discard):
+        assert_same(found, expected)
+
+
 def _outside(process):
     """The head is called by the loss, slice by slice, with its activations computed again."""
     sharded = FullyShardedDataParallel(build())

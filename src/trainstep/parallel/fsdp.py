@@ -129,6 +129,14 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._schedule.finish()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients: the shards', and those that were added up under `no_sync` or left by a failed backward.
+
+        (An optimizer's `zero_grad` knows the shards' only.)
+        """
+        self._schedule.discard()
+        super().zero_grad(set_to_none)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward inside does not communicate gradients; they are added up until a backward outside sends them.

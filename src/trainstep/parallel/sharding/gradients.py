@@ -92,11 +92,15 @@ class GradientBuffer:
                 _copy(target, part)
         self._written.add(parameter)
 
+    def discard(self) -> None:
+        """Forget what has not been sent."""
+        self._send, self._written = None, set()
+
     def launch(self, stream: SideStream) -> Reduction:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
         assert self._send is not None
         send, written = self._send, self._written
-        self._send, self._written = None, set()
+        self.discard()
         for parameter in self._parameters:
             if parameter not in written:
                 self._place(send, parameter).zero_()
@@ -171,6 +175,10 @@ class ReplicatedGradients:
         before = self._gradients.get(parameter)
         self._gradients[parameter] = gradient if before is None else before.to(self._dtype) + gradient
 
+    def discard(self) -> None:
+        """Forget what has not been averaged."""
+        self._gradients = {}
+
     def reduce(self, used: set[ShardedParameter], device: torch.device) -> set[ShardedParameter]:
         """Attach the means over the ranks. Returns the parameters that some rank used.
 
@@ -185,7 +193,7 @@ class ReplicatedGradients:
                 [places[parameter] for parameter in self._gradients],
                 [gradient.reshape(-1) for gradient in self._gradients.values()],
             )
-        self._gradients = {}
+        self.discard()
         all_used = len(used) == len(self._trainable)
         if all_used:
             flags.fill_(1)

@@ -173,6 +173,16 @@ class Schedule:
         self._used, self._undecided = set(), []
         self._free_all()
 
+    def discard(self) -> None:
+        """Forget gradients that have not been sent."""
+        self._complete()
+        for group in self.groups:
+            for buffer in group.buffers:
+                buffer.discard()
+        self._replicated.discard()
+        self._used, self._undecided = set(), []
+        self._free_all()
+
     def _upcoming(self, call: Call) -> Iterator[ParameterGroup]:
         if call.recorded_in is not None and call.recorded_in.predicted is not None:
             first = max(call.positions) + 1
