@@ -35,7 +35,7 @@ def train(process, name, optimizer, scheme, *, steps=4, accumulate=1, autocast=N
     """Train on this rank's shares; returns the state afterwards. Ranks other than 0 start from other weights."""
     zero_grad = more.pop("zero_grad", lambda ddp, optimizer: optimizer.zero_grad())
     clip = more.pop("clip", None)
-    model = build(name, seed=process.rank).to(process.device, dtype or torch.float32)
+    model = build(name, seed=process.rank).to(device=process.device, dtype=dtype)
     if name == "Branches":
         model.swapped = process.rank % 2 == 1
     if delays is not None:
@@ -60,12 +60,13 @@ def train(process, name, optimizer, scheme, *, steps=4, accumulate=1, autocast=N
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Branches"])
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Branches"])
 def test_two_ranks_train_like_one_process(two, name, scheme, optimizer):
     first, second = two.run(train, name, optimizer, scheme)
     assert not differing(first, reference(name, optimizer, 2)), "two numbers have one sum in either order"
     assert not differing(second, first)
-    assert not differing(first, whole_batch(name, optimizer, 2), relative=2e-5)
+    if name != "Mixed":  # bfloat16 rounds a batch's gradient once, its halves' twice
+        assert not differing(first, whole_batch(name, optimizer, 2), relative=2e-5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -28,7 +28,7 @@ def test_each_collective(gpus, dtype):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheme", test_ddp.SCHEMES)
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Branches"])
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Branches"])
 def test_ddp_trains_like_one_process(gpus, name, scheme, optimizer):
     first, second = gpus.run(test_ddp.train, name, optimizer, scheme)
     assert not differing(second, first), "both ranks have the same weights, to the bit"
@@ -51,7 +51,7 @@ def test_ddp_under_autocast(gpus):
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Unused"])
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Unused"])
 def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scattered):
     first, second = gpus.run(test_sharded_optimizer.train, name, *OPTIMIZERS[optimizer], scattered)
     assert not differing(second, first)

@@ -83,7 +83,7 @@ def train(process, name, optimizer_cls, options, scattered, *, steps=training.ST
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Unused"])
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Unused"])
 def test_two_ranks_train_like_one_process(two, name, optimizer, scattered):
     first, second = two.run(train, name, *OPTIMIZERS[optimizer], scattered)
     assert not differing(second, first)
@@ -273,6 +273,7 @@ CHECKPOINTED = {
     "slices": ("Plain", torch.optim.AdamW, {"lr": 0.01}, True),
     "uneven": ("Uneven", torch.optim.AdamW, {"lr": 0.01}, False),
     "transposed": ("Transposed", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, True),
+    "mixed": ("Mixed", torch.optim.AdamW, {"lr": 0.01}, True),
     "unused": ("Unused", torch.optim.AdamW, {"lr": 0.01}, False),
     "whole": ("Plain", torch.optim.Adafactor, {"lr": 0.01}, False),
     "unknown": ("Plain", SignDescent, {}, False),

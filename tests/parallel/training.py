@@ -78,6 +78,22 @@ class Transposed(nn.Module):
         return self.last(torch.tanh(x @ self.weight))
 
 
+class Mixed(nn.Module):
+    """Parameters of three types, one of them complex, in alternation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.narrow = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.turn = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.last = nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.narrow(x.bfloat16())).float()
+        return self.last((x * self.turn).real + (x * self.turn).imag)
+
+
 class Unused(Plain):
     """`spare` is never used, `sometimes` on odd rows of the batch's first column only: on some ranks."""
 
@@ -108,7 +124,7 @@ class Branches(nn.Module):
         return left + right
 
 
-MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Unused, Branches)}
+MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Mixed, Unused, Branches)}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.125, "momentum": 0.5}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -140,7 +156,7 @@ def reference(
     name, optimizer, world_size, *, steps=STEPS, accumulate=1, autocast=None, dtype=None, clip=None, device="cpu"
 ):
     """One process: the gradients of the ranks' shares, one after the other, averaged in the order of the ranks."""
-    model = build(name).to(device, dtype or torch.float32)
+    model = build(name).to(device=device, dtype=dtype)
     optimizer_cls, options = OPTIMIZERS[optimizer]
     optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **options)
     for step in range(steps):

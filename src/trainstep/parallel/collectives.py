@@ -86,7 +86,8 @@ def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: 
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = operation
     options.asyncOp = True
-    return group.allreduce_coalesced([flat(tensor) for tensor in tensors], options)
+    payload = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
+    return group.allreduce_coalesced(payload, options)
 
 
 def _reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:

@@ -86,7 +86,8 @@ def cut(
     owners: dict[int, int | None] = {}
     whole = []
     for number, _, parameter in parameters:
-        if sliced and world_size > 1 and parameter.dim() > 0 and parameter.numel() % world_size == 0:
+        divisible = parameter.dim() > 0 and parameter.numel() % world_size == 0 and not parameter.is_complex()
+        if sliced and world_size > 1 and divisible:
             owners[number] = None
         else:
             whole.append((parameter.numel() * parameter.element_size(), number))

@@ -41,7 +41,7 @@ class Reduction:
         self._gradients = gradients
         self._group = group
         self._travelling = gradients
-        if dtype is not None and dtype != gradients[0].dtype:
+        if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
             self._travelling = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
             torch._foreach_copy_(self._travelling, gradients)
         reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean

@@ -139,6 +139,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if piece.owner is None and piece.mine is not None:
                 piece.mine.grad = None
 
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients that this rank updates its part with: slices, and of undivided parameters its own ones."""
+        parts = [piece.mine for piece in self._all_pieces() if piece.mine is not None]
+        return [part.grad for part in parts if part.grad is not None]
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
 
@@ -147,8 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ddp is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        parts = [piece.mine for piece in self._all_pieces() if piece.mine is not None]
-        mine = [part.grad for part in parts if part.grad is not None]
+        mine = self.local_gradients()
         of_each = torch._foreach_norm(mine, norm_type) if mine else ()
         device = self.param_groups[0]["params"][0].device
         norms = torch.stack([torch.zeros((), device=device), *(norm.float() for norm in of_each)])

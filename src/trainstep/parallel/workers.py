@@ -7,7 +7,6 @@ outlive their parent: each watches it, and ends at once when it is gone, even in
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -161,15 +160,15 @@ class Workers:
 
 def _work(connection: Connection, rank: int, world_size: int, device: str, init_method: str, timeout_s: float) -> None:
     """A worker's life: join the group, run what is sent, leave when the parent closes the connection."""
+    import torch
+
+    from trainstep.parallel.process import bind_device, joined
+
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch = importlib.import_module("torch")
-    process_module = importlib.import_module("trainstep.parallel.process")
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several workers share the machine
     try:
-        bound = process_module.bind_device(device, rank)
-        with process_module.joined(
-            bound, rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s
-        ) as process:
+        bound = bind_device(device, rank)
+        with joined(bound, rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s) as process:
             _serve(connection, process)
     except Exception:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
