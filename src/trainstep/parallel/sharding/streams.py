@@ -33,7 +33,7 @@ class Pending:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         if self._work is not None:
-            self._work.wait()
+            self._work.wait()  # for NCCL's the current stream waits, too
         if self._then is not None:
             self._then()
         self._event = self._work = self._then = self._holds = None
@@ -64,8 +64,11 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             if before is not None:
                 before()
-            if start is not None:
-                start().wait()  # this stream waits for the group's own; the host does not
+            work = None if start is None else start()
+            if work is not None and after is None:
+                return Pending(work=work, holds=start)  # so that what is run here next does not wait for it
+            if work is not None:
+                work.wait()  # this stream waits for the group's own; the host does not
             if after is not None:
                 after()
-            return Pending(event=self._stream.record_event(), holds=(start, before, after))
+            return Pending(event=self._stream.record_event(), holds=(start, after))
