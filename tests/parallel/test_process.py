@@ -155,6 +155,16 @@ def test_a_rank_that_dies_is_an_error_on_every_rank(how):
         assert workers.run(_identity)[2] == (2, 3, "cpu", 6.0), "the next call has new workers"
 
 
+def test_a_worker_that_was_killed_while_idle_is_an_error():
+    with Workers(2, timeout_s=20) as workers:
+        workers.run(_identity)
+        os.kill(workers.process_ids()[1], signal.SIGKILL)
+        with pytest.raises(WorkerError) as caught:
+            workers.run(_identity)
+        assert "exit code -9" in caught.value.failures[1]
+        assert workers.run(_identity)[0] == (0, 2, "cpu", 3.0)
+
+
 def test_a_second_group_is_refused(two):
     with pytest.raises(WorkerError, match="joined a group already"):
         two.run(_joined_twice)
@@ -175,8 +185,9 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_do_not_outlive_a_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", ORPHANS], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+def test_workers_do_not_outlive_a_killed_parent(tmp_path):
+    command, environment = [sys.executable, "-c", ORPHANS], os.environ | {"TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2

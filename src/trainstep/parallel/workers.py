@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,7 +75,8 @@ class Workers:
             self._start()
         message = pickle.dumps((function, arguments))
         for connection in self._connections:
-            connection.send_bytes(message)
+            with suppress(ConnectionError):  # a worker that is gone is found when its answer is awaited
+                connection.send_bytes(message)
         results, failures = self._collect()
         if failures:
             for process in self._processes:
