@@ -17,7 +17,14 @@ import tyro
 from tyro.conf import OmitArgPrefixes, subcommand
 
 from trainstep.commands.analyze import Analyze
-from trainstep.commands.bench import BenchAttention, BenchCollectives, BenchLadder, BenchStep, attention_defaults
+from trainstep.commands.bench import (
+    BenchAttention,
+    BenchCollectives,
+    BenchLadder,
+    BenchParallel,
+    BenchStep,
+    attention_defaults,
+)
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
@@ -44,7 +51,9 @@ def _parse(arguments: Sequence[str]) -> Any:
     one_model: dict[str, Any] = {}
     memory: dict[str, Any] = {}
     choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
-    if set(arguments[:2]) & {"analyze", "ladder", "memory", "profile"} and not {"-h", "--help"} & set(arguments):
+    if set(arguments[:2]) & {"analyze", "ladder", "memory", "parallel", "profile"} and not {"-h", "--help"} & set(
+        arguments
+    ):
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
         memory = {"model": ModelFlags(**vars(model)), "step": memory_grid(step)}
@@ -53,6 +62,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
         Annotated[BenchAttention, subcommand("attention", default=attention_defaults(choice.grid))],
         Annotated[BenchCollectives, subcommand("collectives")],
+        Annotated[BenchParallel, subcommand("parallel", default=BenchParallel(**one_model))],
     ]
     bench: Any = dataclasses.make_dataclass("Bench", [("experiment", experiments)])
     bench.__doc__ = "Run an experiment over a grid of cases."

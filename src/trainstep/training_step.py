@@ -6,8 +6,9 @@ All of it is applied from outside, so it works on any module; the phases are ann
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +24,55 @@ from trainstep.workload import Workload, WorkloadSource, resolve_device
 AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A module and its optimizer, as one rank trains them."""
+
+    module: nn.Module
+    """What forward calls: the module, or a wrapper around it."""
+    optimizer: torch.optim.Optimizer
+    finish_gradient_synchronization: Callable[[], object] | None = None
+    """Called after backward, before the optimizer, as a phase of its own: then every gradient is the mean over the
+    ranks. None where there is nothing to wait for."""
+
+
+Parallelize = Callable[[nn.Module, MakeOptimizer], Replica]
+"""Spreads a module over ranks, and makes its optimizer when it is time to."""
+
+
+def alone(module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
+    """One process, no ranks."""
+    return Replica(module, make_optimizer(module.parameters()))
+
+
 class TrainingStep:
-    """A workload made ready to step: on its device, in its precision, compiled, with its optimizer.
+    """A workload made ready to step: on its device, in its precision, compiled, spread over ranks, with its optimizer.
 
     Raises:
         UnsupportedError: this machine or this module cannot do what the configuration asks.
     """
 
-    def __init__(self, workload: Workload, config: StepConfig) -> None:
+    def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
         self.config = config
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
         self.module = workload.module.to(self.device)
         if config.precision == "bf16-pure":
             _cast_parameters(self.module, torch.bfloat16)
-        self.optimizer = workload.optimizer(self.module.parameters())
-        if config.optimizer == "adamw-fused" and not self.optimizer.defaults.get("fused"):
-            self.optimizer = _fused(self.optimizer)
         apply_checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
+
+        def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = workload.optimizer(parameters)
+            fuse = config.optimizer == "adamw-fused" and not optimizer.defaults.get("fused")
+            return _fused(optimizer) if fuse else optimizer
+
+        self.replica = parallelize(self.module, make_optimizer)
+        self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
         self._forward, self._loss = workload.forward, workload.loss
         self._batches = _forever(workload)
@@ -61,14 +91,28 @@ class TrainingStep:
         with _matmul_precision(self.config.precision):
             if mode == "forward":
                 with torch.no_grad(), self._autocast(), phase("forward"):
-                    self._forward(self.module, batch)
+                    self._forward(self.replica.module, batch)
                 return None
             loss = self._differentiate(batch, phase)
+            if self.replica.finish_gradient_synchronization is not None:
+                with phase("communication"):
+                    self.replica.finish_gradient_synchronization()
             if mode == "step":
                 with phase("optimizer"):
                     self._update()
             self.optimizer.zero_grad(set_to_none=True)
             return loss
+
+    def accumulate(self, parts: Sequence[Any]) -> Tensor:
+        """One step on a batch that comes in parts of one size, one after another; returns the detached mean loss."""
+        losses = []
+        with _matmul_precision(self.config.precision):
+            for part in parts:
+                loss = self._loss_of(part, no_phases) / len(parts)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                losses.append(loss.detach())
+            self._update()
+        return torch.stack(losses).sum()
 
     def gradients(self, batch: Any) -> Tensor:
         """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss.
@@ -104,7 +148,7 @@ class TrainingStep:
     def _loss_of(self, batch: Any, phase: PhaseContext) -> Tensor:
         with self._autocast():
             with phase("forward"):
-                outputs = self._forward(self.module, batch)
+                outputs = self._forward(self.replica.module, batch)
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
@@ -173,16 +217,21 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def recipe(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The parameter groups and options from which another optimizer of the same class is made like this one."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    return [dict(group) for group in optimizer.param_groups], options
+
+
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer, its own fused implementation asked for."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    if "fused" not in accepted:
+    if "fused" not in inspect.signature(type(optimizer)).parameters:
         raise UnsupportedError(f"{type(optimizer).__name__} has no fused implementation")
-    options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    groups = [
-        {name: value for name, value in group.items() if name not in ("fused", "foreach")}
-        for group in optimizer.param_groups
-    ]
+    groups, options = recipe(optimizer)
+    for group in groups:
+        group.pop("fused", None)
+        group.pop("foreach", None)
     return type(optimizer)(groups, **(options | {"fused": True, "foreach": False}))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
+from trainstep.bench.parallel_cases import SCHEMES, SchemeName
 from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
 from trainstep.commands.output import run_and_report
@@ -135,6 +136,36 @@ class BenchCollectives(Common):
             records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
             if process.rank == 0:
                 return run_and_report(records, self.out, "bench collectives", total=len(cases))
+            for _ in records:
+                raise AssertionError("only rank 0 gets records")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchParallel(OneModel):
+    """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed."""
+
+    scheme: commas(SchemeName) = SCHEMES  # type: ignore[valid-type]
+    """The schemes, in order; single is the step without communication that the others are held against."""
+    warmup: int = 5
+    """Steps before the timed ones."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-parallel")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        """Measure on all ranks; the first one prints and writes."""
+        from trainstep.bench.parallel import ParallelCase, run_cases
+        from trainstep.parallel.process import join_group
+
+        config = self.step.checked()
+        with join_group(config.device, timeout_s=self.timeout) as process:
+            source = self.source()
+            cases = [ParallelCase(source, config, name, self.warmup, self.steps) for name in self.scheme]
+            records = run_cases(cases, process)
+            if process.rank == 0:
+                return run_and_report(records, self.out, "bench parallel", total=len(cases))
             for _ in records:
                 raise AssertionError("only rank 0 gets records")
         return 0

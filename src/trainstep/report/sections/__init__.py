@@ -16,6 +16,7 @@ from trainstep.report.sections.collectives import collectives
 from trainstep.report.sections.kernels import kernels
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
+from trainstep.report.sections.parallel import parallel
 from trainstep.report.sections.peaks import peaks
 from trainstep.report.sections.phases import grid, phases, warmup
 from trainstep.report.sections.precision import accumulation, dtypes
@@ -32,6 +33,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     correctness,
     attention,
     collectives,
+    parallel,
     memory,
     peaks,
     allocations,

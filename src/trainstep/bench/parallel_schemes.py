@@ -1,0 +1,140 @@
+"""The schemes that `bench parallel` compares: ours, in all their settings, and torch's own beside them.
+
+Each takes a module that is on its device, checkpointed and compiled as asked, and returns it as one rank trains it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from trainstep.bench.parallel_cases import SchemeName
+from trainstep.blocks import find_blocks
+from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.process import Process
+from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, alone, recipe
+
+_DDP: dict[str, tuple[float, bool]] = {"naive": (0, False), "flat": (math.inf, False), "overlapped": (0, True)}
+"""Name → (bucket_mb, overlap); `bucketed-N` is (N, True)."""
+
+
+def parallelize(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    """The module and its optimizer on this rank, under a scheme."""
+    if name == "single":
+        return alone(module, make_optimizer)
+    if "fsdp" in name and config.loss == "chunked":
+        raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+    return _BUILDERS.get(name, _ddp)(name, process, config, module, make_optimizer)
+
+
+def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter in full, by its name in the plain module. All ranks must go through all of them."""
+    if isinstance(replica.module, FullyShardedDataParallel):
+        yield from replica.module.gather_full_parameters().items()
+        return
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_gradients(replica: Replica) -> list[Tensor]:
+    """What this rank holds of the gradients."""
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        return replica.optimizer.local_gradients()
+    return [parameter.grad for parameter in replica.module.parameters() if parameter.grad is not None]
+
+
+def local_state(replica: Replica) -> list[Tensor]:
+    """What this rank holds of the optimizer's state."""
+    optimizer = replica.optimizer
+    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return list(optimizer_state_tensors(own))
+
+
+def _ddp(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    bucket_mb, overlap = _DDP.get(name) or (float(name.removeprefix("bucketed-")), True)
+    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, overlap=overlap, process_group=process.group)
+    return Replica(wrapper, make_optimizer(module.parameters()), wrapper.finish_gradient_synchronization)
+
+
+def _sharded_optimizer(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    wrapper = DistributedDataParallel(module, process_group=process.group)
+    undivided = make_optimizer(module.parameters())
+    groups, options = recipe(undivided)
+    optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)
+    return Replica(wrapper, optimizer, wrapper.finish_gradient_synchronization)
+
+
+def _fsdp(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    wrapper = FullyShardedDataParallel(module, compute_dtype=dtype, process_group=process.group)
+    return Replica(wrapper, make_optimizer(wrapper.parameters()), wrapper.finish_gradient_synchronization)
+
+
+def _torch_ddp(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    wrapper = _torch_wrapper(process, module)
+    return Replica(wrapper, make_optimizer(module.parameters()))
+
+
+def _torch_zero(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    wrapper = _torch_wrapper(process, module)
+    undivided = make_optimizer(module.parameters())
+    _, options = recipe(undivided)
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), optimizer_class=type(undivided), process_group=process.group, **options
+    )
+    return Replica(wrapper, optimizer)
+
+
+def _torch_wrapper(process: Process, module: nn.Module) -> nn.Module:
+    devices = [process.device.index] if process.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        module, device_ids=devices, process_group=process.group, gradient_as_bucket_view=True
+    )
+
+
+def _torch_fsdp2(
+    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+) -> Replica:
+    """Per block, parameters gathered in the compute dtype, gradients reduced in float32."""
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    mesh = DeviceMesh.from_group(process.group, process.device.type)
+    for block in find_blocks(module):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    wrapped = fully_shard(module, mesh=mesh, mp_policy=policy)
+    assert isinstance(wrapped, FSDPModule)
+    return Replica(module, make_optimizer(module.parameters()))
+
+
+_Builder = Callable[[SchemeName, Process, StepConfig, nn.Module, MakeOptimizer], Replica]
+
+_BUILDERS: dict[str, _Builder] = {
+    "sharded-optimizer": _sharded_optimizer,
+    "fsdp": _fsdp,
+    "torch-ddp": _torch_ddp,
+    "torch-zero": _torch_zero,
+    "torch-fsdp2": _torch_fsdp2,
+}

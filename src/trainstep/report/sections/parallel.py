@@ -1,0 +1,72 @@
+"""Schemes of data parallel training: what each one's step takes beyond one without communication, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.report import plots
+from trainstep.report.blocks import Chart, Charts, Section
+from trainstep.report.cells import NONE, get, number
+from trainstep.report.plots import Bar
+from trainstep.report.records import Record, of_kind
+from trainstep.report.sections.plain import plain_table
+
+_KINDS = ("weights", "gradients", "optimizer_state")
+
+
+def parallel(records: Sequence[Record]) -> Section | None:
+    """All schemes that were compared, where there are any."""
+    rows = of_kind(records, "parallel")
+    if not rows:
+        return None
+    alone = next((get(row, "step_ms") for row in rows if row.case["scheme"] == "single"), None)
+    charts = [
+        Chart(
+            "parallel-step",
+            "Step on the slowest rank",
+            "",
+            plots.bars([_step_bar(row, alone) for row in rows], "ms per step"),
+            [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
+        )
+    ]
+    if any(get(row, "peak_gib") is not None for row in rows):
+        charts.append(
+            Chart(
+                "parallel-memory",
+                "Memory of a rank",
+                "",
+                plots.bars([_memory_bar(row) for row in rows], "GiB"),
+                [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
+            )
+        )
+    lead = (
+        "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
+        "long as on its slowest rank; what communication costs is the difference to the same step without any."
+    )
+    return Section(
+        "parallel", "Data parallel", "Data parallel training by scheme", lead,
+        [Charts(charts), plain_table("parallel", rows)],
+    )  # fmt: skip
+
+
+def _step_bar(row: Record, alone: float | None) -> Bar:
+    scheme, step = str(row.case["scheme"]), get(row, "step_ms")
+    if step is None:
+        return Bar(scheme, None, row.status, f"{row.status}: {row.reason}")
+    tip = f"{number(step)} ms"
+    if alone is not None and scheme != "single":
+        tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
+    spread = (get(row, "step_low_ms"), get(row, "step_high_ms"))
+    base = step if scheme == "single" else min(alone or 0, step)
+    return Bar(scheme, step, f"{number(step)} ms", tip, low=spread[0], high=spread[1], base=base)
+
+
+def _memory_bar(row: Record) -> Bar:
+    scheme, peak = str(row.case["scheme"]), get(row, "peak_gib")
+    if peak is None:
+        return Bar(scheme, None, NONE, row.reason or "not measured")
+    kept = {kind: get(row, f"before_step_{kind}_gib") or 0 for kind in _KINDS}
+    tip = "\n".join(
+        [f"peak {number(peak)} GiB", *(f"{kind.replace('_', ' ')} {number(v)}" for kind, v in kept.items())]
+    )
+    return Bar(scheme, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
