@@ -30,8 +30,10 @@ from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.info import Info
 from trainstep.commands.memory import Memory, memory_grid
 from trainstep.commands.options import ModelFlags, StepFlags, preset
+from trainstep.commands.plan import DEFAULT_SIZE, DEFAULT_STEP, Plan, PlannedStep
 from trainstep.commands.profile import Profile
 from trainstep.commands.tune import Tune
+from trainstep.config import SIZES
 from trainstep.errors import UsageError
 
 DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
@@ -50,6 +52,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     """The command that the arguments name, as one of the dataclasses above."""
     one_model: dict[str, Any] = {}
     memory: dict[str, Any] = {}
+    plan: dict[str, Any] = {"model": ModelFlags(**vars(SIZES[DEFAULT_SIZE])), "step": PlannedStep(**vars(DEFAULT_STEP))}
     choice, _ = tyro.cli(_Choice, args=arguments, return_unknown_args=True, add_help=False)
     if set(arguments[:2]) & {"analyze", "ladder", "memory", "parallel", "profile"} and not {"-h", "--help"} & set(
         arguments
@@ -57,6 +60,12 @@ def _parse(arguments: Sequence[str]) -> Any:
         model, step = preset(choice.size, choice.config)
         one_model = {"model": ModelFlags(**vars(model)), "step": StepFlags(**vars(step))}
         memory = {"model": ModelFlags(**vars(model)), "step": memory_grid(step)}
+    if "plan" in arguments[:1] and (choice.size or choice.config):
+        model, step = preset(choice.size, choice.config)
+        plan = {
+            "model": ModelFlags(**vars(model)),
+            "step": PlannedStep(**vars(step if choice.config else DEFAULT_STEP)),
+        }
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
@@ -71,6 +80,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[bench, subcommand("bench")],
         Annotated[Dtypes, subcommand("dtypes")],
         Annotated[Memory, subcommand("memory", default=Memory(**memory))],
+        Annotated[Plan, subcommand("plan", default=Plan(**plan))],
         Annotated[Profile, subcommand("profile", default=Profile(**one_model))],
         Annotated[Compare, subcommand("compare")],
         Annotated[Tune, subcommand("tune")],

@@ -29,6 +29,10 @@ class DeviceSpec:
     """Device memory bandwidth."""
     memory_gb: float
     """Device memory in 1e9 bytes."""
+    link_gb_s: float
+    """What one GPU can send to the others of its node at once, in 1e9 bytes/s: NVLink, or else PCIe, one direction."""
+    multiprocessors: int
+    """Streaming multiprocessors: what the tiles of a matrix product are dealt out to."""
     source: str
     """The document the figures were read in."""
 
@@ -40,20 +44,24 @@ class DeviceSpec:
 DEVICES: Mapping[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        DeviceSpec("NVIDIA H200", 67, 494.7, 989.4, 4800, 141, "NVIDIA H200 datasheet, SXM"),
-        DeviceSpec("NVIDIA H100 80GB HBM3", 67, 494.7, 989.4, 3350, 80, "NVIDIA H100 datasheet, SXM"),
-        DeviceSpec("NVIDIA H100 PCIe", 51, 378, 756, 2000, 80, "NVIDIA H100 datasheet, PCIe"),
-        DeviceSpec("NVIDIA A100-SXM4-80GB", 19.5, 156, 312, 2039, 80, "NVIDIA A100 datasheet, SXM 80 GB"),
-        DeviceSpec("NVIDIA A100-SXM4-40GB", 19.5, 156, 312, 1555, 40, "NVIDIA A100 datasheet, SXM 40 GB"),
-        DeviceSpec("NVIDIA A100 80GB PCIe", 19.5, 156, 312, 1935, 80, "NVIDIA A100 datasheet, PCIe 80 GB"),
-        DeviceSpec("NVIDIA B200", 75, 1125, 2250, 8000, 180, "NVIDIA DGX B200 datasheet, one of eight GPUs"),
-        DeviceSpec("NVIDIA L40S", 91.6, 183, 362, 864, 48, "NVIDIA L40S datasheet"),
-        DeviceSpec("NVIDIA L4", 30.3, 60, 121, 300, 24, "NVIDIA L4 datasheet"),
-        DeviceSpec("NVIDIA A10G", 31.2, 35, 70, 600, 24, "AWS G5 and NVIDIA A10 datasheets"),
-        DeviceSpec("NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2, 1008, 24, "NVIDIA Ada architecture paper, appendix A"),
-        DeviceSpec("NVIDIA GeForce RTX 3090", 35.6, 35.6, 71, 936, 24, "NVIDIA Ampere GA102 paper, table 2"),
-        DeviceSpec("Tesla V100-SXM2-32GB", 15.7, 15.7, 125, 900, 32, "NVIDIA V100 datasheet (float16; no bfloat16)"),
-        DeviceSpec("Tesla T4", 8.1, 8.1, 65, 320, 16, "NVIDIA T4 datasheet (float16; no bfloat16)"),
+        DeviceSpec("NVIDIA H200", 67, 494.7, 989.4, 4800, 141, 450, 132, "NVIDIA H200 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 80GB HBM3", 67, 494.7, 989.4, 3350, 80, 450, 132, "NVIDIA H100 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 PCIe", 51, 378, 756, 2000, 80, 64, 114, "NVIDIA H100 datasheet, PCIe"),
+        DeviceSpec("NVIDIA A100-SXM4-80GB", 19.5, 156, 312, 2039, 80, 300, 108, "NVIDIA A100 datasheet, SXM 80 GB"),
+        DeviceSpec("NVIDIA A100-SXM4-40GB", 19.5, 156, 312, 1555, 40, 300, 108, "NVIDIA A100 datasheet, SXM 40 GB"),
+        DeviceSpec("NVIDIA A100 80GB PCIe", 19.5, 156, 312, 1935, 80, 32, 108, "NVIDIA A100 datasheet, PCIe 80 GB"),
+        DeviceSpec("NVIDIA B200", 75, 1125, 2250, 8000, 180, 900, 148, "NVIDIA DGX B200 datasheet, one of eight GPUs"),
+        DeviceSpec("NVIDIA L40S", 91.6, 183, 362, 864, 48, 32, 142, "NVIDIA L40S datasheet"),
+        DeviceSpec("NVIDIA L4", 30.3, 60, 121, 300, 24, 32, 58, "NVIDIA L4 datasheet"),
+        DeviceSpec("NVIDIA A10G", 31.2, 35, 70, 600, 24, 32, 80, "AWS G5 and NVIDIA A10 datasheets"),
+        DeviceSpec(
+            "NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2, 1008, 24, 32, 128, "NVIDIA Ada architecture paper, appendix A"
+        ),
+        DeviceSpec("NVIDIA GeForce RTX 3090", 35.6, 35.6, 71, 936, 24, 32, 82, "NVIDIA Ampere GA102 paper, table 2"),
+        DeviceSpec(
+            "Tesla V100-SXM2-32GB", 15.7, 15.7, 125, 900, 32, 150, 80, "NVIDIA V100 datasheet (float16; no bfloat16)"
+        ),
+        DeviceSpec("Tesla T4", 8.1, 8.1, 65, 320, 16, 16, 40, "NVIDIA T4 datasheet (float16; no bfloat16)"),
     )
 }
 

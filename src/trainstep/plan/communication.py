@@ -103,9 +103,17 @@ def exposed_seconds(
     if world_size == 1:
         return 0.0
     transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
-    backward = transfer if backward_s is None else backward_s
-    last_call = transfer / buckets + link.overhead_s
-    back_to_back = backward / buckets + transfer + buckets * link.overhead_s - backward
+    return sticking_out_s(transfer if backward_s is None else backward_s, transfer, buckets, link.overhead_s)
+
+
+def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: float) -> float:
+    """By how much `calls` transfers outlast the work that they hide behind: the maximum derived above.
+
+    The same holds where each call brings what a piece of the work needs, as a gather does: run backwards in time, it is
+    a call that waits for its piece.
+    """
+    last_call = transfer_s / calls + overhead_s
+    back_to_back = work_s / calls + transfer_s + calls * overhead_s - work_s
     return max(last_call, back_to_back)
 
 

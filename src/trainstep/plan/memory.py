@@ -141,6 +141,8 @@ class PeakBytes:
     static: StaticBytes
     moments: dict[str, int]
     """Bytes alive at each moment that may be the peak."""
+    gradients: dict[str, int]
+    """How many of them are gradients of parameters."""
 
     @property
     def peak(self) -> int:
@@ -184,15 +186,19 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
         "log-softmax": before + 12 * logits,
         "head": before + e * (logits + sizes.stream + head) + (sizes.weight * head if sizes.autocast else 0),
     }
-    for index, alive in _block_moments(model, sizes, block, size):
-        moments[f"block {index}"] = rest + alive
+    gradients = {"loss": 0, "log-softmax": 0, "head": sizes.weight * head}
+    for index, alive, held in _block_moments(model, sizes, block, size):
+        moments[f"block {index}"], gradients[f"block {index}"] = rest + alive, held
+    gradients |= {"embedding": static.gradients, "optimizer": static.gradients}
     moments["embedding"] = rest + static.gradients + sizes.residual * sizes.stream
     moments["optimizer"] = rest + static.gradients + (static.weights if step.optimizer == "adamw-foreach" else 0)
-    return PeakBytes(static, moments)
+    return PeakBytes(static, moments, gradients)
 
 
-def _block_moments(model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: int | None) -> Iterator[tuple[int, int]]:
-    """(block, bytes alive beyond those at rest at the worst moment of its backward), in the order of backward."""
+def _block_moments(
+    model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: int | None
+) -> Iterator[tuple[int, int, int]]:
+    """(block, bytes alive beyond those at rest, of these gradients) at each block's worst, in the order of backward."""
     d, f = model.d_model, model.d_ff
     attention_weights, feed_forward_weights = 4 * d * d + d, 3 * d * f + d
     gradients = sizes.weight * (model.vocab_size * d + d)
@@ -202,8 +208,10 @@ def _block_moments(model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: i
         inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
         earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
         feed_forward = block.kept + block.feed_forward_worst
-        attention = block.attention_half + block.attention_worst + sizes.weight * feed_forward_weights
-        yield index, earlier + gradients + max(feed_forward, attention)
+        made = sizes.weight * feed_forward_weights
+        attention = block.attention_half + block.attention_worst + made
+        held = gradients + (made if attention > feed_forward else 0)
+        yield index, earlier + gradients + max(feed_forward, attention), held
         gradients += sizes.weight * (attention_weights + feed_forward_weights)
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from trainstep.report.columns import COLUMNS, OUTCOME, Column
 from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.memory_columns import MEMORY_COLUMNS
+from trainstep.report.plan_columns import PLAN_COLUMNS
 from trainstep.report.records import Record, of_kind
 
 if TYPE_CHECKING:
     import pandas
 
-ALL_COLUMNS = {**COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS}
+ALL_COLUMNS = {**COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from trainstep.report.sections.memory import memory
 from trainstep.report.sections.parallel import parallel
 from trainstep.report.sections.peaks import peaks
 from trainstep.report.sections.phases import grid, phases, warmup
+from trainstep.report.sections.plan import plan
 from trainstep.report.sections.precision import accumulation, dtypes
 from trainstep.report.sections.summary import summary
 from trainstep.report.sections.workload import environment, workload
@@ -41,6 +42,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     checkpointing,
     dtypes,
     accumulation,
+    plan,
     workload,
     environment,
 )

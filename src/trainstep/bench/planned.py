@@ -1,0 +1,302 @@
+"""`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
+
+And predictions beside what was measured: `checked`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from trainstep.config import SIZES, ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.plan.limits import (
+    best_mesh_tokens,
+    data_axis_tokens,
+    intensity,
+    tensor_axis_ranks,
+    width_between_collectives,
+)
+from trainstep.plan.machine import GIB, Cluster, Machine
+from trainstep.plan.memory import best_blocks_per_checkpoint, peak_bytes
+from trainstep.plan.parallelism import (
+    MOST_GPUS,
+    STRATEGIES,
+    Layout,
+    MemorySplit,
+    StepPlan,
+    Strategy,
+    fits,
+    gpu_counts,
+    largest_batch,
+    layout_of,
+    scaled,
+    smallest_gpus,
+    strategy_memory,
+    strategy_plan,
+    tensor_parallel_choices,
+)
+from trainstep.plan.roofline import step_seconds
+from trainstep.report.records import Record, Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What is planned."""
+
+    name: str
+    model: ModelConfig
+    step: StepConfig
+    """The batch is what each GPU brings."""
+    cluster: Cluster
+    tensor_parallel: int | None = None
+    """None: the one with the highest predicted throughput."""
+    policies: Sequence[str] = ()
+    """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
+
+    def case(self, **more: Scalar) -> dict[str, Scalar]:
+        """The columns of a row."""
+        step = self.step
+        return {
+            "workload": self.name,
+            "device": self.cluster.machine.name,
+            "batch": step.batch,
+            "context": step.context,
+            "precision": step.precision,
+            "compile": step.compile,
+            "attention": step.attention,
+            "optimizer": step.optimizer,
+            **more,
+        }
+
+
+def plan_records(request: PlanRequest) -> Iterator[Record]:
+    """Everything `trainstep plan` shows. Errors come before the first row."""
+    model, tokens = request.model, request.step.batch * request.step.context
+    for what, value, most in (
+        ("num_layers", model.num_layers, 1000),
+        ("the number of parameters", model.num_parameters, 10**15),
+        ("batch × context", tokens, 10**12),
+        ("the number of GPUs", request.cluster.gpus, 10**7),
+    ):
+        if value > most:
+            raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
+    if request.step.context > request.model.max_context:
+        raise UsageError(
+            f"context is {request.step.context}; the model accepts at most {request.model.max_context} (max_context)"
+        )
+    layouts = _layouts(request)
+    policies = request.policies or _default_policies(request)
+    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
+    for policy in policies:
+        blocks_per_checkpoint(policy)
+        strategy_memory(request.model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+    yield Record(
+        "plan machine",
+        {"workload": request.name, "device": request.cluster.machine.name},
+        _machine_values(request),
+    )
+    for plan in plans:
+        yield _strategy_record(request, plan)
+    for layout in layouts:
+        yield from (_memory_record(request, layout, policy) for policy in policies)
+    yield from _limit_records(request)
+    yield from _scaling_records(request, layouts)
+
+
+def _layouts(request: PlanRequest) -> list[Layout]:
+    """One for each strategy; a strategy of several GPUs only where there are several."""
+    gpus = request.cluster.gpus
+    chosen = request.tensor_parallel
+    if chosen is not None:
+        layout_of("fsdp + tp", gpus, chosen, request.model)
+    layouts = [layout_of(strategy, gpus, 1, request.model) for strategy in STRATEGIES[:-1]] if gpus > 1 else []
+    sizes = tensor_parallel_choices(request.cluster, request.model) if chosen is None else [chosen]
+    meshes = [layout_of("fsdp + tp", gpus, size, request.model) for size in sizes if size > 1]
+    return [*(layouts or [Layout("single")]), *([_fastest(request, meshes)] if meshes else [])]
+
+
+def _fastest(request: PlanRequest, layouts: Sequence[Layout]) -> Layout:
+    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
+    return max(plans, key=lambda plan: (fits(plan.memory, request.cluster), plan.tokens_per_s)).layout
+
+
+def _default_policies(request: PlanRequest) -> list[str]:
+    model, step = request.model, dataclasses.replace(request.step, compile="off")
+    best = best_blocks_per_checkpoint(model, step, on_cuda=True)
+    return list(dict.fromkeys(["none", "every-1", f"every-{best}", step.checkpointing]))
+
+
+def _machine_values(request: PlanRequest) -> dict[str, Scalar]:
+    machine, cluster = request.cluster.machine, request.cluster
+    return {
+        "parameters": request.model.num_parameters,
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "memory_gib": machine.memory_bytes / GIB,
+        "product_tflops": machine.matmul_flops[request.step.precision] / 1e12,
+        "copy_gb_s": machine.copy_bytes_per_s / 1e9,
+        "link_gb_s": machine.link.bus_bytes_per_s / 1e9,
+        "link_overhead_us": machine.link.overhead_s * 1e6,
+        "network_gb_s": cluster.network_bytes_per_s / 1e9,
+        "basis": machine.basis,
+    }
+
+
+def _memory_values(memory: MemorySplit) -> dict[str, Scalar]:
+    kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
+    return {f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds} | {
+        "peak_gib": memory.total / GIB,
+        "peak_at": memory.moment,
+    }
+
+
+def _mesh(layout: Layout) -> dict[str, Scalar]:
+    return {"strategy": layout.strategy, "gpus": layout.gpus, "tensor_parallel": layout.tensor}
+
+
+def _strategy_record(request: PlanRequest, plan: StepPlan) -> Record:
+    model, step, cluster, layout = request.model, request.step, request.cluster, plan.layout
+    compute = plan.compute
+    values: dict[str, Scalar] = {
+        **_memory_values(plan.memory),
+        "fits": fits(plan.memory, cluster),
+        "largest_batch": largest_batch(model, step, cluster, layout),
+        "smallest_gpus": smallest_gpus(model, step, cluster, layout),
+        "sent_gb": plan.sent / 1e9,
+        "forward_ms": 1e3 * compute.forward.total,
+        "backward_ms": 1e3 * compute.backward.total,
+        "optimizer_ms": 1e3 * compute.optimizer.total,
+        "compute_ms": 1e3 * compute.total,
+        "communication_ms": 1e3 * plan.communication_s,
+        "exposed_ms": 1e3 * plan.exposed_s,
+        "step_ms": 1e3 * plan.step_s,
+        "limit": plan.limit,
+        "tokens_per_s": plan.tokens_per_s,
+        "utilisation": plan.utilisation(cluster.machine.peak_flops[step.precision]),
+    }
+    return Record("plan", request.case(checkpointing=step.checkpointing, **_mesh(layout)), values)
+
+
+def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Record:
+    step = dataclasses.replace(request.step, checkpointing=policy)
+    memory = strategy_memory(request.model, step, layout)
+    values = _memory_values(memory) | {
+        "fits": fits(memory, request.cluster),
+        "largest_batch": largest_batch(request.model, step, request.cluster, layout),
+    }
+    return Record("plan memory", request.case(checkpointing=policy, **_mesh(layout)), values)
+
+
+def _limit_records(request: PlanRequest) -> Iterator[Record]:
+    """For each axis and connection: where communication takes as long as what it hides behind."""
+    cluster, step = request.cluster, request.step
+    flops = cluster.machine.matmul_flops[step.precision]
+    kept = 2 if step.precision == "bf16-pure" else 4
+    travels = 2 if step.precision not in ("fp32", "tf32") else 4
+    width = width_between_collectives(request.model)
+    tokens = cluster.gpus * step.batch * step.context
+    connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
+    if cluster.nodes > 1:
+        connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
+    for connection, rate in connections:
+        narrow, wide = (intensity(flops, rate, size) for size in (travels, kept))
+        rows = {
+            "data (gradients as kept)": (data_axis_tokens(wide), None),
+            "fsdp": (data_axis_tokens(narrow), None),
+            "tensor": (None, tensor_axis_ranks(narrow, width)),
+            "fsdp × tensor, overlapped": (best_mesh_tokens(narrow, width), None),
+            "fsdp × tensor, one after the other": (best_mesh_tokens(narrow, width, overlapped=False), None),
+        }
+        for axis, (least, most) in rows.items():
+            values: dict[str, Scalar] = {
+                "flop_per_byte": flops / rate,
+                "least_tokens_per_gpu": least,
+                "most_gpus": most if least is None else tokens / least,
+                "tokens_per_gpu": step.batch * step.context,
+            }
+            yield Record("plan limit", request.case(axis=axis, connection=connection, gpus=cluster.gpus), values)
+
+
+def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[Record]:
+    """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs."""
+    for gpus in gpu_counts(MOST_GPUS):
+        cluster = scaled(request.cluster, gpus)
+        values: dict[str, Scalar] = {}
+        for layout in layouts:
+            if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
+                continue
+            placed = dataclasses.replace(layout, data=gpus // layout.tensor)
+            plan = strategy_plan(request.model, request.step, cluster, placed)
+            values |= {
+                f"{layout.strategy}_tokens_per_s": plan.tokens_per_s,
+                f"{layout.strategy}_step_ms": 1e3 * plan.step_s,
+                f"{layout.strategy}_exposed_ms": 1e3 * plan.exposed_s,
+                f"{layout.strategy}_limit": plan.limit,
+                f"{layout.strategy}_peak_gib": plan.memory.total / GIB,
+                f"{layout.strategy}_fits": fits(plan.memory, cluster),
+            }
+        if values:
+            yield Record("plan scaling", request.case(gpus=gpus), values)
+
+
+STRATEGY_OF_SCHEME: dict[str, Strategy] = {
+    "single": "single",
+    "bucketed": "ddp",
+    "sharded optimizer": "sharded optimizer",
+    "fsdp": "fsdp",
+}
+"""Schemes of `trainstep bench parallel` that are planned."""
+
+
+def checked(records: Iterable[Record], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[Record]:
+    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, rung, peak, checkpointing and
+    parallel. What has no prediction, as compiled code's memory, stays empty."""
+    for row in records:
+        if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
+            continue
+        strategy = STRATEGY_OF_SCHEME.get(str(row.case.get("scheme", "single")))
+        if strategy is None:
+            continue
+        model, step = SIZES[str(row.case["workload"])], _step_of(row)
+        ranks = int(str(row.case.get("world_size", 1))) if strategy != "single" else 1
+        cluster = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s)
+        layout = Layout(strategy, ranks)
+        values: dict[str, Scalar] = {}
+        measured_ms, measured_gib = row.values.get("step_ms"), row.values.get("peak_gib")
+        if isinstance(measured_ms, float):
+            try:
+                seconds = (
+                    step_seconds(model, step, machine).total
+                    if strategy == "single"
+                    else strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
+                )
+            except UnsupportedError:
+                pass
+            else:
+                values |= {
+                    "step_ms": measured_ms,
+                    "predicted_ms": 1e3 * seconds,
+                    "time_error": 1e3 * seconds / measured_ms - 1,
+                }
+        if isinstance(measured_gib, float):
+            try:
+                peak_bytes(model, step, on_cuda=True)
+                predicted = strategy_memory(model, step, layout).total / GIB
+            except UnsupportedError:
+                pass
+            else:
+                values |= {
+                    "peak_gib": measured_gib,
+                    "predicted_gib": predicted,
+                    "memory_error": predicted / measured_gib - 1,
+                }
+        if values:
+            case = {**row.case, "strategy": strategy, "gpus": ranks}
+            yield Record("plan check", case, values, environment=row.environment)
+
+
+def _step_of(row: Record) -> StepConfig:
+    names = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer")
+    settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
+    return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""How far an axis of parallelism scales before communication limits it: closed forms, derived in docs/theory.md.
+
+C FLOP/s of one GPU and W bytes/s of its connection make α = C / W: the FLOPs that a GPU can do while one byte travels.
+Everything travels in `width` bytes per element (2 by default), and rings are long, so that (n − 1)/n is 1.
+
+    axis                   computes       sends, in bytes                 limited by communication unless
+    data, of X ranks       backward 4·P·b   all-reduced gradients  4·P    b > α / M
+    fsdp, of X ranks       forward  2·P·b   gathered weights       2·P    b > α / M
+    tensor, of Y ranks     forward  4·B·D·F/Y   in and out  4·B·D         Y < M·F / α
+
+P parameters, b tokens per rank, B tokens of a tensor parallel group, D × F and F × D the matrices between an all-gather
+and a reduce-scatter, M the connections (axes of a torus) that work for this axis at once. With both axes, a mesh of
+X × Y GPUs and b tokens per GPU, the two are either hidden behind the same computation at once, or one after the other:
+
+    overlapped         b > α / (Y·M_x),  Y < M_y·F / α             best mesh: b > α² / (M_x·M_y·F)
+    not overlapped     b > α / (Y·M_x) / (1 − α·Y / (M_y·F))       best mesh: b > 4·α² / (M_x·M_y·F)
+
+(Austin et al. 2025, "How to Scale Your Model", part 5.) Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from trainstep.config import ModelConfig
+from trainstep.errors import UsageError
+
+
+def intensity(flops_per_s: float, bytes_per_s: float, width: int = 2) -> float:
+    """α: FLOPs that a GPU can do while an element of two bytes' worth of payload travels; `width` other than 2 scales.
+
+    Raises:
+        UsageError: a rate that is not positive.
+    """
+    for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s), ("width", width)):
+        if not value > 0:
+            raise UsageError(f"{name} is {value}; expected a positive number")
+    return flops_per_s / bytes_per_s * width / 2
+
+
+def data_axis_tokens(alpha: float, axes: float = 1) -> float:
+    """The fewest tokens per rank at which DP, or FSDP, computes as long as it communicates."""
+    return alpha / axes
+
+
+def tensor_axis_ranks(alpha: float, d_ff: float, axes: float = 1) -> float:
+    """The most ranks of tensor parallelism; the batch does not matter."""
+    return axes * d_ff / alpha
+
+
+def mesh_tokens(
+    alpha: float, d_ff: float, tensor: int, *, fsdp_axes: float = 1, tensor_axes: float = 1, overlapped: bool = True
+) -> float:
+    """The fewest tokens per GPU for FSDP × TP with `tensor` ranks of TP; infinite where TP alone is limited already."""
+    used = tensor / tensor_axis_ranks(alpha, d_ff, tensor_axes)  # the part of computing that TP's communication takes
+    if used >= 1:
+        return math.inf
+    alone = alpha / (tensor * fsdp_axes)
+    return alone if overlapped else alone / (1 - used)
+
+
+def best_mesh_tokens(
+    alpha: float, d_ff: float, *, fsdp_axes: float = 1, tensor_axes: float = 1, overlapped: bool = True
+) -> float:
+    """The fewest tokens per GPU for FSDP × TP, with the mesh that needs fewest."""
+    return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * d_ff)
+
+
+def best_fsdp_ranks(tokens: float, d_ff: float, gpus: int, *, fsdp_axes: float = 1, tensor_axes: float = 1) -> float:
+    """X of the mesh at which both axes communicate equally long: √(B/F · M_x/M_y · N)."""
+    return math.sqrt(tokens / d_ff * fsdp_axes / tensor_axes * gpus)
+
+
+def width_between_collectives(model: ModelConfig) -> float:
+    """F of a whole block: its products are as many per byte sent as those of two matrices D × F and F × D.
+
+    A block sends 4 times B·D elements in forward, and multiplies by 4·D² + 3·D·F parameters; two matrices send 2 times
+    and multiply by 2·D·F. So F is (4·D + 3·F) / 4.
+    """
+    return (4 * model.d_model + 3 * model.d_ff) / 4

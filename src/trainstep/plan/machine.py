@@ -1,0 +1,122 @@
+"""What one GPU and its connections reach: rates to predict with, from a datasheet or from measurements.
+
+A datasheet's peak is never reached. Without measurements of the device itself its peaks are multiplied with the
+fractions that were measured on an H200 (`ATTAINABLE`); that they carry over to other devices is an assumption. A
+calibration replaces them, see `trainstep.bench.calibration`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+from trainstep.config import Precision
+from trainstep.errors import UsageError
+from trainstep.hardware import DeviceSpec
+from trainstep.plan.communication import CollectiveName, Link
+
+GIB = 2**30
+
+ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "half": 0.79, "copy": 0.88, "link": 0.72, "network": 0.8}
+"""Fractions of the datasheet's peaks: large products, a large copy and a large all-reduce over NVLink as measured on
+H200s; of the network's nothing was measured, and 0.8 is an assumption."""
+
+OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
+"""Of a copy's bandwidth, reached by the optimizer: measured on an H200 (sgd as foreach)."""
+
+LINK_OVERHEAD_S = 30e-6
+"""Of a call within a node, as between two H200s."""
+NETWORK_OVERHEAD_S = 50e-6
+"""Of a call that leaves the node: an assumption."""
+LINK_HOP_S = 1e-6
+NETWORK_HOP_S = 5e-6
+"""What each further hand-over from rank to rank adds: assumptions."""
+
+LaunchKey = tuple[str, str]
+"""(compile, attention): what decides how much the host has to do for a block."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU as it is, not as it is advertised."""
+
+    name: str
+    matmul_flops: Mapping[Precision, float]
+    """FLOP/s of a large product, per precision."""
+    copy_bytes_per_s: float
+    """Of a large copy, bytes read plus bytes written."""
+    memory_bytes: int
+    multiprocessors: int
+    peak_flops: Mapping[Precision, float]
+    """The datasheet's: what utilisation is a fraction of."""
+    link: Link
+    """Between GPUs of one node."""
+    optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
+    launch_s: Mapping[LaunchKey, tuple[float, float]] = field(default_factory=dict)
+    """What launching one block's forward and backward takes the host; empty where it was not measured."""
+    basis: str = ""
+    """Where these figures come from, in a sentence."""
+
+    def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:
+        """(forward, backward) of a block; of the same compilation where the attention was not measured, else zeros."""
+        attention = "sdpa" if attention == "auto" else attention
+        alike = [value for (mode, _), value in self.launch_s.items() if mode == compiled]
+        return self.launch_s.get((compiled, attention), min(alike, default=(0.0, 0.0)))
+
+
+def machine_of(spec: DeviceSpec) -> Machine:
+    """A device by its datasheet and `ATTAINABLE`."""
+    precisions: tuple[Precision, ...] = get_args(Precision)
+    peaks = {each: spec.peak_tflops(each) * 1e12 for each in precisions}
+    return Machine(
+        name=spec.name,
+        matmul_flops={each: peak * ATTAINABLE.get(each, ATTAINABLE["half"]) for each, peak in peaks.items()},
+        copy_bytes_per_s=spec.bandwidth_gb_s * 1e9 * ATTAINABLE["copy"],
+        memory_bytes=int(spec.memory_gb * 1e9),
+        multiprocessors=spec.multiprocessors,
+        peak_flops=peaks,
+        link=Link(LINK_OVERHEAD_S, spec.link_gb_s * 1e9 * ATTAINABLE["link"]),
+        basis=f"{spec.source}, times what an H200 reaches of its own datasheet; launches by the host are not counted",
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs, each GPU with its own connection to the network."""
+
+    machine: Machine
+    gpus_per_node: int
+    nodes: int
+    network_bytes_per_s: float
+    """What one GPU can send to other nodes, as reached."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_node", "nodes", "network_bytes_per_s"):
+            if not getattr(self, name) > 0 or math.isinf(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.gpus_per_node * self.nodes
+
+    def group_link(self, collective: CollectiveName, ranks: int, stride: int = 1) -> Link:
+        """What a call costs a group of `ranks` GPUs, every `stride`-th one of the cluster, all such groups at once.
+
+        Rings go through every GPU of a node before they leave it, as many rings as the group has GPUs in the node. So a
+        group sends through all of its network connections, and the slower of link and network sets the pace. Each
+        hand-over beyond the first costs a hop; an all-reduce takes a tree instead where that has fewer.
+        """
+        here = max(1, min(ranks, self.gpus_per_node // stride))
+        nodes = math.ceil(ranks / here)
+        link = self.machine.link
+        rates = [link.bus_bytes_per_s] if here > 1 else []
+        rates += [here * self.network_bytes_per_s] if nodes > 1 else []
+        overhead = NETWORK_OVERHEAD_S if nodes > 1 else link.overhead_s
+        hops = max(0, ranks - nodes - 1) * LINK_HOP_S + max(0, nodes - 1) * NETWORK_HOP_S
+        if collective == "all-reduce":
+            tree = max(0, here - 2) * LINK_HOP_S + math.log2(nodes) * NETWORK_HOP_S
+            hops = 2 * min(hops, tree)
+        return Link(overhead + hops, min(rates, default=link.bus_bytes_per_s))
