@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from trainstep.config import SIZES, ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.plan.layout import STRATEGIES, Layout, Strategy, layout_of, tensor_parallel_choices
 from trainstep.plan.limits import (
     best_mesh_tokens,
     data_axis_tokens,
@@ -19,24 +20,9 @@ from trainstep.plan.limits import (
 )
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import best_blocks_per_checkpoint, peak_bytes
-from trainstep.plan.parallelism import (
-    MOST_GPUS,
-    STRATEGIES,
-    Layout,
-    MemorySplit,
-    StepPlan,
-    Strategy,
-    fits,
-    gpu_counts,
-    largest_batch,
-    layout_of,
-    scaled,
-    smallest_gpus,
-    strategy_memory,
-    strategy_plan,
-    tensor_parallel_choices,
-)
+from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.roofline import step_seconds
+from trainstep.plan.strategy_memory import MOST_GPUS, MemorySplit, fits, largest_batch, smallest_gpus, strategy_memory
 from trainstep.report.records import Record, Scalar
 
 
@@ -242,8 +228,8 @@ def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterato
 
 STRATEGY_OF_SCHEME: dict[str, Strategy] = {
     "single": "single",
-    "bucketed": "ddp",
-    "sharded optimizer": "sharded optimizer",
+    "bucketed-25": "ddp",
+    "sharded-optimizer": "sharded optimizer",
     "fsdp": "fsdp",
 }
 """Schemes of `trainstep bench parallel` that are planned."""

@@ -1,0 +1,193 @@
+"""`trainstep plan` as its users meet it, calibration by records, and predictions against what H200s measured."""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainstep.bench.calibration import calibrated
+from trainstep.bench.planned import checked
+from trainstep.cli import main
+from trainstep.config import SIZES
+from trainstep.errors import UsageError
+from trainstep.hardware import require_device
+from trainstep.plan.communication import Link
+from trainstep.plan.machine import machine_of
+from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.report.records import Record, of_kind, read_records
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
+H200 = {"device": "NVIDIA H200", "device_memory_gib": 139.8}
+
+
+def ceiling(what, **values):
+    return Record("ceiling", {"what": what}, values, environment=H200)
+
+
+def test_a_calibration_replaces_the_datasheet():
+    small = SIZES["small"]
+    case = {"workload": "small", "precision": "bf16", "compile": "off", "attention": "sdpa", "optimizer": "adamw-fused"}
+    bound = {"forward_ms": 12.0, "forward_issue_ms": 11.9, "backward_ms": 24.0, "optimizer_ms": 2.0}
+    ahead = bound | {"forward_issue_ms": 3.0, "forward_ms": 120.0}
+    fit = {"overhead_us": 25.0, "bus_gb_s": 300.0}
+    records = [
+        ceiling("matmul bf16", tflops=700.0),
+        ceiling("copy", gb_s=4000.0),
+        Record(
+            "collective fit", {"backend": "nccl", "collective": "broadcast", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
+        ),
+        Record("collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2}, fit),
+        Record(
+            "collective fit", {"backend": "gloo", "collective": "all-reduce", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
+        ),
+        Record("rung", case, bound),
+        Record("rung", case, ahead),
+    ]
+    machine = calibrated(records)
+    assert machine.matmul_flops["bf16"] == machine.matmul_flops["bf16-pure"] == 7e14
+    assert machine.matmul_flops["fp32"] == machine_of(require_device("H200")).matmul_flops["fp32"]
+    assert machine.copy_bytes_per_s == 4e12
+    assert machine.memory_bytes == int(139.8 * 2**30)
+    assert machine.link == Link(25e-6, 300e9)
+    assert machine.launch_s == {("off", "sdpa"): (1e-3, 2e-3)}
+    moved = OPTIMIZER_BYTES["adamw-fused"] * small.num_parameters
+    assert machine.optimizer_fraction["adamw-fused"] == pytest.approx(moved / 2e-3 / 4e12)
+    assert machine.basis == ("measured on NVIDIA H200: rates, connections, launches, the optimizer's bandwidth")
+    assert "connections" in calibrated(records[:2]).basis.partition("; by the ")[2]
+
+
+def test_calibrations_that_say_nothing():
+    with pytest.raises(UsageError, match="names no device; say which with --device"):
+        calibrated([Record("ceiling", {"what": "copy"}, {"gb_s": 1.0})])
+    with pytest.raises(UsageError, match="several devices: NVIDIA H200, NVIDIA L4"):
+        calibrated([ceiling("copy", gb_s=1.0), Record("x", {}, environment={"device": "NVIDIA L4"})])
+    with pytest.raises(UsageError, match="neither ceilings, nor fits"):
+        calibrated([Record("fact", {}, environment=H200)])
+    with pytest.raises(UsageError, match="is of NVIDIA H200, not of Tesla T4"):
+        calibrated([ceiling("copy", gb_s=1.0)], require_device("T4"))
+    with pytest.raises(UsageError, match="copy|gb_s = None"):
+        calibrated([ceiling("copy", gb_s=None)])
+
+
+def test_predictions_hold_for_sizes_that_were_not_calibrated_on():
+    """The bars: step time within 20 %, memory within 5 %, on every step that H200s measured."""
+    machine = calibrated([row for path in CALIBRATION for row in read_records(path)])
+    names = ("h200-step-sizes", "h200-analyze-2.7B")
+    rows = list(checked([row for name in names for row in read_records(RESULTS / f"{name}.jsonl")], machine))
+    assert len(rows) >= 30
+    times = [abs(float(row.values["time_error"])) for row in rows]
+    assert max(times) < 0.20
+    assert statistics.median(times) < 0.05
+    memories = [abs(float(row.values["memory_error"])) for row in rows if "memory_error" in row.values]
+    assert len(memories) >= 15
+    assert max(memories) < 0.05
+
+
+def test_parallel_rows_are_compared_by_scheme():
+    machine = machine_of(require_device("H200"))
+    case = {
+        "workload": "2.7B", "batch": 4, "context": 512, "precision": "bf16", "compile": "off", "attention": "sdpa",
+        "loss": "dense", "checkpointing": None, "optimizer": "adamw-fused", "world_size": 2,
+    }  # fmt: skip
+    schemes = ("single", "bucketed-25", "sharded-optimizer", "fsdp", "naive", "torch-ddp")
+    measured = [Record("parallel", {**case, "scheme": name}, {"step_ms": 140.0, "peak_gib": 54.0}) for name in schemes]
+    rows = list(checked(measured, machine))
+    assert [(row.case["strategy"], row.case["gpus"]) for row in rows] == [
+        ("single", 1), ("ddp", 2), ("sharded optimizer", 2), ("fsdp", 2)
+    ]  # fmt: skip
+    peaks = [float(row.values["predicted_gib"]) for row in rows]
+    assert peaks[0] == peaks[1] > peaks[2] > peaks[3]
+    failed = [dataclasses.replace(row, status="failed") for row in measured]
+    assert not list(checked(failed, machine))
+
+
+QUICK = ["plan", "--size", "small", "--gpus-per-node", "4", "--nodes", "2"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plan")
+    code = (
+        "import sys\nfrom trainstep.cli import main\n"
+        f"try: main({[*QUICK, '--out', str(out)]!r})\n"
+        "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return found, out
+
+
+def test_the_command_prints_and_writes_without_torch(planned):
+    found, out = planned
+    assert found.stdout.splitlines()[-1] == "code 0 False", found.stderr
+    records = read_records(out / "results.jsonl")
+    plans = of_kind(records, "plan")
+    assert [row.case["strategy"] for row in plans] == [
+        "single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"
+    ]  # fmt: skip
+    for row in plans:
+        kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
+        total = sum(float(row.values[f"{kind}_gib"]) for kind in kinds)
+        assert total == pytest.approx(row.values["peak_gib"], rel=1e-4)
+        whole = float(row.values["compute_ms"]) + float(row.values["exposed_ms"])
+        assert whole == pytest.approx(row.values["step_ms"], rel=1e-4)
+        assert row.values["tokens_per_s"] == pytest.approx(
+            row.case["gpus"] * 4 * 512 / float(row.values["step_ms"]) * 1e3, rel=1e-4
+        )
+    policies = {row.case["checkpointing"] for row in of_kind(records, "plan memory")}
+    assert {"none", "every-1"} <= policies
+    assert {row.case["connection"] for row in of_kind(records, "plan limit")} == {"within a node", "across nodes"}
+    assert max(row.case["gpus"] for row in of_kind(records, "plan scaling")) == 16_384
+
+
+def test_the_page_marks_predictions_as_such(planned):
+    page = (planned[1] / "report.html").read_text()
+    assert "predicted, not measured" in page
+    assert "Throughput against GPUs (prediction)" in page
+    assert "launches by the host are not counted" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "0"], "nodes is 0"),
+        (["--tensor-parallel", "5"], "a mesh with tensor parallelism of 5 is impossible"),
+        (["--device", "TPU"], "'TPU' is not a known device"),
+        (["--batch", "-1"], "batch is -1"),
+        (["--batch", "1" + "0" * 30], "the planner takes at most"),
+        (["--num-layers", "1000000"], "num_layers is 1e+06"),
+        (["--context", "1000000"], "the model accepts at most 131072"),
+        (["--memory-gib", "nan"], "memory_gib is nan"),
+        (["--network-gb-s", "-3"], "expected a positive number"),
+        (["--policies", "every-0"], "checkpointing is 'every-0'"),
+        (["--attention", "flex"], "no memory formula for attention=flex"),
+        (["--calibration", "nowhere.jsonl"], "cannot read results from nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*QUICK, "--out", str(tmp_path / "out"), *words])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_gpu_a_file_and_a_calibration(tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text('[model]\nsize = "tiny"\nnum_layers = 2\n[step]\nbatch = 3\ncontext = 64\nprecision = "fp32"\n')
+    words = ["plan", "--config", str(config), "--gpus-per-node", "1", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--calibration", ",".join(map(str, CALIBRATION)), "--policies", "none,every-2"])
+    assert stop.value.code == 0
+    assert "mine" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    (plan,) = [row for row in rows if row["kind"] == "plan"]
+    assert plan["case"]["strategy"] == "single"
+    assert (plan["case"]["batch"], plan["case"]["context"], plan["case"]["precision"]) == (3, 64, "fp32")
+    (machine,) = [row for row in rows if row["kind"] == "plan machine"]
+    assert machine["values"]["basis"].startswith("measured on NVIDIA H200: rates, launches")

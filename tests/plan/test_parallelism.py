@@ -1,0 +1,137 @@
+"""Traffic against simulated rings, seconds against running through the calls, meshes and their limits."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.plan.test_communication import run_through, simulate
+from trainstep.config import SIZES, StepConfig
+from trainstep.errors import UsageError
+from trainstep.hardware import require_device
+from trainstep.plan.communication import Link
+from trainstep.plan.flops import step_flops
+from trainstep.plan.layout import Layout, layout_of, tensor_parallel_choices
+from trainstep.plan.machine import LINK_HOP_S, NETWORK_HOP_S, NETWORK_OVERHEAD_S, Cluster, machine_of
+from trainstep.plan.parallelism import BUCKET_BYTES, gpu_counts, scaled, strategy_plan
+
+MODEL = SIZES["2.7B"]
+STEP = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+H200 = machine_of(require_device("H200"))
+
+
+def cluster(gpus_per_node=8, nodes=1, network=4e10, **machine):
+    return Cluster(dataclasses.replace(H200, **machine), gpus_per_node, nodes, network)
+
+
+def ring_bytes(collective, payload, ranks):
+    """Sent by one rank on average, counted by moving chunks."""
+    return sum(simulate(collective, 8 * ranks, ranks).sent) / (8 * ranks) / ranks * payload
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_bytes_sent_are_those_of_the_rings(n):
+    parameters = MODEL.num_parameters
+    expected = {
+        "ddp": ring_bytes("all-reduce", 4 * parameters, n),
+        "sharded optimizer": ring_bytes("reduce-scatter", 4 * parameters, n)
+        + ring_bytes("all-gather", 4 * parameters, n),
+        "fsdp": 2 * ring_bytes("all-gather", 2 * parameters, n) + ring_bytes("reduce-scatter", 2 * parameters, n),
+    }
+    expected["zero-2"] = expected["sharded optimizer"]
+    for strategy, sent in expected.items():
+        plan = strategy_plan(MODEL, STEP, cluster(n), Layout(strategy, n))
+        assert plan.sent == pytest.approx(sent, rel=1e-6), strategy
+
+
+def test_tensor_parallelism_sends_activations():
+    """Ten collectives a block and four around embedding and head, of the group's tokens in bfloat16."""
+    plan = strategy_plan(MODEL, STEP, cluster(), Layout("fsdp + tp", 1, 8))
+    payload = 2 * (8 * STEP.batch * STEP.context) * MODEL.d_model
+    calls = 10 * MODEL.num_layers + 4
+    assert plan.sent == pytest.approx(calls * ring_bytes("all-gather", payload, 8))
+    link = H200.link
+    each = link.overhead_s + 6 * LINK_HOP_S + 7 / 8 * payload / link.bus_bytes_per_s
+    assert plan.exposed_s == plan.communication_s == pytest.approx(calls * each)
+    again = strategy_plan(MODEL, dataclasses.replace(STEP, checkpointing="every-1"), cluster(), plan.layout)
+    assert again.sent == pytest.approx(plan.sent * (14 * MODEL.num_layers + 4) / calls)
+
+
+def test_ddp_exposes_what_running_through_its_buckets_leaves():
+    plan = strategy_plan(MODEL, STEP, cluster(2, link=Link(30e-6, 2e11)), Layout("ddp", 2))
+    transfer = 4 * MODEL.num_parameters / 2e11
+    most = math.ceil(4 * MODEL.num_parameters / BUCKET_BYTES)
+    tried = {k: run_through(transfer, 30e-6, plan.compute.backward.total, k) for k in range(1, most + 1)}
+    assert plan.exposed_s == pytest.approx(min(tried.values()), rel=0.01)
+    assert plan.step_s == plan.compute.total + plan.exposed_s
+
+
+def test_fsdp_hides_behind_forward_and_backward():
+    free = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e15)), Layout("fsdp", 8))
+    assert free.exposed_s == pytest.approx(0, abs=1e-6)
+    slow = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e10)), Layout("fsdp", 8))
+    transfers = 3 * 7 / 8 * 2 * MODEL.num_parameters / 1e10
+    assert slow.communication_s == pytest.approx(transfers, rel=1e-3)
+    hidden = slow.compute.forward.total + slow.compute.backward.total
+    assert slow.exposed_s == pytest.approx(transfers - hidden, rel=0.05)
+    assert slow.limit == "communication"
+    assert free.limit == "matrix products"
+
+
+def test_equal_work_and_utilisation():
+    for layout in (Layout("single"), Layout("ddp", 8), Layout("fsdp + tp", 2, 4)):
+        plan = strategy_plan(MODEL, STEP, cluster(), layout)
+        assert plan.tokens == layout.gpus * STEP.batch * STEP.context
+        assert plan.flops == layout.gpus * step_flops(MODEL, STEP.batch, STEP.context, "step")
+        rate = plan.flops / plan.step_s / layout.gpus
+        assert plan.utilisation(989.4e12) == pytest.approx(rate / 989.4e12)
+        assert 0 < plan.utilisation(989.4e12) < 1
+
+
+def test_one_rank_exchanges_nothing():
+    for strategy in ("single", "ddp", "sharded optimizer", "zero-2", "fsdp"):
+        plan = strategy_plan(MODEL, STEP, cluster(1), Layout(strategy))
+        assert plan.sent == plan.communication_s == plan.exposed_s == plan.memory.buffers == 0
+
+
+def test_links_of_groups():
+    """Eight GPUs of a node send through eight network connections; two of them through two."""
+    one, many = cluster(8, 1), cluster(8, 4)
+    assert one.group_link("all-gather", 8).bus_bytes_per_s == H200.link.bus_bytes_per_s
+    assert many.group_link("all-gather", 32).bus_bytes_per_s == min(H200.link.bus_bytes_per_s, 8 * 4e10)
+    assert many.group_link("all-gather", 8, stride=4).bus_bytes_per_s == 2 * 4e10
+    assert many.group_link("all-gather", 4, stride=8).bus_bytes_per_s == 4e10
+    overhead = many.group_link("all-gather", 32).overhead_s
+    assert overhead == pytest.approx(NETWORK_OVERHEAD_S + 27 * LINK_HOP_S + 3 * NETWORK_HOP_S)
+    tree = many.group_link("all-reduce", 32).overhead_s
+    assert tree == pytest.approx(NETWORK_OVERHEAD_S + 2 * (6 * LINK_HOP_S + 2 * NETWORK_HOP_S))
+
+
+def test_more_nodes_never_help_a_gpu():
+    for strategy in ("ddp", "sharded optimizer", "zero-2", "fsdp"):
+        rates = []
+        for gpus in gpu_counts():
+            if gpus >= 8:
+                plan = strategy_plan(MODEL, STEP, scaled(cluster(), gpus), Layout(strategy, gpus))
+                computing = plan.compute.forward.total + plan.compute.backward.total
+                rates.append((plan.exposed_s + computing, gpus))
+        assert rates == sorted(rates), strategy
+
+
+def test_meshes():
+    assert layout_of("fsdp + tp", 16, 4, MODEL) == Layout("fsdp + tp", 4, 4)
+    assert layout_of("fsdp", 16, 4, MODEL) == Layout("fsdp", 16)
+    assert layout_of("single", 16, 1, MODEL).gpus == 1
+    assert tensor_parallel_choices(cluster(8), MODEL) == [2, 4, 8]
+    assert tensor_parallel_choices(cluster(8), SIZES["xl"]) == [], "25 heads"
+    for tensor, words in ((3, "3 is impossible: it does not divide 16 GPUs; choose among 1, 2, 4, 8, 16"), (0, "0")):
+        with pytest.raises(UsageError, match=words):
+            layout_of("fsdp + tp", 16, tensor, MODEL)
+    with pytest.raises(UsageError, match="25 heads; choose among 1"):
+        layout_of("fsdp + tp", 16, 2, SIZES["xl"])
+
+
+@pytest.mark.parametrize("settings", [{"gpus_per_node": 0}, {"nodes": -1}, {"network": 0.0}, {"network": math.inf}])
+def test_impossible_clusters(settings):
+    with pytest.raises(UsageError, match="expected a positive number"):
+        cluster(**settings)
