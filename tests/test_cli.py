@@ -34,6 +34,7 @@ COMMANDS = [
     ("compare",),
     ("dtypes",),
     ("memory",),
+    ("plan",),
     ("profile",),
     ("info",),
 ]

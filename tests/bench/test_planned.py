@@ -70,7 +70,7 @@ def test_calibrations_that_say_nothing():
         calibrated([Record("fact", {}, environment=H200)])
     with pytest.raises(UsageError, match="is of NVIDIA H200, not of Tesla T4"):
         calibrated([ceiling("copy", gb_s=1.0)], require_device("T4"))
-    with pytest.raises(UsageError, match="copy|gb_s = None"):
+    with pytest.raises(UsageError, match="gb_s = None"):
         calibrated([ceiling("copy", gb_s=None)])
 
 

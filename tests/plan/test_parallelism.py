@@ -68,7 +68,7 @@ def test_ddp_exposes_what_running_through_its_buckets_leaves():
 
 def test_fsdp_hides_behind_forward_and_backward():
     free = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e15)), Layout("fsdp", 8))
-    assert free.exposed_s == pytest.approx(0, abs=1e-6)
+    assert free.exposed_s < 1e-3 * free.step_s, "hops within the node alone"
     slow = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e10)), Layout("fsdp", 8))
     transfers = 3 * 7 / 8 * 2 * MODEL.num_parameters / 1e10
     assert slow.communication_s == pytest.approx(transfers, rel=1e-3)
@@ -109,13 +109,10 @@ def test_links_of_groups():
 
 def test_more_nodes_never_help_a_gpu():
     for strategy in ("ddp", "sharded optimizer", "zero-2", "fsdp"):
-        rates = []
-        for gpus in gpu_counts():
-            if gpus >= 8:
-                plan = strategy_plan(MODEL, STEP, scaled(cluster(), gpus), Layout(strategy, gpus))
-                computing = plan.compute.forward.total + plan.compute.backward.total
-                rates.append((plan.exposed_s + computing, gpus))
-        assert rates == sorted(rates), strategy
+        plans = [strategy_plan(MODEL, STEP, scaled(cluster(), n), Layout(strategy, n)) for n in gpu_counts() if n >= 8]
+        exposed = [plan.exposed_s for plan in plans]
+        assert exposed == sorted(exposed), strategy
+        assert exposed[-1] > exposed[0]
 
 
 def test_meshes():

@@ -7,10 +7,10 @@ P bytes on each of n ranks in a ring, W bytes/s on a link. Derived in docs/theor
     all to all                n − 1       (n − 1) · P                 (n − 1) · P/W
     reduce, then broadcast    2(n − 1)    P, on one link 2P           2(n − 1) · P/W
 
-All to all: every rank's full tensor goes once around, and each rank adds up all it sees. All links work all the time, at
-n/2 times the bytes. Reduce, then broadcast: a running sum goes from rank to rank to the last, and the result around
-again. No link carries more than twice the tensor, but only one works at a time, so it takes n times as long as the ring.
-Imports no torch.
+All to all: every rank's full tensor goes once around, and each rank adds up all it sees. All links work all the time,
+at n/2 times the bytes. Reduce, then broadcast: a running sum goes from rank to rank to the last, and the result around
+again. No link carries more than twice the tensor, but only one works at a time, so it takes n times as long as the
+ring. Imports no torch.
 """
 
 from __future__ import annotations
