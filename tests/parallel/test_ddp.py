@@ -173,8 +173,8 @@ def test_each_scheme_makes_the_calls_it_says(two):
         _, calls, all_calls = found["bucketed"][0][2]
         assert all_calls == len(calls), "nothing else is sent once the order is known"
         assert sum(tensors for _, tensors, _ in calls) == 9
-        assert all(size <= 600 for _, _, size in calls), "no bucket grows beyond its limit"
-        assert len(calls) == 4
+        assert all(size >= 600 for _, _, size in calls[:-1]), "a bucket is closed when it is full"
+        assert len(calls) == 3
 
 
 def _unused(process, allow):

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -55,6 +57,21 @@ CASES = {
     "float16": ({"tied": True, "unused": True}, "sgd", torch.float16),
     "float64": ({"frozen": True}, "sgd", torch.float64),
 }
+
+
+def _thrown_away(process):
+    sharded = FullyShardedDataParallel(build())
+    _step(process, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), 0)
+    shards = [weakref.ref(parameter) for parameter in sharded.parameters()]
+    del sharded
+    gc.collect()
+    return [shard() is None for shard in shards]
+
+
+def test_memory_is_free_when_the_wrapper_is_thrown_away(two):
+    for freed in two.run(_thrown_away):
+        assert freed
+        assert all(freed)
 
 
 def _train_cases(process, cases):

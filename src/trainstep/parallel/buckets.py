@@ -13,7 +13,7 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
 
     Args:
         items: (index, bytes, kind) in the order in which the tensors become ready. Each kind fills buckets of its own.
-        bucket_mb: a bucket is closed before it would grow beyond this; a tensor larger than that has one to itself. 0
+        bucket_mb: a bucket is closed as soon as it holds this much, so that small tensors travel with large ones. 0
             makes one bucket per tensor, infinity one per kind.
 
     Returns:
@@ -24,12 +24,12 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
     closed: list[tuple[int, list[int]]] = []  # (position of the last tensor, indices)
     last: dict[Hashable, int] = {}
     for position, (index, size, kind) in enumerate(items):
-        bucket, filled = open_buckets.get(kind, ([], 0))
-        if bucket and filled + size > limit:
-            closed.append((last[kind], bucket))
-            bucket, filled = [], 0
+        bucket, filled = open_buckets.pop(kind, ([], 0))
         bucket.append(index)
-        open_buckets[kind] = (bucket, filled + size)
+        if filled + size >= limit:
+            closed.append((position, bucket))
+        else:
+            open_buckets[kind] = (bucket, filled + size)
         last[kind] = position
     closed += [(last[kind], bucket) for kind, (bucket, _) in open_buckets.items()]
     return [bucket for _, bucket in sorted(closed)]

@@ -11,8 +11,8 @@ collectives in the same order as long as they call the same modules.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,12 +88,12 @@ class Schedule:
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._replicated = ReplicatedGradients([p for group in groups for p in group.parameters], process_group)
-        for group in groups:
-            for parameter in group.parameters:
+        this = weakref.ref(self)
+        for group_number, group in enumerate(groups):
+            for number, parameter in enumerate(group.parameters):
                 if parameter.trainable:
                     assert parameter.full is not None
-                    hook = functools.partial(self._on_gradient, group, parameter)
-                    parameter.full.register_post_accumulate_grad_hook(hook)
+                    parameter.full.register_post_accumulate_grad_hook(_hook(this, group_number, number))
 
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
@@ -235,3 +235,15 @@ class Schedule:
 def in_backward() -> bool:
     """Whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _hook(schedule: weakref.ref[Schedule], group_number: int, number: int) -> Callable[[Tensor], None]:
+    """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
+
+    def on_gradient(full: Tensor) -> None:
+        this = schedule()
+        assert this is not None, "the boundaries in the module keep it alive"
+        group = this.groups[group_number]
+        this._on_gradient(group, group.parameters[number], full)
+
+    return on_gradient
