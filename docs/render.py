@@ -23,7 +23,10 @@ from trainstep.report.tables import Table, make_table, tabulate
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
-REPORTS = {"h200-attention.html": ("h200-attention-naive", "h200-attention-flash")}
+REPORTS = {
+    "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
+    "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
+}
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PHASES = tuple(mean_column(f"{name} (ms)", name) for name in ("forward", "loss", "backward", "optimizer", "step"))
