@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from plan_tables import PLAN_TABLES
+
 from trainstep.report.columns import Column, case_column, mean_column, median_column, number, value_column
 from trainstep.report.compare import comparison_table, repeatability
 from trainstep.report.formats import to_markdown
@@ -391,6 +393,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-attention": profile_attention,
     "profile-families": profile_families,
     "profile-sums": profile_sums,
+    **PLAN_TABLES,
 }
 
 

@@ -88,6 +88,7 @@ def loaded_after(statement: str) -> set[str]:
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         ("import trainstep.plan.flops, trainstep.hardware, trainstep.config", {"torch", "numpy"}),
+        ("import trainstep.bench.planned, trainstep.bench.calibration", {"torch", "numpy", "pandas", "bokeh"}),
         (
             "import trainstep.report.records, trainstep.report.compare, trainstep.report.tables",
             {"torch", "pandas", "bokeh"},
