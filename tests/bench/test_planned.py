@@ -186,8 +186,26 @@ def test_one_gpu_a_file_and_a_calibration(tmp_path, capsys):
     assert stop.value.code == 0
     assert "mine" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    (plan,) = [row for row in rows if row["kind"] == "plan"]
+    plan, *others = [row for row in rows if row["kind"] == "plan"]
     assert plan["case"]["strategy"] == "single"
+    assert {row["case"]["gpus"] for row in others} == {1}
+    assert {row["values"]["communication_ms"] for row in others} == {0.0}
+    assert max(others, key=lambda row: row["values"]["tokens_per_s"])["values"]["step_ms"] >= plan["values"]["step_ms"]
     assert (plan["case"]["batch"], plan["case"]["context"], plan["case"]["precision"]) == (3, 64, "fp32")
     (machine,) = [row for row in rows if row["kind"] == "plan machine"]
     assert machine["values"]["basis"].startswith("measured on NVIDIA H200: rates, launches")
+
+
+def test_what_does_not_fit_says_how_many_gpus_it_takes(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--size", "10B", "--gpus-per-node", "1", "--memory-gib", "80", "--out", str(tmp_path / "out")])
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Predicted: nothing fits. fsdp needs least" in said
+    (fsdp,) = [
+        row
+        for row in of_kind(read_records(tmp_path / "out" / "results.jsonl"), "plan")
+        if row.case["strategy"] == "fsdp"
+    ]
+    assert fsdp.values["fits"] is False
+    assert f"With fsdp it takes {fsdp.values['smallest_gpus']} GPUs." in said

@@ -91,15 +91,15 @@ def plan_records(request: PlanRequest) -> Iterator[Record]:
 
 
 def _layouts(request: PlanRequest) -> list[Layout]:
-    """One for each strategy; a strategy of several GPUs only where there are several."""
+    """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus = request.cluster.gpus
     chosen = request.tensor_parallel
     if chosen is not None:
         layout_of("fsdp + tp", gpus, chosen, request.model)
-    layouts = [layout_of(strategy, gpus, 1, request.model) for strategy in STRATEGIES[:-1]] if gpus > 1 else []
+    layouts = [layout_of(strategy, gpus, 1, request.model) for strategy in STRATEGIES[:-1]]
     sizes = tensor_parallel_choices(request.cluster, request.model) if chosen is None else [chosen]
     meshes = [layout_of("fsdp + tp", gpus, size, request.model) for size in sizes if size > 1]
-    return [*(layouts or [Layout("single")]), *([_fastest(request, meshes)] if meshes else [])]
+    return [*layouts, *([_fastest(request, meshes)] if meshes else [])]
 
 
 def _fastest(request: PlanRequest, layouts: Sequence[Layout]) -> Layout:

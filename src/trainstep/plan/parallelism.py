@@ -97,7 +97,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     kept_width = 2 if step.precision == "bf16-pure" else 4
     parameters = model.num_parameters / t
     busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, kept_width, is_half, model)
-    if is_fsdp and n > 1 and is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
+    if is_fsdp and is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
         compute = dataclasses.replace(compute, backward=backward)
