@@ -27,7 +27,7 @@ from trainstep.errors import UsageError
 
 
 def intensity(flops_per_s: float, bytes_per_s: float, width: int = 2) -> float:
-    """α: FLOPs that a GPU can do while an element of two bytes' worth of payload travels; `width` other than 2 scales.
+    """α = C / W, for elements of two bytes; where they travel in another `width`, α scales with it.
 
     Raises:
         UsageError: a rate that is not positive.
