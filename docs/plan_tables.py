@@ -11,7 +11,7 @@ from trainstep.bench.planned import checked
 from trainstep.plan.alternate_ring import alternate_seconds
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
-from trainstep.report.columns import number
+from trainstep.report.numbers import number
 from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import Table, make_table
 

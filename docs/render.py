@@ -16,10 +16,12 @@ from pathlib import Path
 
 from plan_tables import PLAN_TABLES
 
-from trainstep.report.columns import Column, case_column, mean_column, median_column, number, value_column
+from trainstep.report.columns import Column, case_column, count_column, mean_column, median_column, value_column
 from trainstep.report.compare import comparison_table, repeatability
 from trainstep.report.formats import to_markdown
 from trainstep.report.html import write_html
+from trainstep.report.kernel_findings import brief_name
+from trainstep.report.numbers import number
 from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import Table, make_table, tabulate
 
@@ -28,6 +30,7 @@ PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 REPORTS = {
     "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
+    "h200-profile-2.7B.html": ("h200-profile-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -307,13 +310,17 @@ def profile_kernels() -> Table:
     columns = [*PROFILED]
     for where_, words in (("forward", "forward"), ("step", "the step")):
         columns += [
-            value_column(f"top kernel of {words}", f"top_{where_}_kernel"),
+            Column(f"top kernel of {words}", partial(_top_kernel, where_)),
             value_column(f"its family ({where_})", f"top_{where_}_kernel_family"),
-            value_column(f"calls per {where_}", f"top_{where_}_kernel_calls"),
+            count_column(f"calls per {where_}", f"top_{where_}_kernel_calls"),
             value_column(f"of {words} (%)", f"top_{where_}_kernel_share", 100),
             value_column(f"matmul, of {words} (%)", f"matmul_share_{where_}", 100),
         ]
     return tabulate("profile-kernels", where(rows), columns, rows)
+
+
+def _top_kernel(where_: str, row: Record) -> str:
+    return brief_name(row.values[f"top_{where_}_kernel"])
 
 
 def profile_attention() -> Table:
@@ -338,7 +345,7 @@ def profile_families() -> Table:
     columns = (
         *PROFILED,
         Column("family", lambda row: str(row.case["family"])),
-        value_column("calls", "calls"),
+        count_column("calls", "calls"),
         value_column("ms", "ms"),
         value_column("share (%)", "share", 100),
         value_column("TFLOP/s", "tflops"),

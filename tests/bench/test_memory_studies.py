@@ -138,13 +138,24 @@ def study(limit, **peaks):
         (None, "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB (beside it every-1 4.00 GiB and every-4 "
                "5.00 GiB); without checkpointing 9.00 GiB."),
         (8.0, "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
-        (10.0, "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB)."),
+        (10.0, "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB). For a larger batch or "
+               "context the best K is 2: 3.00 GiB (beside it every-1 4.00 GiB and every-4 5.00 GiB)."),
         (2.0, "No policy of every K blocks fits into 2.00 GiB: the smallest peak is 3.00 GiB"),
     ],
 )  # fmt: skip
 def test_the_sentence(limit, sentence):
     (finding,) = findings(study(limit, none=9.0, every_1=4.0, every_2=3.0, every_4=5.0, every_8=6.0, selective=2.5))
     assert finding.sentence.startswith(sentence)
+
+
+def test_the_sentence_says_what_the_best_policy_costs_in_time():
+    rows = study(8.0, none=9.0, every_1=4.0, every_2=6.0)
+    timed = [
+        dataclasses.replace(row, values=row.values | {"step_ms": ms})
+        for row, ms in zip(rows, (100.0, 126.0, 130.0), strict=True)
+    ]
+    (finding,) = findings(timed)
+    assert finding.sentence.endswith("without checkpointing 9.00 GiB, and a step takes 1.26× as long.")
 
 
 def test_a_policy_that_ran_out_of_memory_is_left_out_of_the_sentence():

@@ -31,7 +31,7 @@ def said(records, topic):
 
 def test_the_largest_phase_is_named_with_its_share():
     sentence = said([step()], "phases")
-    assert sentence.startswith("Backward dominates: 60% of the step (60 ms of 100 ms), then forward with 30%.")
+    assert sentence.startswith("Backward dominates: 60% of the step (60.0 ms of 100 ms), then forward with 30%.")
 
 
 @pytest.mark.parametrize(("backward", "remarked"), [(60.0, False), (36.0, True), (360.0, True)])
@@ -41,7 +41,7 @@ def test_an_odd_ratio_of_backward_to_forward_is_remarked_on(backward, remarked):
 
 def test_the_gain_has_its_interval_and_its_proof():
     sentence = said([rung("baseline", "baseline", step_ms=100.0), rung("bf16 autocast")], "gain")
-    assert "Bf16 autocast makes the step 2.00× faster (95 % interval 1.90–2.10): 100 ms → 50 ms" in sentence
+    assert "Bf16 autocast makes the step 2.00× faster (95 % interval 1.90–2.10): 100 ms → 50.0 ms" in sentence
     assert "off by 0.005 of 0.02 allowed" in sentence
 
 

@@ -82,20 +82,37 @@ def rung(name: str, **values: Any) -> Record:
 def test_sentences_say_what_dominates_by_time_and_not_by_count() -> None:
     said = " ".join(sentences(records(gpu_profile())))
     assert (
-        "in the whole step nvjet_backward (tensor-core matmul) takes most of the kernel time: 31%, 0.3 ms in 2 calls "
-        f"(called most often, 6 times, is elementwise {HOSTILE})"
+        "In the whole step, the kernel that takes most time is nvjet_backward (tensor-core matmul): 31% of the kernel "
+        "time, 0.300 ms in 2 calls. Called most often, 6 times, is elementwise <script>."
     ) in said
-    assert "Profiling cost 20% of the step (2 ms → 2.4 ms): compare kernel times with one another" in said
+    assert "Profiling cost 20% of the step (2.00 ms → 2.40 ms): compare kernel times with one another" in said
     assert "Matrix products take 36% of the kernel time in forward and 47% in the whole step" in said
-    assert "The device has nothing to do for 15% of the step (0.3 ms of 2 ms, without the profiler)" in said
-    assert "Communication takes 0.1 ms per step, 100% of it beside compute." in said
+    assert "The device has nothing to do for 15% of the step (0.300 ms of 2.00 ms, without the profiler)" in said
+    assert "Communication takes 0.100 ms per step, 100% of it beside compute." in said
+
+
+@pytest.mark.parametrize(
+    ("kernel", "brief"),
+    [
+        ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"),
+        ("vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda, array<char*, 2ul> >",
+         "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<1>, BinaryOpScalarFunctor<float, 1, 1, 0>, m…",
+         "multi_tensor_apply_kernel<BinaryOpScalarFunctor>"),
+        ("softmax_warp_forward<float, float, float, 9, false, false>", "softmax_warp_forward"),
+    ],
+)  # fmt: skip
+def test_sentences_name_a_kernel_by_what_tells_it_apart(kernel: str, brief: str) -> None:
+    (row,) = [row for row in records(gpu_profile()) if row.kind == "profile"]
+    named = dataclasses.replace(row, values=row.values | {"top_forward_kernel": kernel})
+    assert f"the kernel that takes most time is {brief} (" in " ".join(sentences([named]))
 
 
 def test_softmax_is_held_against_the_scores_and_the_ladder_proves_it() -> None:
     (said,) = (each for each in sentences(records(gpu_profile())) if each.startswith("Softmax"))
     assert said == (
         "Softmax takes 2.5× more time than the score product with 40× fewer FLOPs: it is bound by memory (it moves "
-        "3.2e+03 GB/s, 76% of a large copy here); a fused attention removes it."
+        "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
     )
     ladder = [rung("fused attention"), rung("our FlashAttention", verdict="slower", gain=0.8)]
     (said,) = (each for each in sentences([*records(gpu_profile()), *ladder]) if each.startswith("Softmax"))

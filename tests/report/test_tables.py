@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 from markdown_it import MarkdownIt
-from pylatexenc.latexwalker import LatexEnvironmentNode, LatexWalker
 
-from trainstep.report.columns import number
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
+from trainstep.report.numbers import number
 from trainstep.report.records import Record
 from trainstep.report.tables import Table, make_table, make_tables
 
@@ -53,6 +52,8 @@ def test_typst_keeps_the_text(tmp_path):
 
 
 def test_latex_parses_strictly():
+    from pylatexenc.latexwalker import LatexEnvironmentNode, LatexWalker  # here, as above
+
     nodes, _, _ = LatexWalker(to_latex(TABLE), tolerant_parsing=False).get_latex_nodes()
     environments = [node.environmentname for node in nodes if isinstance(node, LatexEnvironmentNode)]
     assert environments == ["table"]
@@ -79,8 +80,9 @@ def test_the_terminal_shows_markup_instead_of_obeying_it():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "–"), (True, "True"), ("x", "x"), (5, "5"), (1234567, "1,234,567"), (0.0123456, "0.0123"),
-        (51.26, "51.3"), (999.4, "999"), (1234.5, "1,234"), (1.4e-06, "1.4e-06"), (0.5, "0.5"), (100.0, "100"),
+        (None, "–"), (True, "yes"), ("x", "x"), (5, "5"), (1234567, "1,234,567"), (0.0123456, "0.0123"),
+        (51.26, "51.3"), (999.4, "999"), (1234.5, "1,234"), (1.4e-06, "1.40e-06"), (0.5, "0.500"), (-0.012, "-0.0120"),
+        (999.7, "1,000"), (4.0, "4.00"), (0.0, "0"), (100.0, "100"),
     ],
 )  # fmt: skip
 def test_numbers(value, text):
@@ -101,7 +103,7 @@ def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
     assert table.columns[0] == "precision"
     assert [row[0] for row in table.rows] == ["fp32", "bf16", "tf32"]
     assert table.rows[2][-1] == "unsupported: needs a GPU"
-    assert "20 ± 0.5" in table.rows[0]
+    assert "20.0 ± 0.50" in table.rows[0]
 
 
 def test_brief_tables_have_fewer_columns():

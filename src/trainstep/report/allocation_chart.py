@@ -14,6 +14,7 @@ from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, Rese
 from bokeh.plotting import figure
 
 from trainstep.report import plots
+from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
 from trainstep.report.records import Record
 
@@ -47,8 +48,8 @@ def allocation_chart(row: Record, unit: str, scale: float) -> figure:
     Args:
         unit, scale: the unit of its axis, and how many of it a GiB has.
     """
-    series, events = row.series, _number(row.values["events"])
-    peak = _number(row.values["peak_gib"]) * scale
+    series, events = row.series, numeric(row.values["events"])
+    peak = numeric(row.values["peak_gib"]) * scale
     plot = plots.empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
     plot.x_range = Range1d(0, events + 1, bounds=(0, events + 1))
     plot.y_range = Range1d(0, 1.12 * peak, bounds=(0, 1.12 * peak))
@@ -66,15 +67,15 @@ def allocation_chart(row: Record, unit: str, scale: float) -> figure:
         hover_fill_alpha=1.0,
         hover_line_color=COLOURS["ink"],
     )
-    edges = [_number(edge) for edge in series["edges"]]
-    total = [_number(size) / 2**30 * scale for size in series["total"]]
+    edges = [numeric(edge) for edge in series["edges"]]
+    total = [numeric(size) / 2**30 * scale for size in series["total"]]
     plot.step(edges, [*total, total[-1]], mode="after", line_color=COLOURS["ink"], line_width=1)
     for start in series["phase_start"]:
         plot.add_layout(Span(location=start, dimension="height", line_color=COLOURS["neutral"], line_dash="dotted"))
     phases = [
-        ((_number(start) + _number(end)) / 2, str(name))
+        ((numeric(start) + numeric(end)) / 2, str(name))
         for name, start, end in zip(*(series[key] for key in ("phases", "phase_start", "phase_end")), strict=True)
-        if _number(end) - _number(start) >= _NARROWEST_LABEL * events
+        if numeric(end) - numeric(start) >= _NARROWEST_LABEL * events
     ]
     plot.text(
         x=[middle for middle, _ in phases],
@@ -107,13 +108,8 @@ def layout_data(row: Record, unit: str, scale: float) -> dict[str, Any]:
         "roles": roles([str(name) for name in series["groups"]]),
         "unit": unit,
         "per_unit": 2**30 / scale,
-        "last": _number(row.values["events"]) + 1,
+        "last": numeric(row.values["events"]) + 1,
         "shown": min(SHOWN, len(series["start"])),
-        "left_out": _number(row.values["allocations"]) - _number(row.values["drawn"]),
-        "peak": _number(row.values["peak_gib"]) * 2**30,
+        "left_out": numeric(row.values["allocations"]) - numeric(row.values["drawn"]),
+        "peak": numeric(row.values["peak_gib"]) * 2**30,
     }
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
-    return value

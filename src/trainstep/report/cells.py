@@ -1,39 +1,34 @@
-"""Values of records as text for a reader: three significant digits, units, intervals; the raw value beside them."""
+"""Values of records as cells of the page: typeset, with units and intervals, the raw value beside them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from trainstep.report import numbers
 from trainstep.report.blocks import Cell
+from trainstep.report.numbers import NONE, as_float
 from trainstep.report.records import Record, Scalar
-
-NONE = "–"
-
-
-def number(value: Scalar, digits: int = 3) -> str:
-    """A number with `digits` significant digits; whole numbers and thousands in full; words as they are."""
-    if value is None:
-        return NONE
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if value < 0:
-        return f"−{number(-value, digits)}"
-    if isinstance(value, int) or value >= 10**digits:
-        return f"{value:,.0f}"
-    if value == 0:
-        return "0"
-    if value < 1e-3:
-        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-        return f"{mantissa}×10{str(int(exponent)).translate(SUPERSCRIPT)}"
-    text = f"{value:#.{digits}g}".rstrip(".")
-    return f"{value:,.0f}" if "e" in text else text
-
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _UNITS = {"ms": "ms", "gib": "GiB", "tflops": "TFLOP/s", "tflop": "TFLOP", "mhz": "MHz", "w": "W", "c": "°C"}
+
+
+def number(value: Scalar, digits: int = 3) -> str:
+    """As `numbers.number`, typeset: a true minus sign, powers of ten."""
+    return _typeset(value, numbers.number(value, digits))
+
+
+def count(value: Scalar) -> str:
+    """As `numbers.count`, typeset."""
+    return _typeset(value, numbers.count(value))
+
+
+def _typeset(value: Scalar, text: str) -> str:
+    if as_float(value) is None:
+        return text
+    mantissa, _, exponent = text.replace("-", "−", 1 if text.startswith("-") else 0).partition("e")
+    return f"{mantissa}×10{str(int(exponent)).translate(SUPERSCRIPT)}" if exponent else mantissa
 
 
 def gib(value: Scalar) -> str:
@@ -42,11 +37,6 @@ def gib(value: Scalar) -> str:
     if size is None:
         return NONE
     return f"{number(size)} GiB" if size >= 1 else f"{number(size * 1024)} MiB"
-
-
-def as_float(value: Scalar) -> float | None:
-    """The value if it is a number."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def get(row: Record, name: str) -> float | None:
@@ -87,6 +77,13 @@ def span(row: Record, name: str) -> str:
     """`146 ms [138–152]`, for hovering."""
     cell = median_of(row, name)
     return f"{cell.text} ms [{cell.low.text}–{cell.high.text}]" if cell.low and cell.high else f"{cell.text} ms"
+
+
+def told_apart(row: Record, rows: Sequence[Record]) -> str:
+    """The settings that tell a row from the others; of a row alone, its workload."""
+    different = [name for name in row.case if len({each.case.get(name) for each in rows}) > 1]
+    told = ", ".join(f"{name} {number(row.case[name])}" for name in different)
+    return told or str(row.case.get("workload", "the step"))
 
 
 _WORDS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainstep.report.records import Record, Scalar
+from trainstep.report.numbers import NONE, count, number
+from trainstep.report.records import Record
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,6 @@ class Column:
     """Whether it says what was run: when it is the same in several rows, it moves to the caption."""
 
 
-def number(value: Scalar, digits: int = 3) -> str:
-    """A number with `digits` significant digits (thousands in full), "–" for None, other values as they are."""
-    if value is None:
-        return "–"
-    if isinstance(value, (bool, str)):
-        return str(value)
-    if isinstance(value, int) or abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    text = f"{value:.{digits}g}"
-    return text if "e" not in text or abs(value) < 1e-4 else f"{value:.{digits}f}"
-
-
 def value_column(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True) -> Column:
     """One of the record's values."""
 
@@ -45,9 +34,19 @@ def value_column(title: str, name: str, scale: float = 1, digits: int = 3, brief
     return Column(title, cell, brief)
 
 
+def count_column(title: str, name: str, brief: bool = True) -> Column:
+    """One of the record's values that says how many."""
+    return Column(title, lambda row: count(row.values.get(name)), brief)
+
+
 def case_column(title: str, name: str) -> Column:
     """One of the settings that identify the case."""
-    return Column(title, lambda row: number(row.case.get(name)), setting=True)
+
+    def cell(row: Record) -> str:
+        value = row.case.get(name)
+        return f"{value:g}" if isinstance(value, float) else number(value)
+
+    return Column(title, cell, setting=True)
 
 
 def median_column(title: str, phase: str) -> Column:
@@ -78,7 +77,7 @@ def ratio_column(title: str, name: str, brief: bool = True) -> Column:
     def cell(row: Record) -> str:
         value, low, high = (row.values.get(name + part) for part in ("", "_low", "_high"))
         if value is None or low is None:
-            return f"{number(value)}×" if value is not None else "–"
+            return f"{number(value)}×" if value is not None else NONE
         return f"{number(value)}× [{number(low)}–{number(high)}]"
 
     return Column(title, cell, brief)

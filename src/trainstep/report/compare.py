@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainstep.errors import UsageError
 from trainstep.measure.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
-from trainstep.report.columns import number
+from trainstep.report.numbers import number
 from trainstep.report.records import Record, Scalar
 from trainstep.report.tables import Table
 

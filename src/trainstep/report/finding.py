@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainstep.report.numbers import number, numeric
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -14,20 +16,14 @@ class Finding:
     sentence: str
 
 
-def numeric(value: object) -> float:
-    """A record's value that is known to be a number."""
-    assert isinstance(value, (int, float)), f"expected a number, got {value!r}"
-    return float(value)
-
-
 def in_ms(value: object) -> str:
     """`12.3 ms`."""
-    return f"{numeric(value):.3g} ms" if numeric(value) < 1000 else f"{numeric(value):.0f} ms"
+    return f"{number(numeric(value))} ms"
 
 
 def in_gib(value: float) -> str:
     """`1.23 GiB`, or MiB where that reads better."""
-    return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"
+    return f"{value:,.2f} GiB" if value >= 1 else f"{number(value * 1024)} MiB"
 
 
 def listed(names: Sequence[str]) -> str:

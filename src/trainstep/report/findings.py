@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainstep.report.finding import Finding, in_gib, in_ms, listed, numeric
+from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
+from trainstep.report.numbers import number, numeric
+from trainstep.report.plan_findings import plan_findings
 from trainstep.report.records import Record, of_kind
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
@@ -123,8 +125,8 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
     return [
         Finding(
             "utilisation",
-            f"The step reaches {achieved:.3g} TFLOP/s, {share:.0%} of what a large {step.case['precision']} matrix "
-            f"product reaches on this device ({numeric(ceiling.values['tflops']):.3g} TFLOP/s): {judgement}.",
+            f"The step reaches {number(achieved)} TFLOP/s, {share:.0%} of what a large {step.case['precision']} matrix "
+            f"product reaches on this device ({number(ceiling.values['tflops'])} TFLOP/s): {judgement}.",
         )
     ]
 
@@ -250,6 +252,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _warmup,
     _rejected,
     memory_findings,
+    plan_findings,
     _noise,
     _control,
 )

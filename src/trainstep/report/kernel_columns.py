@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, median_column, value_column
+from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, count_column, median_column, value_column
 
 _RATES = (
     value_column("TFLOP", "tflop", brief=False),
@@ -23,7 +23,7 @@ KERNEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             median_column("step (ms) [95 %]", "step"),
             value_column("with the profiler (ms)", "profiled_step_ms"),
             value_column("its cost (%)", "profiler_cost", 100),
-            value_column("kernels per step", "kernels"),
+            count_column("kernels per step", "kernels"),
             value_column("busy (ms)", "busy_ms"),
             value_column("idle (%)", "idle_share", 100),
             value_column("in a known phase (%)", "phase_coverage", 100, digits=4),
@@ -32,11 +32,11 @@ KERNEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("matmul, of the step (%)", "matmul_share_step", 100),
             value_column("sums beyond the step", "sums_disagree"),
             value_column("top kernel of forward", "top_forward_kernel", brief=False),
-            value_column("its calls per forward", "top_forward_kernel_calls", brief=False),
+            count_column("its calls per forward", "top_forward_kernel_calls", brief=False),
             value_column("its time (ms)", "top_forward_kernel_ms", brief=False),
             value_column("its share of forward (%)", "top_forward_kernel_share", 100, brief=False),
             value_column("top kernel of the step", "top_step_kernel", brief=False),
-            value_column("its calls per step", "top_step_kernel_calls", brief=False),
+            count_column("its calls per step", "top_step_kernel_calls", brief=False),
             value_column("its time (ms) ", "top_step_kernel_ms", brief=False),
             value_column("its share of the step (%)", "top_step_kernel_share", 100, brief=False),
             OUTCOME,
@@ -48,7 +48,7 @@ KERNEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             *SETTINGS,
             Column("phase", lambda row: str(row.case["phase"])),
             Column("family", lambda row: str(row.case["family"])),
-            value_column("calls", "calls"),
+            count_column("calls", "calls"),
             value_column("ms", "ms"),
             value_column("share of the phase (%)", "share", 100),
             *_RATES,
@@ -78,7 +78,7 @@ KERNEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             Column("kernel", lambda row: str(row.case["kernel"])),
             value_column("family", "family"),
             value_column("operator", "operator", brief=False),
-            value_column("calls", "calls"),
+            count_column("calls", "calls"),
             value_column("ms", "ms"),
             value_column("mean (µs)", "mean_us"),
             value_column("share (%)", "share", 100),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from trainstep.report.finding import Finding, in_ms, listed, numeric
-from trainstep.report.records import Record, of_kind
+from trainstep.report.finding import Finding, in_ms, listed
+from trainstep.report.numbers import number, numeric
+from trainstep.report.records import Record, Scalar, of_kind
 
 TOPIC = "kernels"
 NEEDED_COVERAGE = 0.98
@@ -16,6 +18,8 @@ MUCH = 0.15
 """Share of the step's kernel time from which a family is remarked on."""
 IDLE = 0.10
 """Share of the step in which the device may have nothing to do before it is remarked on."""
+_PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
+"""Template arguments that do not say what a kernel does."""
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 
 
@@ -24,7 +28,7 @@ def kernel_findings(records: Sequence[Record]) -> list[Finding]:
     profile = next((row for row in of_kind(records, "profile") if row.status == "ok"), None)
     if profile is None:
         return []
-    own = [row for row in records if all(row.case.get(name) == value for name, value in profile.case.items())]
+    own = [row for row in records if profile.case.items() <= row.case.items()]
     families = {str(row.case["family"]): row for row in of_kind(own, "family") if row.case["phase"] == "step"}
     sentences = [
         *_trust(profile),
@@ -74,21 +78,31 @@ def _percent(share: float) -> str:
 
 
 def _top(profile: Record) -> list[str]:
-    parts = []
+    """The longest kernel of forward and of the step, each beside the one that is called most often."""
+    found = []
     for where, words in (("forward", "the forward pass"), ("step", "the whole step")):
-        if profile.values.get(f"top_{where}_kernel") is None:
+        name = profile.values.get(f"top_{where}_kernel")
+        if name is None:
             continue
-        name, calls = profile.values[f"top_{where}_kernel"], numeric(profile.values[f"top_{where}_kernel_calls"])
-        parts.append(
-            f"in {words} {name} ({profile.values[f'top_{where}_kernel_family']}) takes most of the kernel time: "
-            f"{_percent(numeric(profile.values[f'top_{where}_kernel_share']))}, "
-            f"{in_ms(profile.values[f'top_{where}_kernel_ms'])} in {calls:.0f} calls"
+        share, spent, calls = (profile.values[f"top_{where}_kernel_{part}"] for part in ("share", "ms", "calls"))
+        sentence = (
+            f"In {words}, the kernel that takes most time is {brief_name(name)} "
+            f"({profile.values[f'top_{where}_kernel_family']}): {_percent(numeric(share))} of the kernel time, "
+            f"{in_ms(spent)} in {numeric(calls):.0f} calls"
         )
         most = profile.values[f"most_called_{where}_kernel"]
         if most != name:
             often = numeric(profile.values[f"most_called_{where}_kernel_calls"])
-            parts[-1] += f" (called most often, {often:.0f} times, is {most})"
-    return [f"{parts[0][0].upper()}{'; '.join(parts)[1:]}."] if parts else []
+            sentence += f". Called most often, {often:.0f} times, is {brief_name(most)}"
+        found.append(f"{sentence}.")
+    return found
+
+
+def brief_name(kernel: Scalar) -> str:
+    """A kernel's name for a sentence: of its template arguments only the first that tells something."""
+    name, _, arguments = str(kernel).partition("<")
+    telling = next((word for word in re.findall(r"[A-Za-z_]\w+", arguments) if not _PLAIN.fullmatch(word)), None)
+    return f"{name}<{telling}>" if telling else name
 
 
 def _matmuls(profile: Record, families: dict[str, Record], records: Sequence[Record]) -> list[str]:
@@ -128,7 +142,7 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     rate = ""
     if moved is not None and copy is not None and copy.values.get("gb_s"):
         limit = numeric(copy.values["gb_s"])
-        rate = f" (it moves {moved:.3g} GB/s, {moved / limit:.0%} of a large copy here)"
+        rate = f" (it moves {number(moved)} GB/s, {moved / limit:.0%} of a large copy here)"
     return [
         f"{sentence}: it is bound by memory{rate}; a fused attention removes it."
         + _proof(records, ("fused attention", "our FlashAttention"))
@@ -154,7 +168,7 @@ def _optimizer(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     if not rows or not total or spent / total < MUCH:
         return []
     moved = sum(numeric(row.values["gb"]) for row in rows if row.values.get("gb"))
-    rate = f" and moves {moved:.3g} GB" if moved else ""
+    rate = f" and moves {number(moved)} GB" if moved else ""
     return [
         f"The optimizer takes {_percent(spent / total)} of the kernel time{rate}: its fused form reads and writes "
         "everything once." + _proof(records, ("fused optimizer",))

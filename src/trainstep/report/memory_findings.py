@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from trainstep.report.finding import Finding, in_gib, listed, numeric
-from trainstep.report.records import Record, by_case, of_kind
+from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.numbers import numeric
+from trainstep.report.records import Record, belonging, by_case, of_kind
 
 AGREES = 0.05
 """A prediction of the peak that is off by more than this share is remarked on."""
@@ -31,7 +32,7 @@ def _owners(records: Sequence[Record]) -> list[Finding]:
     step = next((row for row in of_kind(records, "memory-timeline") if row.status == "ok"), None)
     if step is None or step.values.get("peak_phase") is None:
         return []
-    own = [row for row in of_kind(records, "owner") if _belongs(row, step)]
+    own = belonging(records, "owner", step)
     owners = [row for row in own if row.case["part"] == "all"]
     if not owners:
         return []
@@ -44,7 +45,7 @@ def _owners(records: Sequence[Record]) -> list[Finding]:
         part, share = parts[0].case["part"], numeric(parts[0].values["share"])
         sentence += f"; of the activations, those of {part} are the most ({share:.0%} of the peak)"
     sentence += "."
-    largest = next((row for row in of_kind(records, "allocation") if _belongs(row, step)), None)
+    largest = next(iter(belonging(records, "allocation", step)), None)
     if largest is not None and largest.values.get("line"):
         count = numeric(largest.values["count"])
         times = f", {count:.0f} times a step" if count > 1 else ""
@@ -53,10 +54,6 @@ def _owners(records: Sequence[Record]) -> list[Finding]:
             f"{largest.values['line']} ({largest.values['made_in']})."
         )
     return [Finding("memory", sentence + _proof(records))]
-
-
-def _belongs(row: Record, step: Record) -> bool:
-    return all(row.case.get(name) == value for name, value in step.case.items())
 
 
 def _proof(records: Sequence[Record]) -> str:
@@ -168,13 +165,17 @@ def _best_policy(study: Sequence[Record]) -> list[str]:
     if not sizes:
         return []
     limit = next(iter(rows.values())).values.get("memory_gib")
-    if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
-        room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
-        return [f"No checkpointing is needed: the step fits without ({room})."]
     best = min(sizes, key=lambda size: peaks[f"every-{size}"])
     peak = peaks[f"every-{best}"]
     nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
     beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
+    cost = _time_against_none(rows, f"every-{best}")
+    if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
+        room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
+        return [
+            f"No checkpointing is needed: the step fits without ({room}). For a larger batch or context "
+            f"the best K is {best}: {in_gib(peak)}{f' (beside it {beside})' if beside else ''}{cost}.",
+        ]
     if limit is not None and peak > numeric(limit):
         sentence = (
             f"No policy of every K blocks fits into {in_gib(numeric(limit))}: the smallest peak is {in_gib(peak)}"
@@ -183,7 +184,16 @@ def _best_policy(study: Sequence[Record]) -> list[str]:
         every = "every block" if best == 1 else f"every {best} blocks"
         sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
     against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
-    return [f"{sentence}{f' (beside it {beside})' if beside else ''}{against}."]
+    return [f"{sentence}{f' (beside it {beside})' if beside else ''}{against}{cost}."]
+
+
+def _time_against_none(rows: Mapping[str, Record], policy: str) -> str:
+    """What a policy costs in time, where both were timed."""
+    times = [rows[name].values.get("step_ms") for name in ("none", policy) if name in rows]
+    if len(times) < 2 or None in times:
+        return ""
+    before, after = map(numeric, times)
+    return f", and a step takes {after / before:.2f}× as long"
 
 
 def _dtypes(records: Sequence[Record]) -> list[Finding]:

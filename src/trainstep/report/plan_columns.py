@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainstep.report.columns import Column, case_column, number, value_column
+from trainstep.report.columns import Column, case_column, value_column
+from trainstep.report.numbers import number
 from trainstep.report.records import Record, Scalar
 
 _SETTINGS = tuple(
@@ -60,7 +61,6 @@ PLAN_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("link (GB/s)", "link_gb_s"),
             value_column("a call (µs)", "link_overhead_us"),
             value_column("network (GB/s per GPU)", "network_gb_s"),
-            value_column("basis", "basis", brief=False),
         ),
     ),
     "plan": (

@@ -13,6 +13,7 @@ from bokeh.plotting import figure
 
 from trainstep.report import plots
 from trainstep.report.cells import number
+from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
 from trainstep.report.records import Record
 
@@ -118,10 +119,10 @@ def timeline(row: Record) -> figure:
         row: a record of kind "timeline".
     """
     series = row.series
-    start = [_number(each) / 1e6 for each in series["start_ns"]]
-    length = [_number(each) / 1e6 for each in series["duration_ns"]]
+    start = [numeric(each) / 1e6 for each in series["start_ns"]]
+    length = [numeric(each) / 1e6 for each in series["duration_ns"]]
     texts = {name: [str(each) for each in series[f"{name}_names"]] for name in _TABLES}
-    columns = {name: [texts[name][int(_number(each))] for each in series[name]] for name in _TABLES}
+    columns = {name: [texts[name][int(numeric(each))] for each in series[name]] for name in _TABLES}
     lanes = [_PHASES, *sorted(texts["lane"], key=_lane_order)]
     height = {lane: -index for index, lane in enumerate(lanes)}
     end = max((begin + duration for begin, duration in zip(start, length, strict=True)), default=1.0)
@@ -135,7 +136,7 @@ def timeline(row: Record) -> figure:
     plot.yaxis.ticker = FixedTicker(ticks=list(height.values()))
     plot.yaxis.major_label_overrides = {-index: PlainText(text=lane) for index, lane in enumerate(lanes)}
     plot.yaxis.major_label_text_color = COLOURS["ink"]
-    counts = [int(_number(each)) for each in series["count"]]
+    counts = [int(numeric(each)) for each in series["count"]]
     source = {
         "left": start,
         "right": [begin + duration for begin, duration in zip(start, length, strict=True)],
@@ -212,8 +213,3 @@ def _lane_order(lane: str) -> tuple[int, str]:
 
 def _length(milliseconds: float) -> str:
     return f"{number(milliseconds * 1e3)} µs" if milliseconds < 1 else f"{number(milliseconds)} ms"
-
-
-def _number(each: object) -> float:
-    assert isinstance(each, (int, float)), f"expected a number, got {each!r}"
-    return float(each)

@@ -136,6 +136,11 @@ def by_case(records: Iterable[Record], *without: str) -> list[list[Record]]:
     return list(groups.values())
 
 
+def belonging(records: Iterable[Record], kind: str, head: Record) -> list[Record]:
+    """The records of one kind whose cases only add to that of `head`: the parts of what it is about."""
+    return [row for row in of_kind(records, kind) if head.case.items() <= row.case.items()]
+
+
 def frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One tidy row per record: kind, case, values, status, reason, environment. Samples stay in the records."""
     import pandas

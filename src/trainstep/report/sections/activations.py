@@ -29,7 +29,8 @@ def residuals(records: Sequence[Record]) -> Section | None:
             told = f"{words}, {group[0].case['precision']}" if has_precisions else words
             charts.append(_chart(f"{part}-{place}".replace(" ", "-"), told, group))
     blocks: list[Block] = [Charts(charts)] if charts else []
-    blocks.append(plain_table("residual", rows, "residuals"))
+    for place, own in enumerate(by_case(rows, "part", "what")):
+        blocks.append(plain_table("residual", own, f"residuals-{place}"))
     lead = (
         "Tensors that autograd holds on to between forward and backward, without parameters, each storage once. These "
         "are the activations that a larger batch or context multiplies."

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from trainstep.report.allocation_chart import allocation_chart, layout_data, roles
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
-from trainstep.report.cells import NONE, cell_of, get, gib, number
-from trainstep.report.records import Record, Scalar, of_kind
+from trainstep.report.cells import cell_of, get, gib, number, told_apart
+from trainstep.report.numbers import NONE
+from trainstep.report.records import Record, Scalar, belonging, of_kind
 
 
 def allocations(records: Sequence[Record]) -> Section | None:
@@ -17,31 +18,20 @@ def allocations(records: Sequence[Record]) -> Section | None:
         return None
     blocks: list[Block] = []
     for place, row in enumerate(rows):
-        title = _title(row, rows)
+        title = told_apart(row, rows)
         if row.status != "ok":
             failed = Row([Cell(title, is_text=True), Cell(row.status, note=row.reason, tone="bad", is_text=True)])
             blocks.append(Table("Not recorded", ["Step", "Outcome"], [failed]))
             continue
         blocks.append(Charts([_chart(row, title, place)]))
-        blocks.append(_owners([each for each in of_kind(records, "owner") if _belongs(each, row)], title, place))
-        blocks.append(_largest([each for each in of_kind(records, "allocation") if _belongs(each, row)], title, place))
+        blocks.append(_owners(belonging(records, "owner", row), title, place))
+        blocks.append(_largest(belonging(records, "allocation", row), title, place))
     lead = (
         "Every allocation, from the event that made it to the event that freed it. Drag over a part to see it closer; "
         "hover for an allocation’s size and the line of code that made it. What always stays is drawn as one at first; "
         "the slider shows more."
     )
     return Section("allocations", "Allocations", "Every allocation of the step", lead, blocks)
-
-
-def _belongs(row: Record, timeline: Record) -> bool:
-    return all(row.case.get(name) == value for name, value in timeline.case.items())
-
-
-def _title(row: Record, rows: Sequence[Record]) -> str:
-    """What tells this step from the others."""
-    different = [name for name in row.case if len({each.case.get(name) for each in rows}) > 1]
-    told = ", ".join(f"{name} {number(row.case[name])}" for name in different)
-    return told or str(row.case.get("workload", "the step"))
 
 
 def _chart(row: Record, title: str, place: int) -> Chart:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
-from trainstep.report.cells import NONE, as_float, cell_of, get, median_of, number
+from trainstep.report.cells import cell_of, get, median_of, number
+from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Series
 from trainstep.report.records import Record, of_kind
 

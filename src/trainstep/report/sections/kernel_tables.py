@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report.blocks import Cell, Row, Table
-from trainstep.report.cells import NONE, cell_of, get, number
+from trainstep.report.cells import cell_of, count, get, number
+from trainstep.report.findings import PHASE_NAMES
+from trainstep.report.numbers import NONE
 from trainstep.report.records import Record
 
-PHASES = ("forward", "loss", "backward", "optimizer")
 TOP_KERNELS = 25
 TOP_MODULES = 20
 SMALLEST_SHARE = 0.01
@@ -34,7 +35,7 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
         limit, part = _of_limit(row, ceilings)
         cells = [
             Cell(f"{row.case['phase']}: {row.case['family']}", is_text=True),
-            cell_of(row, "calls"),
+            cell_of(row, "calls", count),
             cell_of(row, "ms"),
             Cell(_percent(get(row, "share")), get(row, "share"), "share"),
             cell_of(row, "tflops"),
@@ -95,16 +96,16 @@ def module_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
     ordered = sorted(times, key=lambda module: -sum(times[module].values()))
     names = [(module, times[module]) for module in ordered[:TOP_MODULES]]
     if rest := ordered[TOP_MODULES:]:
-        sums = {phase: sum(times[module].get(phase, 0) for module in rest) for phase in PHASES}
+        sums = {phase: sum(times[module].get(phase, 0) for module in rest) for phase in PHASE_NAMES}
         names.append((f"{len(rest)} others", sums))
     table_rows = []
     for module, own in names:
         whole = sum(own.values())
         cells = [Cell(module, is_text=True)]
-        cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASES]
+        cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASE_NAMES]
         cells += [Cell(number(whole), whole, "ms"), Cell(_percent(whole / total if total else None))]
         table_rows.append(Row(cells, module))
-    columns = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASES), "All, ms", "Of the step"]
+    columns = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASE_NAMES), "All, ms", "Of the step"]
     return Table(f"Kernel time by module, per step: {title}", columns, table_rows, name=f"modules{suffix}")
 
 
@@ -115,7 +116,7 @@ def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
         cells = [
             Cell(str(row.case["kernel"]), is_text=True, note=" · ".join(_origin(row))),
             Cell(str(row.case["phase"]), is_text=True),
-            cell_of(row, "calls"),
+            cell_of(row, "calls", count),
             cell_of(row, "ms"),
             cell_of(row, "mean_us"),
             Cell(_percent(get(row, "share")), get(row, "share"), "share"),
@@ -126,7 +127,7 @@ def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
         cells = [
             Cell(f"{len(rest)} other rows", is_text=True, note="all of them in tables/kernel.csv"),
             Cell(""),
-            Cell(number(sums["calls"]), sums["calls"], "calls"),
+            Cell(count(sums["calls"]), sums["calls"], "calls"),
             Cell(number(sums["ms"]), sums["ms"], "ms"),
             Cell(""),
             Cell(_percent(sums["share"]), sums["share"], "share"),

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
-from trainstep.report.cells import NONE, cell_of, get, median_of, number
+from trainstep.report.cells import cell_of, count, get, median_of, number, told_apart
+from trainstep.report.findings import PHASE_NAMES
+from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
 from trainstep.report.profile_charts import FAMILY_ROLES, Point, roofline, timeline
-from trainstep.report.records import Record, of_kind
+from trainstep.report.records import Record, belonging, of_kind
 from trainstep.report.sections.kernel_tables import family_table, kernel_table, module_table, piece_table
-
-PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def kernels(records: Sequence[Record]) -> Section | None:
@@ -24,12 +24,12 @@ def kernels(records: Sequence[Record]) -> Section | None:
     for place, profile in enumerate(profiles):
         if profile.status != "ok":
             cells = [
-                Cell(_title(profile, profiles), is_text=True),
+                Cell(told_apart(profile, profiles), is_text=True),
                 Cell(profile.status, note=profile.reason, tone="bad", is_text=True),
             ]
             blocks.append(Table("Not profiled", ["Step", "Outcome"], [Row(cells)]))
             continue
-        blocks += _blocks(records, profile, _title(profile, profiles), f"-{place}" if place else "")
+        blocks += _blocks(records, profile, told_apart(profile, profiles), f"-{place}" if place else "")
     lead = (
         "Every kernel is put where its launch stood: backward kernels by autograd’s sequence numbers in the module "
         "whose forward made them. Times are those of the profiled steps; what the profiler itself cost stands beside "
@@ -38,25 +38,9 @@ def kernels(records: Sequence[Record]) -> Section | None:
     return Section("kernels", "Kernels", "Which kernels run, and where", lead, blocks)
 
 
-def _title(profile: Record, profiles: Sequence[Record]) -> str:
-    """What tells this profile from the others."""
-    different = [name for name in profile.case if len({each.case.get(name) for each in profiles}) > 1]
-    told = ", ".join(f"{name} {number(profile.case[name])}" for name in different)
-    return told or str(profile.case.get("workload", "the step"))
-
-
-def _belonging(records: Sequence[Record], kind: str, profile: Record) -> list[Record]:
-    """The rows of a profile."""
-    return [
-        row
-        for row in of_kind(records, kind)
-        if all(row.case.get(name) == value for name, value in profile.case.items())
-    ]
-
-
 def _blocks(records: Sequence[Record], profile: Record, title: str, suffix: str) -> list[Block]:
-    families = _belonging(records, "family", profile)
-    lines = _belonging(records, "timeline", profile)
+    families = belonging(records, "family", profile)
+    lines = belonging(records, "timeline", profile)
     found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}")]
     charts = [_family_chart([row for row in families if row.case["phase"] == "step"], title, suffix)]
     if roof := _roofline_chart(records, families, title, suffix):
@@ -67,9 +51,9 @@ def _blocks(records: Sequence[Record], profile: Record, title: str, suffix: str)
     if sums := _phase_table(profile, title, suffix):
         found.append(sums)
     found.append(family_table(families, of_kind(records, "ceiling"), title, suffix))
-    if pieces := _belonging(records, "attention piece", profile):
+    if pieces := belonging(records, "attention piece", profile):
         found.append(piece_table(pieces, title, suffix))
-    rows = _belonging(records, "kernel", profile)
+    rows = belonging(records, "kernel", profile)
     return [*found, module_table(rows, title, suffix), kernel_table(rows, title, suffix)]
 
 
@@ -82,7 +66,7 @@ def _facts(profile: Record) -> list[tuple[str, Cell]]:
         ("In a known phase", percent("phase_coverage", 4)),
         ("In a known phase and module", percent("module_coverage", 4)),
         ("FLOPs or bytes counted for", percent("cost_coverage")),
-        ("Kernels per step", cell_of(profile, "kernels")),
+        ("Kernels per step", cell_of(profile, "kernels", count)),
         ("Device busy", cell_of(profile, "busy_ms", lambda value: f"{number(value)} ms")),
     ]
     if not profile.values.get("has_steps", True):
@@ -110,7 +94,7 @@ def _family_chart(rows: Sequence[Record], title: str, suffix: str) -> Chart:
             str(row.case["family"]),
             get(row, "ms"),
             f"{number(row.values['ms'])} ms · {get(row, 'share') or 0:.0%}",
-            f"{number(row.values['calls'])} calls per step\n{_rates(row)}",
+            f"{count(row.values['calls'])} calls per step\n{_rates(row)}",
             role=FAMILY_ROLES.get(str(row.case["family"]), "accent"),
         )
         for row in rows
@@ -166,7 +150,7 @@ def _timeline_chart(row: Record, title: str, suffix: str) -> Chart:
 
 def _phase_table(profile: Record, title: str, suffix: str) -> Table | None:
     """Sums of kernels beside the times without the profiler."""
-    names = [name for name in PHASES if get(profile, f"{name}_ms") is not None]
+    names = [name for name in PHASE_NAMES if get(profile, f"{name}_ms") is not None]
     if not names:
         return None
     allowed = get(profile, "sums_allowed_ms") or 0

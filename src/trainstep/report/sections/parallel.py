@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trainstep.report import plots
 from trainstep.report.blocks import Chart, Charts, Section
-from trainstep.report.cells import NONE, get, number
+from trainstep.report.cells import get, number
+from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
 from trainstep.report.records import Record, of_kind
 from trainstep.report.sections.plain import plain_table

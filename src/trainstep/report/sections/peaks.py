@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.cells import as_float, get, gib
+from trainstep.report.cells import get, gib
+from trainstep.report.numbers import as_float
 from trainstep.report.plots import Series
 from trainstep.report.records import Record, of_kind
 from trainstep.report.sections.plain import plain_table

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from trainstep.report import plots
 from trainstep.report.blocks import Cell, Chart, Charts, Facts, Row, Section, Table
-from trainstep.report.cells import NONE, as_float, cell_of, fact, get, median_of, number, span
+from trainstep.report.cells import cell_of, fact, get, median_of, number, span
 from trainstep.report.findings import PHASE_NAMES, analysed_step
+from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar, Series
 from trainstep.report.records import Record, of_kind
 

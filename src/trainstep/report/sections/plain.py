@@ -6,18 +6,23 @@ import re
 from collections.abc import Sequence
 
 from trainstep.report.blocks import Cell, Row, Table
+from trainstep.report.columns import OUTCOME
 from trainstep.report.records import Record
 from trainstep.report.tables import make_table
 
 _NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
-
-
 _SHORT = 12
 """Words up to this long are set like numbers, in a narrow column."""
+_LONGEST = 60
+"""Of longer outcomes only the beginning is shown; the files have them in full."""
 
 
 def _are_numbers(texts: Sequence[str]) -> bool:
     return all(_NUMBER.fullmatch(text) for text in texts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…"
 
 
 def plain_table(kind: str, rows: Sequence[Record], name: str = "") -> Table:
@@ -26,7 +31,13 @@ def plain_table(kind: str, rows: Sequence[Record], name: str = "") -> Table:
     columns = [[row[index] for row in made.rows] for index in range(len(made.columns))]
     is_text = [max(map(len, column), default=0) > _SHORT and not _are_numbers(column) for column in columns]
     found = [
-        Row([Cell(text, is_text=words) for text, words in zip(row, is_text, strict=True)], str(index))
+        Row(
+            [
+                Cell(_shortened(text) if title == OUTCOME.title else text, is_text=words)
+                for title, text, words in zip(made.columns, row, is_text, strict=True)
+            ],
+            str(index),
+        )
         for index, row in enumerate(made.rows)
     ]
     return Table(made.caption, made.columns, found, name=name or kind)

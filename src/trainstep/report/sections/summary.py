@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
-from trainstep.report.cells import NONE, as_float, get, gib, number, ratio_of, span
+from trainstep.report.cells import get, gib, number, ratio_of, span
 from trainstep.report.findings import analysed_step, findings, kept_rungs, recommended_flags
+from trainstep.report.numbers import NONE, as_float
 from trainstep.report.records import Record, Scalar
 
 
@@ -38,6 +39,9 @@ _TOPICS = {
     "launches": "Launches",
     "kernels": "Kernels",
     "memory": "Memory",
+    "kept for backward": "Kept for backward",
+    "checkpointing": "Checkpointing",
+    "precision": "Precision",
     "warm-up": "Warm-up",
     "ladder": "Not used",
     "noise": "Noise",
