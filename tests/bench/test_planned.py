@@ -77,10 +77,11 @@ def test_calibrations_that_say_nothing():
 def test_predictions_hold_for_sizes_that_were_not_calibrated_on():
     """The bars: step time within 20 %, memory within 5 %, on every step that H200s measured."""
     machine = calibrated([row for path in CALIBRATION for row in read_records(path)])
-    names = ("h200-step-sizes", "h200-analyze-2.7B")
-    rows = list(checked([row for name in names for row in read_records(RESULTS / f"{name}.jsonl")], machine))
+    kept = ("h200-step-sizes", "h200-analyze-2.7B", "h200-memory", "h200-checkpointing", "h200-parallel")
+    files = [path for name in kept if (path := RESULTS / f"{name}.jsonl").exists()]
+    rows = list(checked([row for path in files for row in read_records(path)], machine))
     assert len(rows) >= 30
-    times = [abs(float(row.values["time_error"])) for row in rows]
+    times = [abs(float(row.values["time_error"])) for row in rows if "time_error" in row.values]
     assert max(times) < 0.20
     assert statistics.median(times) < 0.05
     memories = [abs(float(row.values["memory_error"])) for row in rows if "memory_error" in row.values]

@@ -58,7 +58,7 @@ def test_tensor_parallelism_sends_activations():
 
 
 def test_ddp_exposes_what_running_through_its_buckets_leaves():
-    plan = strategy_plan(MODEL, STEP, cluster(2, link=Link(30e-6, 2e11)), Layout("ddp", 2))
+    plan = strategy_plan(MODEL, STEP, cluster(2, link=Link(30e-6, 2e11), interference=0.0), Layout("ddp", 2))
     transfer = 4 * MODEL.num_parameters / 2e11
     most = math.ceil(4 * MODEL.num_parameters / BUCKET_BYTES)
     tried = {k: run_through(transfer, 30e-6, plan.compute.backward.total, k) for k in range(1, most + 1)}
@@ -67,15 +67,24 @@ def test_ddp_exposes_what_running_through_its_buckets_leaves():
 
 
 def test_fsdp_hides_behind_forward_and_backward():
-    free = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e15)), Layout("fsdp", 8))
+    free = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e15), interference=0.0), Layout("fsdp", 8))
     assert free.exposed_s < 1e-3 * free.step_s, "hops within the node alone"
-    slow = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e10)), Layout("fsdp", 8))
+    slow = strategy_plan(MODEL, STEP, cluster(8, link=Link(1e-9, 1e10), interference=0.0), Layout("fsdp", 8))
     transfers = 3 * 7 / 8 * 2 * MODEL.num_parameters / 1e10
     assert slow.communication_s == pytest.approx(transfers, rel=1e-3)
     hidden = slow.compute.forward.total + slow.compute.backward.total
     assert slow.exposed_s == pytest.approx(transfers - hidden, rel=0.05)
     assert slow.limit == "communication"
     assert free.limit == "matrix products"
+
+
+def test_hidden_communication_slows_what_hides_it():
+    for strategy in ("ddp", "sharded optimizer", "fsdp"):
+        free, half = (
+            strategy_plan(MODEL, STEP, cluster(2, interference=each), Layout(strategy, 2)) for each in (0, 0.5)
+        )
+        assert half.exposed_s == pytest.approx(free.exposed_s + (free.communication_s - free.exposed_s) / 2)
+        assert half.communication_s == free.communication_s > half.exposed_s
 
 
 def test_equal_work_and_utilisation():

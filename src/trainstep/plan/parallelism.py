@@ -8,8 +8,8 @@ block an all-gather before and a reduce-scatter after both halves, forward and b
 gradients of weights, each of the group's tokens · D · e bytes. Nothing hides them.
 
 Data parallel communication hides behind computation as far as `sticking_out_s` says: gradients behind backward in
-buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. Communication is
-assumed to take nothing away from the computation that it hides behind.
+buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. What is hidden
+slows the computation that hides it, by `Machine.interference` of its own time.
 
 Imports no torch.
 """
@@ -49,7 +49,7 @@ class StepPlan:
     communication_s: float
     """For which a GPU's connections are busy."""
     exposed_s: float
-    """What of it makes the step longer."""
+    """By how much it makes the step longer: what sticks out, and what hidden communication slows."""
     tokens: int
     """Of all GPUs."""
     flops: int
@@ -97,6 +97,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     kept_width = 2 if step.precision == "bf16-pure" else 4
     parameters = model.num_parameters / t
     busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, kept_width, is_half, model)
+    exposed += cluster.machine.interference * max(0.0, busy - exposed)
     if is_fsdp and is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
