@@ -2,11 +2,9 @@ import csv
 import io
 import itertools
 
-import pytest
 from markdown_it import MarkdownIt
 
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
-from trainstep.report.numbers import number
 from trainstep.report.records import Record
 from trainstep.report.tables import Table, make_table, make_tables
 
@@ -75,18 +73,6 @@ def test_the_terminal_shows_markup_instead_of_obeying_it():
     console.print(to_terminal(Table("t", "c", ("[bold]x[/bold]",), (("[red]y",),))))
     assert "[bold]x[/bold]" in console.file.getvalue()
     assert "[red]y" in console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"), (True, "yes"), ("x", "x"), (5, "5"), (1234567, "1,234,567"), (0.0123456, "0.0123"),
-        (51.26, "51.3"), (999.4, "999"), (1234.5, "1,234"), (1.4e-06, "1.40e-06"), (0.5, "0.500"), (-0.012, "-0.0120"),
-        (999.7, "1,000"), (4.0, "4.00"), (0.0, "0"), (100.0, "100"),
-    ],
-)  # fmt: skip
-def test_numbers(value, text):
-    assert number(value) == text
 
 
 def step(precision, step_ms, **changes):

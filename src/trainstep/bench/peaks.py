@@ -18,6 +18,7 @@ from trainstep.workload import WorkloadSource, resolve_device
 
 WARMUP = 2
 """Steps before the one that is measured: the optimizer has its state and libraries their workspaces."""
+UNFOLLOWED = "compiled code on a CPU allocates where nothing can follow it; use --compile off"
 
 
 def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) -> MemoryPeaks:
@@ -31,7 +32,7 @@ def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) ->
         step(step.next_batch(), mode=mode)
     peaks = step_peaks(step, step.next_batch(), mode)
     if peaks is None:
-        raise UnsupportedError("compiled code on a CPU allocates where nothing can follow it; use --compile off")
+        raise UnsupportedError(UNFOLLOWED)
     return peaks
 
 

@@ -18,12 +18,12 @@ from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
+from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.report.records import Record, Scalar
 from trainstep.training_step import TrainingStep, build_step, map_tensors
 from trainstep.workload import WorkloadSource, resolve_device
 
-MIB = 2**20
 TOP = 5
 """The largest groups that are rows of their own."""
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+BESIDE = ("trace", "snapshot")
+"""Values of records that name a file written beside them."""
 
 
 def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
@@ -50,7 +52,8 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
         console.print(f"\nRecommended: {report.recommended_flags}", markup=False, highlight=False)
     if taken:
         report.write(out)
-        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/", markup=False, highlight=False)
+        beside = "".join(f", {each}" for row in taken for name in BESIDE if (each := row.values.get(name)))
+        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}", markup=False, highlight=False)
     return code
 
 

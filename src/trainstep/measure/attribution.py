@@ -19,10 +19,10 @@ counts as unknown in the step that began last before it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainstep.measure.trace import Range, Thread, Trace, Work
+from trainstep.measure.trace import Range, Thread, Trace, Work, parents_of
 
 BACKWARD = "backward"
 
@@ -69,7 +69,7 @@ def attribute(trace: Trace) -> list[Placed]:
 def _places(ranges: Sequence[Range]) -> list[Place]:
     """The place of what each range starts itself. `ranges` are sorted by thread, start and falling end."""
     places: list[Place] = [Place()] * len(ranges)
-    parents = list(_parents(ranges))
+    parents = parents_of(ranges)
     makers = _Makers()
     # Forward comes before its backward in time but not always in the order of threads, so go by time.
     latest_node: dict[Thread, int] = {}
@@ -152,21 +152,12 @@ class _Makers:
         return self._forward.get(node.sequence)
 
 
-def _parents(ranges: Sequence[Range]) -> Iterator[int | None]:
-    stack: list[int] = []
-    for index, each in enumerate(ranges):
-        while stack and (ranges[stack[-1]].thread != each.thread or ranges[stack[-1]].end <= each.start):
-            stack.pop()
-        yield stack[-1] if stack else None
-        stack.append(index)
-
-
 class _Innermost:
     """Looks up the innermost range of a thread at a time."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
-        self._parents = list(_parents(ranges))
+        self._parents = parents_of(ranges)
         self._of_thread: dict[Thread, list[int]] = {}
         for index, each in enumerate(ranges):
             self._of_thread.setdefault(each.thread, []).append(index)

@@ -50,7 +50,9 @@ def read_chrome_trace(path: Path) -> Trace:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not a trace of torch.profiler (not JSON: {error}), or it is cut short") from error
+        raise UsageError(
+            f"{path} is not a trace of torch.profiler (not JSON: {error}) nor an SQLite export, or cut short"
+        ) from error
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
         raise UsageError(f"{path} is not a trace of torch.profiler: it has no list of traceEvents")

@@ -10,7 +10,7 @@ from trainstep.measure.attribution import Placed, attribute, owner_of
 from trainstep.measure.chrome_trace import COMPILED, ENGINE
 from trainstep.measure.kernel_families import Family, kernel_family, operator_family
 from trainstep.measure.operator_cost import UNKNOWN_LISTS, Cost, Lists, operator_cost
-from trainstep.measure.trace import Range, Trace
+from trainstep.measure.trace import Range, Trace, parents_of
 
 Lane = Literal["compute", "communication", "copies"]
 
@@ -168,15 +168,11 @@ def _counted_call(
 
 def _operator_parents(ranges: Sequence[Range]) -> dict[int, int | None]:
     """Operator → the operator that called it directly."""
-    parents: dict[int, int | None] = {}
-    stack: list[int] = []
-    for index, each in enumerate(ranges):
-        while stack and (ranges[stack[-1]].thread != each.thread or ranges[stack[-1]].end <= each.start):
-            stack.pop()
-        if each.kind == "operator":
-            parents[index] = stack[-1] if stack and ranges[stack[-1]].kind == "operator" else None
-        stack.append(index)
-    return parents
+    return {
+        index: parent if parent is not None and ranges[parent].kind == "operator" else None
+        for index, parent in enumerate(parents_of(ranges))
+        if ranges[index].kind == "operator"
+    }
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainstep.measure.phases import PhaseContext
 
 GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ start of the trace. `attribution` says to which phase and module each piece of w
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +90,18 @@ class Trace:
     work: list[Work] = field(default_factory=list)
     device: str = ""
     """Name of the device that the work ran on, if the trace tells; `CPU` where operators stand for kernels."""
+
+
+def parents_of(ranges: Sequence[Range]) -> list[int | None]:
+    """For each range the index of the one directly around it. `ranges` are sorted by thread, start and falling end."""
+    parents: list[int | None] = []
+    stack: list[int] = []
+    for index, each in enumerate(ranges):
+        while stack and (ranges[stack[-1]].thread != each.thread or ranges[stack[-1]].end <= each.start):
+            stack.pop()
+        parents.append(stack[-1] if stack else None)
+        stack.append(index)
+    return parents
 
 
 def classify_range(text: str, *, is_backward: bool = False) -> tuple[Kind, str, int | None]:

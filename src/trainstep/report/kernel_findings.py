@@ -16,6 +16,8 @@ NOISE = 0.02
 """A profiler that makes the step faster by more than this measured another machine."""
 MUCH = 0.15
 """Share of the step's kernel time from which a family is remarked on."""
+MEMORY_BOUND = 0.5
+"""Share of a large copy's rate from which a kernel is called bound by memory."""
 IDLE = 0.10
 """Share of the step in which the device may have nothing to do before it is remarked on."""
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
@@ -139,12 +141,14 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
         return [f"{sentence}."]
     moved = numeric(softmax["main_gb_s"]) if softmax.get("main_gb_s") else None
     copy = next((row for row in of_kind(records, "ceiling") if row.case["what"] == "copy"), None)
-    rate = ""
+    rate, why = "", "it is bound by memory"
     if moved is not None and copy is not None and copy.values.get("gb_s"):
         limit = numeric(copy.values["gb_s"])
         rate = f" (it moves {number(moved)} GB/s, {moved / limit:.0%} of a large copy here)"
+        if moved < MEMORY_BOUND * limit:
+            why = "its arithmetic is not what takes the time"
     return [
-        f"{sentence}: it is bound by memory{rate}; a fused attention removes it."
+        f"{sentence}: {why}{rate}; a fused attention removes it."
         + _proof(records, ("fused attention", "our FlashAttention"))
     ]
 

@@ -120,7 +120,7 @@ def _predictions(records: Sequence[Record]) -> list[Finding]:
     worst, row = max(errors, key=lambda each: each[0])
     count = f"{len(errors)} measured peaks" if len(errors) > 1 else "the measured peak"
     if worst <= AGREES:
-        return [Finding("memory", f"The plan predicts {count} to within {worst:.2%}.")]
+        return [Finding("memory", f"The plan predicts {count} to within {max(worst, 1e-4):.2%}.")]
     over = sum(error > AGREES for error, _ in errors)
     at = ", ".join(
         f"{name} {row.case[name]}" for name in ("context", "precision", "checkpointing") if row.case.get(name)
