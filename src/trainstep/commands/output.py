@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,9 +36,12 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
     taken: list[Record] = []
     code = 0
     try:
-        for record in _with_progress(records, console, title, total):
-            writer.write(record)
-            taken.append(record)
+        with _interrupts() as interrupted:
+            for record in _with_progress(records, console, title, total):
+                writer.write(record)
+                taken.append(record)
+                if interrupted():
+                    raise KeyboardInterrupt
     except KeyboardInterrupt:
         console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.")
         code = INTERRUPTED
@@ -55,6 +62,26 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
         beside = "".join(f", {each}" for row in taken for name in BESIDE if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}", markup=False, highlight=False)
     return code
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, for between two rows: where it strikes inside a destructor, Python drops it."""
+    pressed = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _with_progress(

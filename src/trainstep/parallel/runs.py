@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
+from trainstep.parallel.collectives import Waitable, all_gather_slices, flat, slice_of
 from trainstep.parallel.pieces import Piece
 
 
@@ -86,5 +86,5 @@ def _broadcast(tensors: list[Tensor], owner: int, group: dist.ProcessGroup) -> C
     return finish
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: Waitable) -> None:
     work.wait()

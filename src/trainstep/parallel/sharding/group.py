@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.parallel.collectives import all_gather_slices
+from trainstep.parallel.collectives import Waitable, all_gather_slices
 from trainstep.parallel.sharding.gradients import GradientBuffer
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
@@ -112,7 +112,7 @@ class ParameterGroup:
         with torch.no_grad():
             torch._foreach_copy_([place for place, _ in self._copies], [shard for _, shard in self._copies])
 
-    def _all_gather(self) -> dist.Work:
+    def _all_gather(self) -> Waitable:
         return all_gather_slices(self._gathered_bytes, self._process_group)
 
     def wait(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
+
+from trainstep.parallel.collectives import Waitable
 
 
 class Pending:
@@ -19,7 +20,7 @@ class Pending:
     def __init__(
         self,
         event: torch.cuda.Event | None = None,
-        work: dist.Work | None = None,
+        work: Waitable | None = None,
         then: Callable[[], None] | None = None,
         holds: object = None,
     ) -> None:
@@ -47,7 +48,7 @@ class SideStream:
 
     def run(
         self,
-        start: Callable[[], dist.Work] | None,
+        start: Callable[[], Waitable] | None,
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
