@@ -28,6 +28,7 @@ from trainstep.report.tables import Table, make_table, tabulate
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 REPORTS = {
+    "h200-parallel.html": ("h200-parallel", "h200-collectives"),
     "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
@@ -201,6 +202,52 @@ def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: 
     what = "forward and backward" if value == "both_ms" else "peak memory"
     caption = f"{what} ({unit}), {dtype}, head_dim {head_dim}, batch {case['batch']}, causal {case['causal']}"
     return Table(name, f"{caption}; {where(rows)}", ("sequence", *impls), cells)
+
+
+def parallel() -> Table:
+    """Schemes of data parallel training: time and traffic."""
+    rows = results("h200-parallel", "parallel")
+    columns = (
+        case_column("scheme", "scheme"),
+        median_column("step on the slowest rank (ms) [95 %]", "step"),
+        value_column("beyond the step without communication (ms)", "exposed_ms"),
+        *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "communication", "optimizer")),
+        value_column("collectives", "collectives"),
+        value_column("sent by a rank (GiB)", "sent_gib"),
+        value_column("must be sent", "sent_floor_gib"),
+        value_column("parameters off by (of their movement)", "update_error"),
+        value_column("allowed", "update_allowed"),
+    )
+    return tabulate("parallel", f"2.7B, context 512, batch 4 per GPU, bf16 autocast; {where(rows)}", columns, rows)
+
+
+def parallel_memory() -> Table:
+    """The same: memory at three moments, measured and planned."""
+    rows = results("h200-parallel", "parallel")
+    moments = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
+    columns = (
+        case_column("scheme", "scheme"),
+        *(
+            column
+            for title, name in moments
+            for column in (
+                value_column(f"{title} (GiB)", f"{name}_gib"),
+                value_column("by plan", f"predicted_{name}_gib"),
+            )
+        ),
+        value_column("weights", "before_step_weights_gib"),
+        value_column("gradients", "before_step_gradients_gib"),
+        value_column("state", "before_step_optimizer_state_gib"),
+        value_column("peak", "peak_gib"),
+    )
+    return tabulate("parallel-memory", f"GiB; {where(rows)}", columns, rows)
+
+
+def plain(name: str, kind: str) -> Table:
+    """All records of one kind, as the files have them."""
+    rows = results(name, kind)
+    table = make_table(kind, rows, brief=True)
+    return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
 
 
 def attention_memory() -> Table:
@@ -380,6 +427,10 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "ladder-large": lambda: ladder("large"),
     "limits-large": lambda: limits("large"),
     "ladder-2.7B": lambda: ladder("2.7B"),
+    "parallel": parallel,
+    "parallel-memory": parallel_memory,
+    "collectives": partial(plain, "h200-collectives", "collective"),
+    "collectives-fit": partial(plain, "h200-collectives", "collective fit"),
     "attention-peers": peers,
     "attention-naive": naive,
     **{

@@ -1,0 +1,79 @@
+"""`trainstep bench parallel`: schemes agree with one process, a wrong one shows no speed, bytes are counted."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from trainstep.bench.parallel import ParallelCase, run_cases
+from trainstep.bench.parallel_check import part_of
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UsageError
+from trainstep.parallel import DistributedDataParallel
+from trainstep.workload import Workload, builtin_source
+
+MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
+CONFIG = StepConfig(context=16, batch=2, device="cpu")
+
+
+def _records(process, schemes, precision, broken):
+    kept = DistributedDataParallel.finish_gradient_synchronization
+    if broken:
+        DistributedDataParallel.finish_gradient_synchronization = lambda self: self._reset()
+    try:
+        source = builtin_source("little", MODEL)
+        config = dataclasses.replace(CONFIG, precision=precision)
+        cases = [ParallelCase(source, config, scheme, warmup=1, steps=6) for scheme in schemes]
+        return [(row.case, row.values, row.status, row.reason) for row in run_cases(cases, process)]
+    finally:
+        DistributedDataParallel.finish_gradient_synchronization = kept
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_schemes_agree_with_one_process_and_are_timed(two, precision):
+    schemes = ("single", "flat", "bucketed-25", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2")
+    rows, nothing = two.run(_records, schemes, precision, False)
+    assert nothing == [], "only the first rank has the records"
+    assert [case["scheme"] for case, *_ in rows] == list(schemes)
+    found = {}
+    for case, values, status, reason in rows:
+        assert status == "ok", f"{case['scheme']}: {reason}"
+        assert values["step_ms"] > 0
+        found[case["scheme"]] = values
+        if case["scheme"] == "single":
+            assert values["exposed_ms"] is None
+            continue
+        assert values["update_error"] <= values["update_allowed"]
+        assert values["exposed_ms"] == pytest.approx(values["step_ms"] - found["single"]["step_ms"])
+    assert found["flat"]["update_error"] == 0, "two halves add up exactly"
+    assert found["flat"]["collectives"] == 1
+    for scheme in ("flat", "bucketed-25", "sharded-optimizer"):
+        assert found[scheme]["sent_gib"] == pytest.approx(found[scheme]["sent_floor_gib"], rel=0.01)
+    assert found["sharded-optimizer"]["before_step_optimizer_state_gib"] == pytest.approx(
+        found["flat"]["before_step_optimizer_state_gib"] / 2, rel=0.01
+    )
+    assert found["fsdp"]["before_step_weights_gib"] == pytest.approx(
+        found["flat"]["before_step_weights_gib"] / 2, rel=0.02
+    )
+    for scheme, values in found.items():
+        parts = sum(values[f"before_step_{kind}_gib"] for kind in ("weights", "gradients", "optimizer_state"))
+        if scheme != "sharded-optimizer":  # slices of gradients whose whole is still allocated
+            assert parts == pytest.approx(values["predicted_before_step_gib"], rel=0.05), scheme
+
+
+@pytest.mark.distributed
+def test_a_scheme_that_trains_something_else_shows_no_speed(two):
+    rows, _ = two.run(_records, ("naive", "torch-ddp"), "fp32", True)
+    (_, values, status, reason), (_, _, fine, _) = rows
+    assert status == "wrong"
+    assert "step_ms" not in values
+    assert "allowed" in reason
+    assert fine == "ok"
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    workload = Workload(torch.nn.Linear(2, 2), [torch.ones(3, 2)], lambda out, batch: out.sum(), torch.optim.SGD)
+    with pytest.raises(UsageError, match=r"\(3, 2\) cannot be divided among 2 ranks"):
+        next(iter(part_of(workload, 0, 2).batches))
+    assert [next(iter(part_of(workload, rank, 3).batches)).shape for rank in range(3)] == [(1, 2)] * 3
