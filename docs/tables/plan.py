@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 
+from tables.source import RESULTS
 from trainstep.bench.calibration import calibrated
 from trainstep.bench.planned import checked
 from trainstep.plan.alternate_ring import alternate_seconds
@@ -15,7 +15,6 @@ from trainstep.report.numbers import number
 from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import Table, make_table
 
-RESULTS = Path(__file__).parent / "results"
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
 CHECKED: Mapping[str, tuple[str, ...]] = {
     "h200-step-sizes": ("step",),
@@ -111,7 +110,7 @@ def plan_rings() -> Table:
     return Table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, tuple(rows))
 
 
-PLAN_TABLES: Mapping[str, Callable[[], Table]] = {
+TABLES: Mapping[str, Callable[[], Table]] = {
     "plan-check": plan_check,
     "plan-errors": plan_errors,
     "plan-exercise": plan_exercise,

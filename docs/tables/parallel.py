@@ -1,0 +1,57 @@
+"""Tables of data parallel training: schemes, their memory, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from tables.source import plain, results, where
+from trainstep.report.columns import case_column, median_column, value_column
+from trainstep.report.tables import Table, tabulate
+
+
+def parallel() -> Table:
+    """Schemes of data parallel training: time and traffic."""
+    rows = results("h200-parallel", "parallel")
+    columns = (
+        case_column("scheme", "scheme"),
+        median_column("step on the slowest rank (ms) [95 %]", "step"),
+        value_column("beyond the step without communication (ms)", "exposed_ms"),
+        *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "communication", "optimizer")),
+        value_column("collectives", "collectives"),
+        value_column("sent by a rank (GiB)", "sent_gib"),
+        value_column("must be sent", "sent_floor_gib"),
+        value_column("parameters off by (of their movement)", "update_error"),
+        value_column("allowed", "update_allowed"),
+    )
+    return tabulate("parallel", f"2.7B, context 512, batch 4 per GPU, bf16 autocast; {where(rows)}", columns, rows)
+
+
+def parallel_memory() -> Table:
+    """The same: memory at three moments, measured and planned."""
+    rows = results("h200-parallel", "parallel")
+    moments = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
+    columns = (
+        case_column("scheme", "scheme"),
+        *(
+            column
+            for title, name in moments
+            for column in (
+                value_column(f"{title} (GiB)", f"{name}_gib"),
+                value_column("by plan", f"predicted_{name}_gib"),
+            )
+        ),
+        value_column("weights", "before_step_weights_gib"),
+        value_column("gradients", "before_step_gradients_gib"),
+        value_column("state", "before_step_optimizer_state_gib"),
+        value_column("peak", "peak_gib"),
+    )
+    return tabulate("parallel-memory", f"GiB; {where(rows)}", columns, rows)
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {
+    "parallel": parallel,
+    "parallel-memory": parallel_memory,
+    "collectives": partial(plain, "h200-collectives", "collective"),
+    "collectives-fit": partial(plain, "h200-collectives", "collective fit"),
+}

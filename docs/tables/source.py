@@ -1,0 +1,42 @@
+"""What every table of the documents is made from: rows of docs/results/, and where they were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from trainstep.report.columns import Column
+from trainstep.report.records import Record, of_kind, read_records
+from trainstep.report.tables import Table, make_table
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+SIZE = Column("size", lambda row: str(row.case["workload"]))
+
+
+def results(name: str, kind: str = "step") -> list[Record]:
+    """The records of one kind in docs/results/NAME.jsonl."""
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    return of_kind(read_records(path), kind)
+
+
+class NotMeasuredError(Exception):
+    """A table's results are not there."""
+
+
+def where(rows: list[Record]) -> str:
+    """Hardware, versions, date and commit of the rows."""
+    environment = rows[0].environment
+    return (
+        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
+        f"{environment['date']}, commit {environment['commit']}"
+    )
+
+
+def plain(name: str, kind: str, *, brief: bool = True) -> Table:
+    """All records of one kind in docs/results/NAME.jsonl, as the files have them."""
+    rows = results(name, kind)
+    table = make_table(kind, rows, brief=brief)
+    return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
