@@ -79,3 +79,12 @@ def test_two_runs_of_the_same_case_are_seldom_told_apart():
         for _ in range(1000)
     )
     assert wrong <= 50
+
+
+def test_columns_of_a_row():
+    assert summarize([3.0, 1.0, 2.0]).columns("step") == {"step_ms": 2.0, "step_low_ms": None, "step_high_ms": None}
+    assert summarize([float(each) for each in range(1, 8)]).columns("a") == {
+        "a_ms": 4.0,
+        "a_low_ms": 1.0,
+        "a_high_ms": 7.0,
+    }

@@ -62,8 +62,8 @@ def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scatte
 def test_sharded_state_is_saved_and_loaded(gpus, tmp_path, case):
     gpus.run(test_sharded_optimizer._continue, case, tmp_path, range(2), None, "checkpoint")
     (trained, full), _ = gpus.run(test_sharded_optimizer._continue, case, tmp_path, range(2, 4), "checkpoint", None)
-    expected, expected_state = test_sharded_optimizer._undivided(case, range(4))
-    assert not differing(trained, expected, relative=1e-4), "the undivided one ran on the CPU"
+    expected, expected_state = test_sharded_optimizer._undivided(case, range(4), device="cuda")
+    assert not differing(trained, expected, relative=1e-4)
     assert full["state"].keys() == expected_state["state"].keys()
 
 

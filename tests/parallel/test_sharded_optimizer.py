@@ -321,9 +321,9 @@ def _continue(process, case, path, steps, loading, saving):
     return state(ddp.module), full
 
 
-def _undivided(case, steps):
+def _undivided(case, steps, device="cpu"):
     name, optimizer_cls, options, _ = CHECKPOINTED[case]
-    model = build(name)
+    model = build(name).to(device)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.005},

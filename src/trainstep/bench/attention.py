@@ -155,9 +155,7 @@ def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dic
     for name, milliseconds in samples.items():
         summary = summarize(milliseconds)
         values |= {
-            f"{name}_ms": summary.median,
-            f"{name}_low_ms": summary.interval.low if summary.interval else None,
-            f"{name}_high_ms": summary.interval.high if summary.interval else None,
+            **summary.columns(name),
             f"{name}_tflops": flops[name] / summary.median / 1e9,
         }
     return values

@@ -83,12 +83,7 @@ def _on_cuda(config: StepConfig) -> bool:
 
 
 def _measured(found: StepMeasurement, predicted: PeakBytes | None, step_ms: Sequence[float]) -> dict[str, Scalar]:
-    summary = summarize(step_ms)
-    values: dict[str, Scalar] = {
-        "step_ms": summary.median,
-        "step_low_ms": summary.interval.low if summary.interval else None,
-        "step_high_ms": summary.interval.high if summary.interval else None,
-    }
+    values: dict[str, Scalar] = {**summarize(step_ms).columns("step")}
     if found.memory is not None:
         peaks = found.memory.by_phase
         values |= {"peak_gib": found.memory.peak / GIB, "peak_phase": max(peaks, key=peaks.__getitem__)}

@@ -170,9 +170,7 @@ def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> R
     values: dict[str, Scalar] = {
         "n": summary.n,
         "payload_bytes": case.payload_bytes,
-        "time_ms": summary.median,
-        "time_low_ms": summary.interval.low if summary.interval else None,
-        "time_high_ms": summary.interval.high if summary.interval else None,
+        **summary.columns("time"),
         "time_mean_ms": summary.mean,
         "time_std_ms": summary.std,
         "fastest_rank_ms": min(by_rank),

@@ -32,7 +32,7 @@ from trainstep.measure.memory import GIB
 from trainstep.measure.phases import PhaseContext
 from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.parallel.process import Process, with_own_group
+from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.report.records import Record, Scalar
 from trainstep.training_step import AUTOCAST_DTYPES, TrainingStep
@@ -49,17 +49,10 @@ class ParallelCase:
     scheme: SchemeName
     warmup: int = 5
     steps: int = 10
-    nccl_max_ctas: int | None = None
-    """What our schemes' collectives may use beside computation; torch's own keep NCCL's default."""
 
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
-        ours = self.scheme != "single" and not self.scheme.startswith("torch-")
-        return case_columns(self.source, self.config) | {
-            "scheme": self.scheme,
-            "world_size": world_size,
-            "nccl_max_ctas": self.nccl_max_ctas if ours else None,
-        }
+        return case_columns(self.source, self.config) | {"scheme": self.scheme, "world_size": world_size}
 
     def whole(self, world_size: int) -> StepConfig:
         """The configuration whose workload has the batch of all ranks."""
@@ -89,15 +82,13 @@ def run_cases(cases: Sequence[ParallelCase], process: Process) -> Iterator[Recor
     first = cases[0]
     if first.config.precision == "fp16":
         raise UsageError("fp16 needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16")
-    limited = with_own_group(process, nccl_max_ctas=first.nccl_max_ctas)
-    processes = {case.scheme: process if case.scheme.startswith("torch-") else limited for case in cases}
-    agreements, parameters = _agreements(cases, process, processes)
+    agreements, parameters = _agreements(cases, process)
     single: float | None = None
     for case in cases:
         found = agreements[case.scheme]
         result: Any = found
         if isinstance(found, Agreement) and found.holds:
-            result = _on_all_ranks(partial(_measure, case, processes[case.scheme]), process)
+            result = _on_all_ranks(partial(_measure, case, process), process)
         if process.rank == 0:
             record = _record(case, process, found, result, parameters, single)
             if case.scheme == "single" and record.status == "ok":
@@ -105,9 +96,7 @@ def run_cases(cases: Sequence[ParallelCase], process: Process) -> Iterator[Recor
             yield record
 
 
-def _agreements(
-    cases: Sequence[ParallelCase], process: Process, processes: dict[SchemeName, Process]
-) -> tuple[dict[SchemeName, Agreement | Failure], int]:
+def _agreements(cases: Sequence[ParallelCase], process: Process) -> tuple[dict[SchemeName, Agreement | Failure], int]:
     """How each scheme compares with one process, and, on rank 0, how many parameters there are."""
     first = cases[0]
     world_size, whole = process.world_size, first.whole(process.world_size)
@@ -124,7 +113,7 @@ def _agreements(
         if case.scheme == "single":  # it trains on its own batch alone: another model, and only a time to compare with
             found[case.scheme] = Agreement(0.0, 0.0, 0.0, 0.0)
             continue
-        results = _on_all_ranks(partial(_agree, case, known, processes[case.scheme]), process)
+        results = _on_all_ranks(partial(_agree, case, known, process), process)
         found[case.scheme] = results if isinstance(results, Failure) else results[0]
     return found, sum(value.numel() for value in known.parameters.values()) if known is not None else 0
 
@@ -216,7 +205,9 @@ def _record(
     parts: list[_Part] = result
     slowest = max(parts, key=lambda part: summarize([sample.wall_ms for sample in part.timing.samples]).median)
     samples = phase_samples(slowest.timing)
-    values = checked | _times(samples) | {"n": len(slowest.timing.samples)} | gpu_state(process.device)
+    values = checked | {"n": len(slowest.timing.samples)} | gpu_state(process.device)
+    for name, milliseconds in samples.items():
+        values |= summarize(milliseconds).columns(name)
     step_ms = float(values["step_ms"] or 0)
     values["exposed_ms"] = None if single is None or case.scheme == "single" else step_ms - single
     tokens = [part.tokens for part in parts if part.tokens is not None]
@@ -224,18 +215,6 @@ def _record(
     values |= _traffic(case, parts[0], parameters, process.world_size) | _memory_values(parts)
     values |= _predicted(case, parameters, process.world_size)
     return Record("parallel", columns, values, samples, environment=environment)
-
-
-def _times(samples: dict[str, list[float]]) -> dict[str, Scalar]:
-    values: dict[str, Scalar] = {}
-    for name, milliseconds in samples.items():
-        summary = summarize(milliseconds)
-        values |= {
-            f"{name}_ms": summary.median,
-            f"{name}_low_ms": summary.interval.low if summary.interval else None,
-            f"{name}_high_ms": summary.interval.high if summary.interval else None,
-        }
-    return values
 
 
 def _traffic(case: ParallelCase, part: _Part, parameters: int, world_size: int) -> dict[str, Scalar]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,7 +21,7 @@ from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
-from trainstep.parallel.process import Process, resolve_group
+from trainstep.parallel.process import Process
 from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, alone, recipe
 
 _DDP: dict[str, tuple[float, bool]] = {"naive": (0, False), "flat": (math.inf, False), "overlapped": (0, True)}
@@ -78,13 +77,8 @@ def _sharded_optimizer(
     wrapper = DistributedDataParallel(module, process_group=process.group)
     undivided = make_optimizer(module.parameters())
     groups, options = recipe(undivided)
-    optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, process_group=everyone(), **options)
+    optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)
     return Replica(wrapper, optimizer, wrapper.finish_gradient_synchronization)
-
-
-def everyone() -> dist.ProcessGroup:
-    """The group of all ranks, without limits."""
-    return resolve_group(None)
 
 
 def _fsdp(

@@ -176,9 +176,7 @@ def timing_values(found: ProfileMeasurement) -> dict[str, Scalar]:
     assert isinstance(busy, float), "a profile has a busy time"
     values |= {
         "n": len(plain["step"]),
-        "step_ms": step.median,
-        "step_low_ms": step.interval.low if step.interval else None,
-        "step_high_ms": step.interval.high if step.interval else None,
+        **step.columns("step"),
         "profiled_step_ms": profiled_ms,
         "profiler_cost_ms": profiled_ms - step.median,
         "profiler_cost": profiled_ms / step.median - 1,

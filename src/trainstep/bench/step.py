@@ -208,9 +208,7 @@ def timing_values(measurement: StepMeasurement, timing: Timing, precision: Preci
     for name, samples in phase_samples(timing).items():
         summary = summarize(samples)
         values |= {
-            f"{name}_ms": summary.median,
-            f"{name}_low_ms": summary.interval.low if summary.interval else None,
-            f"{name}_high_ms": summary.interval.high if summary.interval else None,
+            **summary.columns(name),
             f"{name}_mean_ms": summary.mean,
             f"{name}_std_ms": None if math.isnan(summary.std) else summary.std,
             f"{name}_min_ms": summary.min,

@@ -149,8 +149,6 @@ class BenchParallel(OneModel):
     """The schemes, in order; single is the step without communication that the others are held against."""
     warmup: int = 5
     """Steps before the timed ones."""
-    nccl_max_ctas: int | None = None
-    """Multiprocessors that NCCL may use for our schemes beside computation; by default what NCCL chooses."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-parallel")
@@ -164,9 +162,7 @@ class BenchParallel(OneModel):
         config = self.step.checked()
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
-            cases = [
-                ParallelCase(source, config, name, self.warmup, self.steps, self.nccl_max_ctas) for name in self.scheme
-            ]
+            cases = [ParallelCase(source, config, name, self.warmup, self.steps) for name in self.scheme]
             records = run_cases(cases, process)
             if process.rank == 0:
                 return run_and_report(records, self.out, "bench parallel", total=len(cases))

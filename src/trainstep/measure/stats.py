@@ -52,6 +52,11 @@ class Summary:
     outliers: int
     """Samples beyond 1.5 interquartile ranges from the quartiles (Tukey); counted, never dropped."""
 
+    def columns(self, name: str) -> dict[str, float | None]:
+        """Median and interval of milliseconds as a row's NAME_ms, NAME_low_ms, NAME_high_ms (None: no interval)."""
+        low, high = (self.interval.low, self.interval.high) if self.interval else (None, None)
+        return {f"{name}_ms": self.median, f"{name}_low_ms": low, f"{name}_high_ms": high}
+
 
 def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """The narrowest symmetric order-statistics interval of the median with at least this coverage, or None."""

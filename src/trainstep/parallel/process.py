@@ -7,7 +7,6 @@ Nothing else in trainstep reads the environment or a global group: groups are pa
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import sys
@@ -40,16 +39,12 @@ class Process:
 
 
 @contextmanager
-def join_group(
-    device: str = "auto", *, timeout_s: float = TIMEOUT_S, nccl_max_ctas: int | None = None
-) -> Iterator[Process]:
+def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
     """Join the processes that torchrun started, and leave them in the end.
 
     Args:
         device: auto (the GPU of the local rank where there are GPUs), cpu or cuda.
         timeout_s: seconds that a collective waits for the other ranks.
-        nccl_max_ctas: thread blocks, each of which occupies a multiprocessor, that a collective may use on a GPU; None:
-            what NCCL chooses. Fewer leave more of the GPU to the computation that a collective runs beside.
 
     Raises:
         UsageError: not started by torchrun, a group joined already, or no GPU for this local rank.
@@ -66,20 +61,13 @@ def join_group(
         world_size=int(os.environ["WORLD_SIZE"]),
         init_method="env://",
         timeout_s=timeout_s,
-        nccl_max_ctas=nccl_max_ctas,
     ) as process:
         yield process
 
 
 @contextmanager
 def joined(
-    device: torch.device,
-    *,
-    rank: int,
-    world_size: int,
-    init_method: str,
-    timeout_s: float = TIMEOUT_S,
-    nccl_max_ctas: int | None = None,
+    device: torch.device, *, rank: int, world_size: int, init_method: str, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Process]:
     """Join a group by a rendezvous of one's own (see torch.distributed's `init_method`), and leave it in the end.
 
@@ -95,7 +83,6 @@ def joined(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
-        pg_options=_nccl_options(device, nccl_max_ctas),
     )
     group = resolve_group(None)
     try:
@@ -104,23 +91,6 @@ def joined(
         group.abort()
         raise
     dist.destroy_process_group()
-
-
-def with_own_group(process: Process, *, nccl_max_ctas: int | None = None) -> Process:
-    """The same ranks in a group of their own, with limits of its own. Every rank must call it."""
-    group = dist.new_group(pg_options=_nccl_options(process.device, nccl_max_ctas))
-    assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
-    return dataclasses.replace(process, group=group)
-
-
-def _nccl_options(device: torch.device, max_ctas: int | None) -> object | None:
-    if max_ctas is None or device.type != "cuda":
-        return None
-    if max_ctas < 1:
-        raise UsageError(f"nccl_max_ctas is {max_ctas}; expected at least 1")
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    return options
 
 
 def bind_device(device: str, local_rank: int) -> torch.device:

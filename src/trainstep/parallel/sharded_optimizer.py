@@ -42,8 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: parameters, or groups of them, as for any torch optimizer; the same on every rank.
         optimizer_cls: the optimizer's class. Elementwise ones of torch.optim (SGD, Adam, AdamW, …) update slices; any
             other is given whole parameters. LBFGS is refused: it couples all parameters.
-        process_group: the ranks; by default all, or the group of `ddp`. Another group of the same ranks may have other
-            limits, for parameters are gathered beside little computation.
+        process_group: the ranks; by default all, or those of `ddp`.
         ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
             `finish_gradient_synchronization()` a sliced parameter's `grad` is None, and clipping is done by
             `clip_grad_norm_` of this optimizer.
@@ -280,12 +279,9 @@ def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParal
         return resolve_group(process_group)
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"ddp is a {type(ddp).__name__}; expected a trainstep.parallel.DistributedDataParallel")
-    if process_group is None:
-        return ddp.process_group
-    ranks = [dist.get_process_group_ranks(group) for group in (process_group, ddp.process_group)]
-    if ranks[0] != ranks[1]:
-        raise UsageError(f"process_group has the ranks {ranks[0]}, that of ddp {ranks[1]}; they must be the same")
-    return process_group
+    if process_group is not None and process_group is not ddp.process_group:
+        raise UsageError("process_group is not the group of ddp; leave it out")
+    return ddp.process_group
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
