@@ -74,7 +74,8 @@ def _ddp(
 def _sharded_optimizer(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:
-    wrapper = DistributedDataParallel(module, process_group=process.group)
+    bucket_mb = float(name.removeprefix("sharded-optimizer").removeprefix("-") or 25)
+    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, process_group=process.group)
     undivided = make_optimizer(module.parameters())
     groups, options = recipe(undivided)
     optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)
@@ -133,6 +134,7 @@ _Builder = Callable[[SchemeName, Process, StepConfig, nn.Module, MakeOptimizer],
 
 _BUILDERS: dict[str, _Builder] = {
     "sharded-optimizer": _sharded_optimizer,
+    "sharded-optimizer-1000": _sharded_optimizer,
     "fsdp": _fsdp,
     "torch-ddp": _torch_ddp,
     "torch-zero": _torch_zero,
