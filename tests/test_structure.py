@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "measure": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model"},
     "training_step": {"blocks", "checkpointing", "config", "errors", "measure", "workload"},
+    "schemes": {"config", "errors", "parallel", "training_step"},
     "bench": {
         "attention",
         "blocks",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
         "parallel",
         "plan",
         "report",
+        "schemes",
         "training_step",
         "workload",
     },

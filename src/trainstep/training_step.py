@@ -5,6 +5,7 @@ All of it is applied from outside, so it works on any module; the phases are ann
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,10 @@ class Replica:
     finish_gradient_synchronization: Callable[[], object] | None = None
     """Called after backward, before the optimizer, as a phase of its own: then every gradient is the mean over the
     ranks. None where there is nothing to wait for."""
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around every backward of a step but the last: gradients are added up without being sent."""
+    clip_gradients: Callable[[float], Tensor] | None = None
+    """Scales all gradients to at most this norm and returns the norm before, where a rank has only a part of them."""
 
 
 Parallelize = Callable[[nn.Module, MakeOptimizer], Replica]
@@ -105,13 +110,37 @@ class TrainingStep:
 
     def accumulate(self, parts: Sequence[Any]) -> Tensor:
         """One step on a batch that comes in parts of one size, one after another; returns the detached mean loss."""
-        losses = []
         with _matmul_precision(self.config.precision):
-            for part in parts:
+            loss = self._add_up(parts)
+            self._update()
+        return loss
+
+    def clipped(self, parts: Sequence[Any], max_norm: float) -> tuple[Tensor, Tensor]:
+        """`accumulate`, with all gradients together scaled to a norm of at most `max_norm` (inf: left as they are).
+
+        Returns:
+            This rank's detached mean loss, and the norm of the mean gradient over all ranks before it was scaled.
+        """
+        assert self.scaler is None, "scaled gradients would have to be unscaled first"
+        with _matmul_precision(self.config.precision):
+            loss = self._add_up(parts)
+            clip = self.replica.clip_gradients or functools.partial(
+                nn.utils.clip_grad_norm_, list(self.module.parameters())
+            )
+            norm = clip(max_norm)
+            self._update()
+        return loss, norm
+
+    def _add_up(self, parts: Sequence[Any]) -> Tensor:
+        """Forward and backward on every part; only the last one's backward communicates. Returns the mean loss."""
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            with self.replica.no_sync() if number < len(parts) else nullcontext():
                 loss = self._loss_of(part, no_phases) / len(parts)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                losses.append(loss.detach())
-            self._update()
+            losses.append(loss.detach())
+        if self.replica.finish_gradient_synchronization is not None:
+            self.replica.finish_gradient_synchronization()
         return torch.stack(losses).sum()
 
     def gradients(self, batch: Any) -> Tensor:
@@ -139,6 +168,12 @@ class TrainingStep:
             return False
         scaler.update(scale / 2)
         return True
+
+    @torch.no_grad()
+    def evaluate(self, parts: Sequence[Any]) -> Tensor:
+        """The mean loss over parts of one size, without gradients."""
+        with _matmul_precision(self.config.precision):
+            return torch.stack([self._loss_of(part, no_phases) for part in parts]).mean()
 
     def differentiable_loss(self, batch: Any) -> Tensor:
         """Forward and loss alone: the unscaled loss with its graph, for instruments that look at what forward keeps."""

@@ -75,21 +75,29 @@ def builtin_source(name: str, model: ModelConfig, data: Path | None = None) -> W
 
 
 def _build_builtin(model: ModelConfig, data: Path | None, step: StepConfig) -> Workload:
+    tokens = load_tokens(data, model.vocab_size)
+    batches = token_batches(tokens, batch=step.batch, context=step.context, vocab_size=model.vocab_size, seed=step.seed)
+    return builtin_workload(model, step, batches)
+
+
+def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tuple[Tensor, Tensor]]) -> Workload:
+    """The built-in Transformer, its weights from the step's seed, on batches of (inputs, targets).
+
+    Raises:
+        UsageError: the step's context is longer than the model takes.
+    """
     if step.context > model.max_context:
         raise UsageError(
             f"context {step.context} is longer than the model's max_context {model.max_context}; "
             f"choose a context up to {model.max_context}"
         )
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
-    tokens = load_tokens(data, model.vocab_size)
     device = resolve_device(step.device)
     torch.manual_seed(step.seed)
     module = build_transformer(fitted, impl=step.attention, device=device)
     return Workload(
         module=module,
-        batches=token_batches(
-            tokens, batch=step.batch, context=step.context, vocab_size=model.vocab_size, seed=step.seed
-        ),
+        batches=batches,
         loss=functools.partial(_chunked_loss, module) if step.loss == "chunked" else _dense_loss,
         optimizer=functools.partial(make_optimizer, step.optimizer, step.learning_rate),
         forward=_hidden_states if step.loss == "chunked" else call_with_first,
@@ -109,14 +117,14 @@ def _hidden_states(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def make_optimizer(
-    impl: OptimizerImpl, learning_rate: float, parameters: Iterable[nn.Parameter]
+    impl: OptimizerImpl, learning_rate: float, parameters: Iterable[nn.Parameter], *, weight_decay: float = 0.1
 ) -> torch.optim.Optimizer:
-    """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95) and weight decay 0.1, or plain SGD."""
+    """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95), or plain SGD, which has no weight decay."""
     if impl == "sgd":
         return torch.optim.SGD(parameters, lr=learning_rate)
     fused = impl == "adamw-fused"
     return torch.optim.AdamW(
-        parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=fused, foreach=not fused
+        parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused, foreach=not fused
     )
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from trainstep.bench.parallel_cases import SchemeName
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.measure.memory import optimizer_state_tensors
-from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel import FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
+from trainstep.schemes import check_shardable, data_parallel, fully_sharded, sharded_optimizer
 from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, alone, recipe
 
 _DDP: dict[str, tuple[float, bool]] = {"naive": (0, False), "flat": (math.inf, False), "overlapped": (0, True)}
@@ -34,8 +34,8 @@ def parallelize(
     """The module and its optimizer on this rank, under a scheme."""
     if name == "single":
         return alone(module, make_optimizer)
-    if "fsdp" in name and config.loss == "chunked":
-        raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+    if "fsdp" in name:
+        check_shardable(config)
     return _BUILDERS.get(name, _ddp)(name, process, config, module, make_optimizer)
 
 
@@ -67,27 +67,20 @@ def _ddp(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:
     bucket_mb, overlap = _DDP.get(name) or (float(name.removeprefix("bucketed-")), True)
-    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, overlap=overlap, process_group=process.group)
-    return Replica(wrapper, make_optimizer(module.parameters()), wrapper.finish_gradient_synchronization)
+    return data_parallel(process, module, make_optimizer, bucket_mb=bucket_mb, overlap=overlap)
 
 
 def _sharded_optimizer(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:
     bucket_mb = float(name.removeprefix("sharded-optimizer").removeprefix("-") or 25)
-    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, process_group=process.group)
-    undivided = make_optimizer(module.parameters())
-    groups, options = recipe(undivided)
-    optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)
-    return Replica(wrapper, optimizer, wrapper.finish_gradient_synchronization)
+    return sharded_optimizer(process, module, make_optimizer, bucket_mb=bucket_mb)
 
 
 def _fsdp(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:
-    dtype = AUTOCAST_DTYPES.get(config.precision)
-    wrapper = FullyShardedDataParallel(module, compute_dtype=dtype, process_group=process.group)
-    return Replica(wrapper, make_optimizer(wrapper.parameters()), wrapper.finish_gradient_synchronization)
+    return fully_sharded(process, config, module, make_optimizer)
 
 
 def _torch_ddp(
