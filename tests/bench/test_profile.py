@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from trainstep.bench import kernel_rows
-from trainstep.bench.kernel_rows import profile_rows
 from trainstep.bench.profile import profile_records, records_from_file, run_nvtx
+from trainstep.bench.timeline_rows import timeline_values
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.measure.kernels import Kernel, Profile
@@ -91,16 +90,14 @@ def kernel(index, phase="forward", stream="0/7"):
     return Kernel(f"k{index % 5}", "elementwise", start, 2.0, stream, "compute", True, "0", phase, "m", None, None)
 
 
-def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so(monkeypatch):
-    monkeypatch.setattr(kernel_rows, "LONGEST_TIMELINE", 40)
+def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so():
     kernels = [kernel(index, "forward" if index < 100 else "backward") for index in range(200)]
-    rows = profile_rows(Profile(tuple(kernels), 1, True, False, 0.0), {"workload": "w"}, "fp32", {})
-    (row,) = of_kind(rows, "timeline")
-    assert row.values["kernels"] == 200
-    assert row.values["bars"] <= 40
-    assert sum(row.series["count"]) == 200, "none is dropped"
-    assert row.values["joined_below_us"] > 0
-    boundary = [start for start, phase in zip(row.series["start_ns"], row.series["phase"], strict=True) if phase == 1]
+    values, series = timeline_values(Profile(tuple(kernels), 1, True, False, 0.0), "0", longest=40)
+    assert values["kernels"] == 200
+    assert values["bars"] <= 40
+    assert sum(series["count"]) == 200, "none is dropped"
+    assert values["joined_below_us"] > 0
+    boundary = [start for start, phase in zip(series["start_ns"], series["phase"], strict=True) if phase == 1]
     assert min(boundary) == 300_000, "phases are not joined"
 
 

@@ -90,6 +90,8 @@ KERNELS = {
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
         "ncclDevKernel_ReduceScatter_Sum_bf16_RING_SIMPLE(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        "Memcpy PtoP (Device -> Device)",
     ],
     "other": [
         f"{AT}(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*, float const*)",

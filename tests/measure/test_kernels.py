@@ -1,8 +1,6 @@
-"""Sums over kernels: busy time, gaps, overlap."""
+"""Sums over kernels: busy time and gaps."""
 
-import pytest
-
-from trainstep.measure.kernels import Kernel, busy_us, gaps, overlapped_us
+from trainstep.measure.kernels import Kernel, busy_us, gaps
 
 
 def kernel(start, duration, lane="compute", stream="0/7"):
@@ -18,12 +16,3 @@ def test_gaps_are_where_no_stream_runs_the_longest_first():
     found = gaps([kernel(0, 10), kernel(2, 20, stream="0/8"), kernel(25, 5), kernel(40, 1)])
     assert [(gap.start_us, gap.duration_us, gap.before.name) for gap in found] == [(30, 10, "k40"), (22, 3, "k25")]
     assert gaps([kernel(0, 10), kernel(10, 5)]) == []
-
-
-@pytest.mark.parametrize(
-    ("compute", "shared"),
-    [([(0, 100)], 20), ([(0, 15)], 5), ([(12, 2), (20, 5)], 7), ([(30, 10)], 0), ([], 0)],
-)
-def test_communication_beside_compute(compute, shared):
-    kernels = [kernel(10, 20, "communication", "0/9"), *(kernel(start, length) for start, length in compute)]
-    assert overlapped_us(kernels) == shared

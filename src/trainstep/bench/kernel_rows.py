@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from trainstep.bench.timeline_rows import UNKNOWN, timeline_values
 from trainstep.blocks import without_numbers
+from trainstep.measure.intervals import length
 from trainstep.measure.kernel_families import MATMULS, short_name
-from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps, overlapped_us
+from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
 from trainstep.measure.operator_cost import COUNTED
+from trainstep.measure.overlap import overlap_of
 from trainstep.measure.phases import PHASES
 from trainstep.report.records import Record, Scalar
 
 STEP = "step"
 """The name of the whole step among the phases."""
-UNKNOWN = "(unknown)"
-LONGEST_TIMELINE = 12_000
-"""Bars of a timeline; where there are more, short neighbours are drawn as one, and the row says so."""
 
 Key = TypeVar("Key", bound=Hashable)
 Case = Mapping[str, Scalar]
@@ -31,7 +31,8 @@ def profile_rows(profile: Profile, case: Case, precision: str | None, environmen
     rows = [record("family", *row) for row in _families(profile, precision)]
     rows += [record("attention piece", *row) for row in _pieces(profile)]
     rows += [record("kernel", *row) for row in _kernels(profile)]
-    return [*rows, record("timeline", {}, *_timeline(profile))]
+    middle = profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
+    return [*rows, record("timeline", {}, *timeline_values(profile, middle))]
 
 
 def summary_values(profile: Profile) -> dict[str, Scalar]:
@@ -72,7 +73,7 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     communication = [each for each in step if each.lane == "communication"]
     if communication:
         values["communication_ms"] = profile.per_step_ms(communication)
-        shared = sum(overlapped_us(profile.of_step(name)) for name in profile.step_names)
+        shared = sum(length(overlap_of(profile.of_step(name)).hidden) for name in profile.step_names)
         values["communication_overlapped_ms"] = shared / profile.steps / 1e3
     return values
 
@@ -206,85 +207,3 @@ def _kernels(profile: Profile) -> list[Row]:
             values["full_name"] = name
         rows.append(({"phase": phase, "module": module, "kernel": short_name(name)}, values))
     return rows
-
-
-def _timeline(profile: Profile) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
-    """One step in the middle, bar by bar: nanoseconds from its start, and indices into the series of names."""
-    names = profile.step_names
-    kernels = profile.of_step(names[len(names) // 2]) if names else []
-    bars, shortest_us = _fitted([_Bar(each) for each in kernels])
-    start = min((bar.start for bar in bars), default=0.0)
-    tables: dict[str, dict[str, int]] = {name: {} for name in ("kernel", "family", "phase", "module", "lane")}
-
-    def indices(table: str, text: Callable[[Kernel], str]) -> list[Scalar]:
-        known = tables[table]
-        return [known.setdefault(text(bar.kernel), len(known)) for bar in bars]
-
-    series: dict[str, Sequence[Scalar]] = {
-        "start_ns": [round((bar.start - start) * 1e3) for bar in bars],
-        "duration_ns": [round((bar.end - bar.start) * 1e3) for bar in bars],
-        "count": [bar.count for bar in bars],
-        "kernel": indices("kernel", lambda each: short_name(each.name)),
-        "family": indices("family", lambda each: each.family),
-        "phase": indices("phase", lambda each: each.phase or UNKNOWN),
-        "module": indices("module", lambda each: each.module or UNKNOWN),
-        "lane": indices("lane", lambda each: _lane(each, profile)),
-    }
-    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}
-    return values, series | {f"{name}_names": list(table) for name, table in tables.items()}
-
-
-class _Bar:
-    """One kernel, or several neighbours, of which the longest gives its name."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
-
-    def join(self, other: _Bar) -> None:
-        if other.kernel.duration_us > self.kernel.duration_us:
-            self.kernel = other.kernel
-        self.end, self.count = max(self.end, other.end), self.count + other.count
-
-
-_ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
-    lambda each: (each.family, each.phase),
-    lambda each: each.phase,
-    lambda each: None,
-)
-"""What neighbours must have in common to be drawn as one, the strictest first."""
-
-
-def _fitted(bars: list[_Bar]) -> tuple[list[_Bar], float | None]:
-    """No more bars than may be drawn, and up to which length neighbours were joined for that; None where none were."""
-    length = 1.0
-    for alike in _ALIKE:
-        length = 1.0
-        longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
-        while len(bars) > LONGEST_TIMELINE and length < 2 * longest:
-            bars, length = _joined(bars, alike, length), 2 * length
-        if len(bars) <= LONGEST_TIMELINE:
-            break
-    return bars, None if all(bar.count == 1 for bar in bars) else length / 2
-
-
-def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
-    """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
-    kept: list[_Bar] = []
-    latest: dict[str, _Bar] = {}
-    for bar in bars:
-        last = latest.get(bar.kernel.stream)
-        if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
-            last.join(bar)
-            continue
-        kept.append(bar)
-        latest[bar.kernel.stream] = bar
-    return kept
-
-
-def _lane(kernel: Kernel, profile: Profile) -> str:
-    """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
-    if profile.is_cpu:
-        return f"thread {kernel.stream.rpartition('/')[2]}"
-    if kernel.lane != "compute":
-        return kernel.lane
-    return f"compute, stream {kernel.stream.rpartition('/')[2]}"

@@ -23,6 +23,8 @@ COMPILED = "compiled code"
 """The operator that a CPU's compiled loops are listed under: they make no operator calls of their own."""
 ENGINE = "autograd engine"
 """The operator that the engine's own time on a CPU is listed under."""
+GLOO = "gloo:"
+"""How the names of Gloo's collectives begin."""
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NO_TENSOR = ("", "Scalar", "ScalarList", "None")
@@ -160,9 +162,14 @@ def _stretch(found: list[Work], owner: Range, accounted: list[float], until: flo
 
 
 def _worker(owner: Range) -> str | None:
-    """The name that a range's own time goes by; None for ranges that only hold others."""
+    """The name that a range's own time goes by; None for ranges that only hold others.
+
+    Gloo announces each collective on the thread that runs it, from when it begins there until all is received.
+    """
     if owner.kind == "operator":
         return owner.name
     if owner.kind == "node":
         return ENGINE
+    if owner.name.startswith(GLOO):
+        return owner.name
     return COMPILED if owner.name.startswith("## Call CompiledFxGraph") else None

@@ -1,8 +1,9 @@
 """Kernels by what they do, told by their names.
 
 Names are those that cuBLAS, cuDNN, CUTLASS, PyTorch's own CUDA code, Triton (our kernels and torch.compile's) and NCCL
-give their kernels. Matrix products are of two kinds that must not be confused: on tensor cores, and on the ordinary
-float32 units (`simt`, `sgemm`, `ffma`), which are an order of magnitude slower. On a CPU operators stand for kernels.
+give their kernels. Copies from GPU to GPU are communication too. Matrix products are of two kinds that must not be
+confused: on tensor cores, and on the ordinary float32 units (`simt`, `sgemm`, `ffma`), which are an order of magnitude
+slower. On a CPU operators stand for kernels.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _ATTENTION_OPERATOR = re.compile(r"(flash|efficient|cudnn)_attention|scaled_dot_
 # arguments, and every kernel of PyTorch's that maps elements is an "elementwise_kernel" of something more telling.
 _GPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^nccl|ncclDevKernel|ncclKernel|all_reduce_kernel|allreduce_kernel|all_gather_kernel|nvshmem"),
+    ("communication", r"^Memcpy PtoP|^\[CUDA memcpy Peer-to-Peer"),  # from GPU to GPU, by a copy engine
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     (

@@ -8,6 +8,7 @@ from typing import Literal
 
 from trainstep.measure.attribution import Placed, attribute, owner_of
 from trainstep.measure.chrome_trace import COMPILED, ENGINE
+from trainstep.measure.intervals import length, union
 from trainstep.measure.kernel_families import Family, kernel_family, operator_family
 from trainstep.measure.operator_cost import UNKNOWN_LISTS, Cost, Lists, operator_cost
 from trainstep.measure.trace import Range, Trace, parents_of
@@ -104,10 +105,8 @@ def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cos
     operator = ranges[place.operator].name if place.operator is not None else None
     if is_cpu:
         family = "other" if work.name in (COMPILED, ENGINE) else operator_family(work.name)
-    elif work.is_kernel:
-        family = kernel_family(work.name, operator or "")
-    else:
-        family = "copy"
+    else:  # what a copy engine does is told by its own name, not by the operator
+        family = kernel_family(work.name, operator or "" if work.is_kernel else "")
     lane: Lane = "communication" if family == "communication" else "compute" if work.is_kernel else "copies"
     return Kernel(
         name=work.name,
@@ -177,7 +176,7 @@ def _operator_parents(ranges: Sequence[Range]) -> dict[int, int | None]:
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
     """Time in which at least one of the kernels ran, streams laid over one another."""
-    return sum(end - start for start, end in _merged(kernels))
+    return length(union((each.start_us, each.end_us) for each in kernels))
 
 
 @dataclass(frozen=True)
@@ -199,29 +198,3 @@ def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
             found.append(Gap(end, each.start_us - end, each))
         end = each.end_us if end is None else max(end, each.end_us)
     return sorted(found, key=lambda gap: -gap.duration_us)
-
-
-def overlapped_us(kernels: Sequence[Kernel]) -> float:
-    """Time in which communication ran while compute ran too."""
-    lanes = [[each for each in kernels if each.lane == lane] for lane in ("communication", "compute")]
-    communication, compute = (_merged(lane) for lane in lanes)
-    shared, index = 0.0, 0
-    for start, end in communication:
-        while index < len(compute) and compute[index][1] <= start:
-            index += 1
-        at = index
-        while at < len(compute) and compute[at][0] < end:
-            shared += min(end, compute[at][1]) - max(start, compute[at][0])
-            at += 1
-    return shared
-
-
-def _merged(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
-    """The union of the kernels' intervals, in order."""
-    merged: list[tuple[float, float]] = []
-    for each in sorted(kernels, key=lambda each: each.start_us):
-        if merged and each.start_us <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], each.end_us))
-        else:
-            merged.append((each.start_us, each.end_us))
-    return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,18 +22,19 @@ WARMUP = 2
 def record_steps(
     step: Step,
     *,
-    module: nn.Module,
+    module: nn.Module | None,
     device: DeviceClock,
     on_gpu: bool,
     steps: int,
     trace: Path,
     prepare_next: Callable[[], object],
 ) -> Timing:
-    """Run `step` under torch.profiler with all ranges announced, write the trace, and return the profiled timing.
+    """Run `step` under torch.profiler with its ranges announced, write the trace, and return the profiled timing.
 
     Args:
         step: as for `time_steps`.
-        module: whose submodules are announced.
+        module: whose submodules are announced, and the shapes of operators' arguments recorded; None does without
+            both, which makes the profiler's own cost smaller.
         device: where the work runs.
         on_gpu: whether kernels are recorded; else the operators stand for them.
         steps: recorded steps, after `WARMUP` that are not.
@@ -43,11 +45,11 @@ def record_steps(
     plan = schedule(wait=0, warmup=WARMUP, active=steps, repeat=1)
     trace.parent.mkdir(parents=True, exist_ok=True)
     with (
-        modules_announced(module),
+        modules_announced(module) if module is not None else nullcontext(),
         profile(
             activities=activities,
             schedule=plan,
-            record_shapes=True,
+            record_shapes=module is not None,
             acc_events=True,  # there is one cycle; without it torch warns of others
             on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
         ) as profiler,
