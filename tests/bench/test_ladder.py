@@ -164,6 +164,23 @@ def test_nan_is_never_within_budget():
     assert not deviation.gradient <= 1e9
 
 
+@pytest.mark.parametrize("rounding", [1e-6, 1e-2])
+def test_a_gradient_that_cancels_to_zero_is_only_rounding(rounding):
+    """A key projection's bias: softmax does not feel it, so its gradient is whatever the sum's rounding leaves."""
+    module = module_with_gradients()
+    module[1].bias.grad.fill_(1e-12)
+    reference = reference_of(module)
+    rms = math.sqrt(
+        sum(float(grad.square().sum()) for grad in reference.by_name.values())
+        / sum(grad.numel() for grad in reference.by_name.values())
+    )
+    module[1].bias.grad.fill_(0.1 * rounding * rms)
+    assert compare_gradients(reference, 2.0, module).worst > 1
+    assert compare_gradients(reference, 2.0, module, rounding).worst == pytest.approx(0.1, rel=1e-3)
+    module[1].bias.grad.fill_(rounding * rms)
+    assert compare_gradients(reference, 2.0, module, rounding).worst > ladder.WRONG_IN_KIND, "no rounding is that large"
+
+
 def test_leaf_calls_count_repeated_modules():
     shared = nn.Linear(4, 4)
     module = nn.Sequential(shared, nn.ReLU(), shared)

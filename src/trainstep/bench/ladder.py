@@ -46,7 +46,8 @@ ROUNDINGS_PER_MODULE = 3
 """Each leaf module rounds in forward and in backward, for its input's gradient and for its weight's."""
 
 WRONG_IN_KIND = 0.5
-"""A single parameter's gradient off by this much is another gradient, in any precision."""
+"""A single parameter's gradient off by this much is another gradient, in any precision. Gradients that the mathematics
+makes zero, such as that of a key projection's bias, are nothing but rounding: see `compare_gradients`."""
 
 
 @dataclass(frozen=True)
@@ -186,17 +187,19 @@ class _Ladder:
     def _check(self, step: TrainingStep) -> tuple[Deviation, float]:
         """Loss and gradients of the first batch against the reference, which the first rung that fits becomes."""
         batch, precision = step.next_batch(), step.config.precision
+        plain_error = self.plain_error.get(precision)
         if self.reference is None:
             with _LeafCalls(step.module) as calls:
                 loss = float(step.gradients(batch))
             self.reference = Gradients(loss, _gradients_on_host(step.module))
             self.reference_precision, self.leaf_calls = precision, calls.count
+            budget = error_budget(precision, precision, self.leaf_calls, plain_error)
             deviation = Deviation(0.0, 0.0, 0.0, "")
         else:
             loss = float(step.gradients(batch))
-            deviation = compare_gradients(self.reference, loss, step.module)
+            budget = error_budget(precision, self.reference_precision, self.leaf_calls, plain_error)
+            deviation = compare_gradients(self.reference, loss, step.module, rounding=budget)
         step.optimizer.zero_grad(set_to_none=True)
-        budget = error_budget(precision, self.reference_precision, self.leaf_calls, self.plain_error.get(precision))
         if precision != self.reference_precision:
             self.plain_error.setdefault(precision, deviation.gradient)
         return deviation, budget
@@ -245,21 +248,34 @@ def error_budget(precision: Precision, reference: Precision, leaf_calls: int, pl
     return (unit + UNIT_ROUNDOFF[reference]) * math.sqrt(ROUNDINGS_PER_MODULE * max(leaf_calls, 1))
 
 
-def compare_gradients(reference: Gradients, loss: float, module: nn.Module) -> Deviation:
-    """Deviation of `loss` and of the module's `.grad`s; a gradient that is missing on one side only counts as 1."""
+def compare_gradients(reference: Gradients, loss: float, module: nn.Module, rounding: float = 0.0) -> Deviation:
+    """Deviation of `loss` and of the module's `.grad`s; a gradient that is missing on one side only counts as 1.
+
+    Args:
+        reference: what is right.
+        loss: of `module`.
+        module: its gradients are compared.
+        rounding: the relative error that rounding makes. A parameter's error is held against the norm of its gradient,
+            or against `rounding` times the norm of as many typical elements, where that is more: sums that cancel to
+            zero leave only rounding, and no two computations agree on that.
+    """
     square_error = square_norm = 0.0
     worst, worst_name = 0.0, ""
+    elements = sum(gradient.numel() for gradient in reference.by_name.values())
+    squares = sum(float(_norm(gradient)) ** 2 for gradient in reference.by_name.values())
+    typical = math.sqrt(squares / elements) if elements else 0.0
     own = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     for name in reference.by_name.keys() | own.keys():
         expected, found = reference.by_name.get(name), own.get(name)
         if expected is None or found is None:
-            error = norm = float(_norm(expected if found is None else found))  # type: ignore[arg-type]
+            error = norm = size = float(_norm(expected if found is None else found))  # type: ignore[arg-type]
         else:
             on_device = expected.to(found.device)
             error, norm = float(_norm(found.float() - on_device)), float(_norm(on_device))
+            size = max(norm, rounding * typical * math.sqrt(expected.numel()))
         square_error += error**2
         square_norm += norm**2
-        relative = error / norm if norm else (math.inf if error else 0.0)
+        relative = error / size if size else (math.inf if error else 0.0)
         if relative > worst or math.isnan(relative):
             worst, worst_name = relative, name
     total = math.sqrt(square_error / square_norm) if square_norm else math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
+from trainstep.report.formula_findings import formula_findings
 from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
 from trainstep.report.numbers import number, numeric
@@ -247,6 +248,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _dominance,
     _utilisation,
     _launch_bound,
+    formula_findings,
     kernel_findings,
     _memory,
     _warmup,

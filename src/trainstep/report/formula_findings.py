@@ -1,0 +1,67 @@
+"""Formulas that a model writes out where PyTorch has one kernel for them: found in a profile by the operators run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.report.finding import Finding, listed
+from trainstep.report.numbers import numeric
+from trainstep.report.records import Record, belonging, of_kind
+
+TOPIC = "formulas"
+MUCH = 0.05
+"""Share of the step's kernel time from which a formula is remarked on."""
+LOSS = "(loss)"
+
+
+def formula_findings(records: Sequence[Record]) -> list[Finding]:
+    """Attention and cross-entropy written out in the first profile's model."""
+    profile = next((row for row in of_kind(records, "profile") if row.status == "ok"), None)
+    if profile is None:
+        return []
+    kernels = belonging(records, "kernel", profile)
+    found = [] if belonging(records, "attention piece", profile) else _attention(kernels)  # ours has a flag for it
+    return [Finding(TOPIC, sentence) for sentence in [*found, *_cross_entropy(kernels)]]
+
+
+def _attention(kernels: Sequence[Record]) -> list[str]:
+    """Modules whose own forward makes batched products and a softmax."""
+    modules = [
+        module
+        for module in dict.fromkeys(str(row.case["module"]) for row in kernels)
+        if module != LOSS and {"aten::bmm", "aten::_softmax"} <= _operators(kernels, module, "forward")
+    ]
+    share = sum(_share(kernels, module) for module in modules)
+    if share < MUCH:
+        return []
+    return [
+        f"Attention is written out in {listed(modules)}: products, mask and softmax are kernels of their own there, "
+        f"and take {share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, "
+        "is_causal=True) computes the same in one kernel, without a score matrix in memory."
+    ]
+
+
+def _cross_entropy(kernels: Sequence[Record]) -> list[str]:
+    """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
+    operators = _operators(kernels, LOSS, "loss")
+    share = _share(kernels, LOSS)
+    if share < MUCH or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
+        return []
+    return [
+        f"Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "
+        "as large as the logits. torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) makes two "
+        "passes over them, and cannot overflow or take the logarithm of zero."
+    ]
+
+
+def _operators(kernels: Sequence[Record], module: str, phase: str) -> set[str]:
+    return {
+        str(row.values.get("operator"))
+        for row in kernels
+        if row.case["module"] == module and row.case["phase"] == phase
+    }
+
+
+def _share(kernels: Sequence[Record], module: str) -> float:
+    """Of the step's kernel time, forward and backward."""
+    return sum(numeric(row.values["share"]) for row in kernels if row.case["module"] == module)
