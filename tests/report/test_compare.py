@@ -68,3 +68,35 @@ def test_the_table_has_the_settings_that_differ():
     table = comparison_table(pairs, "a → b")
     assert table.columns[:2] == ("kind", "precision")
     assert [row[-1] for row in table.rows] == ["faster", "slower"]
+
+
+def test_across_a_setting_two_files_may_differ():
+    old, new = [step(100.0)], [step(50.0, precision="bf16", seed=1)]
+    with pytest.raises(UsageError, match="they differ in precision: --across precision compares them"):
+        compare(old, new)
+    (only,) = compare(old, new, across=["precision"])
+    assert only.verdict == "faster"
+    assert "precision" not in only.case
+    assert comparison_table([only], "").rows
+
+
+def test_across_must_not_join_cases_of_one_file():
+    both = [step(100.0), step(50.0, precision="bf16", seed=1)]
+    with pytest.raises(UsageError, match="several cases of one file for the same"):
+        compare(both, [step(50.0, seed=2)], across=["precision"])
+    with pytest.raises(UsageError, match="cannot compare across 'colour'"):
+        compare(both, both, across=["colour"])
+
+
+def test_losses_of_the_same_steps_are_held_against_each_other():
+    def training(median, losses):
+        row = step(median)
+        return Record(row.kind, row.case, row.values, {**row.samples, "training_loss": losses})
+
+    (only,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, 2.1])])
+    assert only.loss_difference == pytest.approx(0.05)
+    table = comparison_table([only], "")
+    assert dict(zip(table.columns, table.rows[0], strict=True))["losses differ by"] == "0.050"
+    (without,) = compare([step(100.0)], [step(90.0)])
+    assert without.loss_difference is None
+    assert "losses differ by" not in comparison_table([without], "").columns

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from trainstep.commands.grids import commas
 from trainstep.commands.options import Common
 from trainstep.commands.output import console_for_output
 
@@ -22,12 +23,15 @@ class Compare(Common):
     spread: float = 0.02
     """Relative difference between runs of one program on one machine; every interval is widened by it."""
 
+    across: commas(str) = ()  # type: ignore[valid-type]
+    """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
+
     def run(self) -> int:
         """Read, compare and print."""
         from trainstep.report.compare import compare, comparison_table
         from trainstep.report.formats import to_terminal
         from trainstep.report.records import read_records
 
-        comparisons = compare(read_records(self.old), read_records(self.new), self.spread)
+        comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
         console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))
         return 0

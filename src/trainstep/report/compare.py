@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UsageError
@@ -21,6 +21,9 @@ MATCHED_BY = {
 }
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched."""
 
+ACROSS = MATCHED_BY["step"]
+"""The columns in which compared rows may be allowed to differ."""
+
 CaseKey = tuple[tuple[str, Scalar], ...]
 
 
@@ -34,10 +37,14 @@ class Comparison:
     """Old median over new median: above 1 is faster."""
     old_ms: float
     new_ms: float
+    loss_difference: float | None
+    """The largest relative difference of the training losses, step by step; None where a file has none."""
     verdict: str
 
 
-def compare(old: Sequence[Record], new: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:
+def compare(
+    old: Sequence[Record], new: Sequence[Record], spread: float = RUN_SPREAD, across: Collection[str] = ()
+) -> list[Comparison]:
     """Compare the step times of every case that ran in both.
 
     Passes over one case (`--repeat`) are each compared with each of the other file's, and the interval covers all of
@@ -45,18 +52,49 @@ def compare(old: Sequence[Record], new: Sequence[Record], spread: float = RUN_SP
 
     Args:
         spread: relative difference between runs of one case, by which every interval is widened.
+        across: columns in which the two files may differ, such as precision.
 
     Raises:
-        UsageError: the files have no case in common.
+        UsageError: the files have no case in common, or columns in `across` tell cases of one file apart.
     """
-    before, after = _passes(old), _passes(new)
+    before, after = _cases(old, across), _cases(new, across)
     shared = [key for key in before if key in after]
     if not shared:
+        differing = _differing(old, new)
+        advice = f"; they differ in {', '.join(differing)}: --across {','.join(differing)} compares them" * bool(
+            differing
+        )
         raise UsageError(
-            "the two files have no measured case in common; compare runs of the same workload, settings and kind "
-            f"(the first has {len(before)} cases, the second {len(after)})"
+            "the two files have no measured case in common "
+            f"(the first has {len(before)} cases, the second {len(after)}){advice if differing else ''}"
         )
     return [_compare_case(key, before[key], after[key], spread) for key in shared]
+
+
+def _cases(records: Sequence[Record], across: Collection[str]) -> dict[CaseKey, list[Record]]:
+    """Case → its passes, the columns in `across` left out of the case."""
+    if unknown := sorted(set(across) - set(ACROSS)):
+        raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
+    found: dict[CaseKey, list[Record]] = {}
+    for key, passes in _passes(records).items():
+        kept = tuple((name, value) for name, value in key if name not in across)
+        if kept in found:
+            raise UsageError(
+                f"--across {','.join(across)} would take several cases of one file for the same; give files in which "
+                "these columns have one value each"
+            )
+        found[kept] = passes
+    return found
+
+
+def _differing(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
+    """The columns in which a single case of each file differ, where they are of one kind."""
+    both = [[dict(key) for key in _passes(records)] for records in (old, new)]
+    pairs = [(a, b) for a in both[0] for b in both[1] if a["kind"] == b["kind"]]
+    if len(pairs) != 1:
+        return []
+    ((a, b),) = pairs
+    return [name for name in a if a[name] != b.get(name)]
 
 
 def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:
@@ -68,20 +106,19 @@ def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list
     ]
 
 
-def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Sequence[float]]]:
-    found: dict[CaseKey, list[Sequence[float]]] = {}
+def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Record]]:
+    found: dict[CaseKey, list[Record]] = {}
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
             key = (("kind", record.kind), *((name, record.case.get(name)) for name in MATCHED_BY[record.kind]))
-            found.setdefault(key, []).append(record.samples["step"])
+            found.setdefault(key, []).append(record)
     return found
 
 
-def _compare_case(
-    key: CaseKey, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]], spread: float
-) -> Comparison:
-    everything = ratio_of_medians([x for each in old for x in each], [x for each in new for x in each], spread)
-    pairs = [ratio_of_medians(a, b, spread).interval for a in old for b in new]
+def _compare_case(key: CaseKey, old: Sequence[Record], new: Sequence[Record], spread: float) -> Comparison:
+    before, after = ([row.samples["step"] for row in rows] for rows in (old, new))
+    everything = ratio_of_medians([x for each in before for x in each], [x for each in after for x in each], spread)
+    pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
     whole = [interval for interval in pairs if interval is not None]
     interval = None
     if len(whole) == len(pairs):
@@ -92,8 +129,9 @@ def _compare_case(
         kind=str(kind),
         case=dict(case),
         speedup=ratio,
-        old_ms=_median(old),
-        new_ms=_median(new),
+        old_ms=_median(before),
+        new_ms=_median(after),
+        loss_difference=_loss_difference(old[0], new[0]),
         verdict=verdict(ratio),
     )
 
@@ -102,11 +140,19 @@ def _median(passes: Sequence[Sequence[float]]) -> float:
     return statistics.median(sample for each in passes for sample in each)
 
 
+def _loss_difference(old: Record, new: Record) -> float | None:
+    """Both start from the same seed, so their steps, warm-up included, see the same batches from the same weights."""
+    pairs = zip(old.samples.get("training_loss", ()), new.samples.get("training_loss", ()), strict=False)
+    return max((abs(a - b) / abs(a) if a else abs(b) for a, b in pairs), default=None)
+
+
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     """The comparisons as a table, with the settings that differ between rows as columns."""
     names = list(dict.fromkeys(name for each in comparisons for name in each.case))
     differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
-    shown = differing or ["workload"]
+    shown = differing or [name for name in ("workload",) if name in names]
+
+    losses = ["losses differ by"] if any(each.loss_difference is not None for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:
         return f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}]" if ratio.interval else "needs 7 samples a side"
@@ -114,7 +160,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     return Table(
         name="compare",
         caption=caption,
-        columns=("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", "verdict"),
+        columns=("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict"),
         rows=tuple(
             (
                 each.kind,
@@ -123,6 +169,7 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
                 number(each.new_ms, 4),
                 f"{each.speedup.value:.3f}×",
                 interval(each.speedup),
+                *([number(each.loss_difference, 2)] if losses else []),
                 each.verdict,
             )
             for each in comparisons
