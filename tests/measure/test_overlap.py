@@ -63,6 +63,8 @@ def test_on_a_cpu_gloo_s_threads_communicate(tmp_path):
         event("cpu_op", "c10d::allreduce_", 150.0, 10.0),
         event("cpu_op", "aten::copy_", 152.0, 4.0),
         event("user_annotation", "gloo:all_reduce", 158.0, 100.0, tid=11),
+        event("cpu_op", "aten::add_", 165.0, 80.0, tid=11),
+        event("cpu_op", "aten::copy_", 170.0, 10.0, tid=11),
         event("cpu_op", "aten::mm", 160.0, 40.0),
     )
     assert found.computation == [(100, 150), (152, 156), (160, 200)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.parallel.process import Process
 from trainstep.report.records import Status
 
 Result = TypeVar("Result")
@@ -39,6 +41,15 @@ def attempt(work: Callable[[], Result]) -> Result | Failure:
         return classify(error)
     finally:
         release_memory()
+
+
+def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[Result] | Failure:
+    """`attempt` on every rank of the group: all results by rank, or the first failure there was on any."""
+    release_memory()  # what the case before held in circles
+    result = attempt(work)
+    results: list[Any] = [None] * process.world_size
+    dist.all_gather_object(results, result, group=process.group)
+    return next((each for each in results if isinstance(each, Failure)), results)
 
 
 def classify(error: Exception) -> Failure:

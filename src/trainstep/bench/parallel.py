@@ -2,16 +2,17 @@
 
 First every scheme trains a few steps and is compared with one process on the whole batch; no speed is shown of one that
 does not agree. Then each is timed. All ranks time the same steps, and a step lasts as long as on the slowest rank.
-What communication costs is the difference to the same step without any ("single").
+What communication costs is the difference to the same step without any ("single"). When all are timed, one step of each
+may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel_cases import SchemeName, planned_scheme
 from trainstep.bench.parallel_check import Agreement, Expected, agreement, expected, part_of
 from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize
+from trainstep.bench.parallel_trace import trace_record, traced_step
 from trainstep.bench.step import case_columns, count_tokens, phase_samples
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -71,8 +73,14 @@ class _Part:
     tokens: int | None
 
 
-def run_cases(cases: Sequence[ParallelCase], process: Process) -> Iterator[Record]:
+def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | None = None) -> Iterator[Record]:
     """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the records.
+
+    Args:
+        cases: the schemes.
+        process: this rank.
+        traces: folder for the traces of one step of each scheme that was timed, recorded after all are; None records
+            none.
 
     Raises:
         UsageError: nothing to run, or a configuration that cannot be compared (fp16: its scaler skips steps).
@@ -84,16 +92,33 @@ def run_cases(cases: Sequence[ParallelCase], process: Process) -> Iterator[Recor
         raise UsageError("fp16 needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16")
     agreements, parameters = _agreements(cases, process)
     single: float | None = None
+    timed: dict[ParallelCase, Record | None] = {}  # all ranks know which, rank 0 how long
     for case in cases:
         found = agreements[case.scheme]
         result: Any = found
         if isinstance(found, Agreement) and found.holds:
-            result = _on_all_ranks(partial(_measure, case, process), process)
+            result = attempt_on_all_ranks(partial(_measure, case, process), process)
+        if isinstance(result, list):
+            timed[case] = None
         if process.rank == 0:
             record = _record(case, process, found, result, parameters, single)
             if case.scheme == "single" and record.status == "ok":
                 single = float(record.values["step_ms"] or 0)
+            if case in timed:
+                timed[case] = record
             yield record
+    if traces is not None:
+        yield from _traces(timed, process, traces)
+
+
+def _traces(timed: Mapping[ParallelCase, Record | None], process: Process, folder: Path) -> Iterator[Record]:
+    """One step of each scheme under the profiler, beside its row."""
+    for case, row in timed.items():
+        file = folder / f"trace-{case.scheme}.json.gz"
+        found = attempt_on_all_ranks(partial(traced_step, partial(_build, case, process), process, file), process)
+        if row is not None:
+            step_ms = float(row.values["step_ms"] or 0)
+            yield trace_record(row.case, found, row.environment, step_ms=step_ms, trace=file.name)
 
 
 def _agreements(cases: Sequence[ParallelCase], process: Process) -> tuple[dict[SchemeName, Agreement | Failure], int]:
@@ -113,24 +138,13 @@ def _agreements(cases: Sequence[ParallelCase], process: Process) -> tuple[dict[S
         if case.scheme == "single":  # it trains on its own batch alone: another model, and only a time to compare with
             found[case.scheme] = Agreement(0.0, 0.0, 0.0, 0.0)
             continue
-        results = _on_all_ranks(partial(_agree, case, known, process), process)
+        results = attempt_on_all_ranks(partial(_agree, case, known, process), process)
         found[case.scheme] = results if isinstance(results, Failure) else results[0]
     return found, sum(value.numel() for value in known.parameters.values()) if known is not None else 0
 
 
 def _agree(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
     return agreement(_build(case, process), wanted, process)
-
-
-def _on_all_ranks(call: Any, process: Process) -> Any:
-    """The results of all ranks, or the first failure there was on any."""
-    gc.collect()  # what the scheme before held in circles
-    if process.device.type == "cuda":
-        torch.cuda.empty_cache()
-    result = attempt(call)
-    results: list[Any] = [None] * process.world_size
-    dist.all_gather_object(results, result, group=process.group)
-    return next((each for each in results if isinstance(each, Failure)), results)
 
 
 def _build(case: ParallelCase, process: Process) -> TrainingStep:

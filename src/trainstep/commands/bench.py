@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import FlagCreatePairsOff
+
 from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
 from trainstep.bench.parallel_cases import SCHEMES, SchemeName
@@ -147,12 +149,15 @@ class BenchParallel(OneModel):
 
     scheme: commas(SchemeName) = SCHEMES  # type: ignore[valid-type]
     """The schemes, in order; single is the step without communication that the others are held against."""
+    trace: FlagCreatePairsOff[bool] = False
+    """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
+    the other, and says how much communication is hidden behind computation."""
     warmup: int = 5
     """Steps before the timed ones."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-parallel")
-    """Folder for results.jsonl, tables/ and report.html."""
+    """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
 
     def run(self) -> int:
         """Measure on all ranks; the first one prints and writes."""
@@ -163,9 +168,9 @@ class BenchParallel(OneModel):
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
             cases = [ParallelCase(source, config, name, self.warmup, self.steps) for name in self.scheme]
-            records = run_cases(cases, process)
+            records = run_cases(cases, process, self.out if self.trace else None)
             if process.rank == 0:
-                return run_and_report(records, self.out, "bench parallel", total=len(cases))
+                return run_and_report(records, self.out, "bench parallel", total=len(cases) * (1 + self.trace))
             for _ in records:
                 raise AssertionError("only rank 0 gets records")
         return 0

@@ -130,7 +130,8 @@ def _gpu_work(event: dict[str, Any], start: float, launches: dict[int, tuple[Thr
 def own_time(ranges: Iterable[Range]) -> list[Work]:
     """The stretches in which each operator (or node, or compiled code) ran itself, as work of the thread's "stream".
 
-    `ranges` are sorted by thread, start and falling end. An operator's first stretch counts as its call.
+    `ranges` are sorted by thread, start and falling end. An operator's first stretch counts as its call. A collective
+    of Gloo is one stretch, whatever operators it runs.
     """
     found: list[Work] = []
     stack: list[tuple[Range, list[float]]] = []  # a range, and until when its time is accounted for
@@ -144,6 +145,8 @@ def own_time(ranges: Iterable[Range]) -> list[Work]:
 
     for each in ranges:
         close(each.start, each.thread)
+        if stack and stack[-1][0].name.startswith(GLOO):
+            continue  # copies and sums inside a collective are part of it
         if stack:
             _stretch(found, stack[-1][0], stack[-1][1], each.start)
         stack.append((each, [each.start, 0]))

@@ -1,0 +1,147 @@
+"""One step of a scheme under the profiler: what rank 0 computes and communicates, and how much of it at once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainstep.bench.outcome import Failure
+from trainstep.bench.timeline_rows import timeline_values
+from trainstep.measure.chrome_trace import read_chrome_trace
+from trainstep.measure.intervals import Interval, length
+from trainstep.measure.kernels import Profile, profile_of
+from trainstep.measure.overlap import overlap_of
+from trainstep.measure.profiler import record_steps
+from trainstep.measure.timing import device_clock
+from trainstep.measure.trace import Trace
+from trainstep.parallel.process import Process
+from trainstep.report.records import Record, Scalar
+from trainstep.training_step import TrainingStep
+
+KIND = "parallel trace"
+WARMUP = 3
+"""Steps before the profiler starts: schemes learn the order of gradients, and allocate, in the first ones."""
+LONGEST = 1_500
+"""Bars of one scheme's timeline: a page draws those of many schemes below one another."""
+
+SHORTEST_SHARE = 1 / 2000
+"""Exposed communication is drawn from this share of the step on; the sums have all of it."""
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What rank 0 recorded of one step."""
+
+    profile: Profile
+    phases: Mapping[str, Interval]
+    """Phase → when it began and ended, in microseconds of the profile's clock."""
+    wall_ms: float
+    """By the host's clock, the profiler's own cost included."""
+
+
+def traced_step(build: Callable[[], TrainingStep], process: Process, file: Path) -> TracedStep | None:
+    """Build the step anew, warm it up and record one. All ranks run the profiler, so that none waits for another's.
+
+    Modules and shapes are left out, which keeps the profiler's cost small.
+
+    Args:
+        build: makes the step on this rank.
+        process: this rank.
+        file: where rank 0 keeps its trace (`.json.gz`).
+
+    Returns:
+        On rank 0 what was recorded; None elsewhere.
+    """
+    step = build()
+    batch = step.next_batch()
+    for _ in range(WARMUP):
+        step(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        timing = record_steps(
+            lambda phase: step(batch, phase=phase),
+            module=None,
+            device=device_clock(process.device),
+            on_gpu=process.device.type == "cuda",
+            steps=1,
+            trace=file if process.rank == 0 else Path(folder) / "trace.json.gz",
+            prepare_next=lambda: None,
+        )
+    if process.rank != 0:
+        return None
+    trace = read_chrome_trace(file)
+    profile = profile_of(trace)
+    return TracedStep(profile, phases_of(trace, profile), timing.samples[-1].wall_ms)
+
+
+def phases_of(trace: Trace, profile: Profile) -> dict[str, Interval]:
+    """When each phase ran on the device.
+
+    On a CPU that is when the host was in it. On a GPU, from the first to the last kernel that was launched in it,
+    without communication, which runs on into later phases; only what "communication" launches counts in full.
+    """
+    if profile.is_cpu:
+        return {each.name: (each.start, each.end) for each in trace.ranges if each.kind == "phase"}
+    found: dict[str, Interval] = {}
+    for each in profile.kernels:
+        if each.phase is not None and (each.lane != "communication" or each.phase == "communication"):
+            first, last = found.get(each.phase, (each.start_us, each.end_us))
+            found[each.phase] = (min(first, each.start_us), max(last, each.end_us))
+    return found
+
+
+def trace_record(
+    case: Mapping[str, Scalar],
+    found: Sequence[TracedStep | None] | Failure,
+    environment: Mapping[str, Scalar],
+    *,
+    step_ms: float,
+    trace: str,
+) -> Record:
+    """The row of a traced step: its overlap in milliseconds, and its bars as series.
+
+    Args:
+        case: of the scheme.
+        found: what each rank recorded; the first one's is shown.
+        environment: of the run.
+        step_ms: median of the same scheme's steps without the profiler, on the slowest rank.
+        trace: name of the trace's file.
+    """
+    if isinstance(found, Failure):
+        return Record(KIND, case, status=found.status, reason=found.reason, environment=environment)
+    shown = found[0]
+    assert shown is not None, "rank 0 records"
+    profile = shown.profile
+    overlap = overlap_of(profile.kernels)
+    communication = length(overlap.communication)
+    values: dict[str, Scalar] = {
+        "on_cpu": profile.is_cpu,
+        "step_ms": step_ms,
+        "profiled_step_ms": shown.wall_ms,
+        "span_ms": overlap.span_us / 1e3,
+        "computation_ms": length(overlap.computation) / 1e3,
+        "communication_ms": communication / 1e3,
+        "hidden_communication_ms": length(overlap.hidden) / 1e3,
+        "exposed_communication_ms": length(overlap.exposed) / 1e3,
+        "hidden_share": length(overlap.hidden) / communication if communication else None,
+        "idle_ms": overlap.idle_us / 1e3,
+        "trace": trace,
+    }
+    drawn, series = timeline_values(profile, profile.step_names[0] if profile.kernels else None, LONGEST)
+    kept = {name: column for name, column in series.items() if not name.startswith("module")}
+    start = min((each.start_us for each in profile.kernels), default=0.0)
+    shortest = overlap.span_us * SHORTEST_SHARE
+    kept |= _spans("exposed", [(first, last) for first, last in overlap.exposed if last - first >= shortest], start)
+    kept |= _spans("phase_span", list(shown.phases.values()), start) | {"phase_span_names": list(shown.phases)}
+    values |= drawn | {"exposed_from_us": shortest}
+    return Record(KIND, case, values, series=kept, environment=environment)
+
+
+def _spans(name: str, intervals: Sequence[Interval], start: float) -> dict[str, Sequence[Scalar]]:
+    """Intervals in nanoseconds from the step's first kernel; what was before it (of a phase of the host) is cut off."""
+    cut = [(max(0.0, first - start), max(0.0, last - start)) for first, last in intervals]
+    return {
+        f"{name}_start_ns": [round(first * 1e3) for first, _ in cut],
+        f"{name}_duration_ns": [round((last - first) * 1e3) for first, last in cut],
+    }
