@@ -12,6 +12,7 @@ from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
+from trainstep.parallel.sharding.transport import TransportName
 from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, recipe
 
 
@@ -38,7 +39,14 @@ def sharded_optimizer(
     )
 
 
-def fully_sharded(process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
+def fully_sharded(
+    process: Process,
+    config: StepConfig,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    transport: TransportName = "auto",
+) -> Replica:
     """Weights, gradients and the optimizer's state in shards; weights are gathered in the dtype they compute in.
 
     Raises:
@@ -46,7 +54,7 @@ def fully_sharded(process: Process, config: StepConfig, module: nn.Module, make_
     """
     check_shardable(config)
     dtype = AUTOCAST_DTYPES.get(config.precision)
-    wrapper = FullyShardedDataParallel(module, compute_dtype=dtype, process_group=process.group)
+    wrapper = FullyShardedDataParallel(module, compute_dtype=dtype, process_group=process.group, transport=transport)
     return Replica(
         wrapper,
         make_optimizer(wrapper.parameters()),

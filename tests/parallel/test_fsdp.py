@@ -511,9 +511,9 @@ def _outside(process):
     calls = []
     gather = ParameterGroup.gather
 
-    def counted(group, stream):
+    def counted(group, *how):
         calls.append(group.parameters[0].name if not group.is_gathered else None)
-        gather(group, stream)
+        gather(group, *how)
 
     head = sharded.module.head
     sharded.module.head = nn.Identity()

@@ -1,6 +1,8 @@
 """Fully sharded data parallel on GPUs: the same training, no wait of the host, and beside torch's own."""
 
 import gc
+import os
+import signal
 import statistics
 
 import pytest
@@ -13,7 +15,7 @@ from trainstep.model.loss import cross_entropy
 from trainstep.model.transformer import build_transformer, init_module
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.workers import Workers
+from trainstep.parallel.workers import WorkerError, Workers
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -43,8 +45,10 @@ def _late(random):
     return hook
 
 
-def _train(process, options, how, dtype, compiled, late, prefetch=2):
-    sharded = FullyShardedDataParallel(build(**options), device=process.device, compute_dtype=dtype, prefetch=prefetch)
+def _train(process, options, how, dtype, compiled, late, transport="auto"):
+    sharded = FullyShardedDataParallel(
+        build(**options), device=process.device, compute_dtype=dtype, transport=transport
+    )
     if late is not None:
         hook = _late(torch.Generator().manual_seed(1000 * late + process.rank))
         for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
@@ -99,9 +103,10 @@ def _poisoned(process, cases):
         ParameterGroup._copy_own = original
 
 
-def test_late_streams_change_nothing(gpus):
+@pytest.mark.parametrize("transport", ["collectives", "auto"])
+def test_late_streams_change_nothing(gpus, transport):
     for dtype in (None, torch.bfloat16):
-        cases = [({"tied": True}, "sgd", dtype, False, late) for late in (None, 1, 2, 3, 4, 5)]
+        cases = [({"tied": True}, "sgd", dtype, False, late, transport) for late in (None, 1, 2, 3, 4, 5)]
         on_time, *late = gpus.run(_poisoned, cases)[0]
         assert all(value.isfinite().all() for value in on_time.values())
         for found in late:
@@ -213,3 +218,37 @@ def test_a_step_takes_at_most_085_of_fsdp2_at_its_memory(compiled, capsys):
         assert ours == pytest.approx(theirs, rel=torch.finfo(torch.bfloat16).eps), "no speed for another training"
     assert step["ours"] <= 0.85 * step["fsdp2"]
     assert peak["ours"] <= 1.05 * peak["fsdp2"]
+
+
+def _transports(process):
+    """Parameters after the same training by either transport, and what auto chose."""
+    case = ({"unused": True}, "adamw", torch.bfloat16, False, None)
+    chosen = FullyShardedDataParallel(build(), device=process.device).transport
+    return chosen, [_train(process, *case, transport) for transport in ("collectives", "peer-copies")]
+
+
+@two_gpus
+def test_copies_between_gpus_change_no_bit():
+    with Workers(2, device="cuda", timeout_s=120) as workers:
+        by_rank = workers.run(_transports)
+    for chosen, (collectives, copies) in by_rank:
+        assert chosen == "peer-copies", "two GPUs of one host that can read each other's memory"
+        for name, value in collectives.items():
+            assert torch.equal(copies[name], value), name
+
+
+def _die_in_backward(process):
+    sharded = FullyShardedDataParallel(build(), device=process.device, transport="peer-copies")
+    if process.rank == 1:
+        sharded.module.blocks[2].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    loss_of(sharded, batch(0).chunk(2)[process.rank].to(process.device)).backward()
+    sharded.finish_gradient_synchronization()
+    torch.cuda.synchronize()
+
+
+@two_gpus
+def test_a_rank_that_dies_is_an_error_on_the_other():
+    with Workers(2, device="cuda", timeout_s=15) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(_die_in_backward)
+    assert sorted(caught.value.failures) == [0, 1]
+    assert "exit code -9" in caught.value.failures[1]

@@ -28,6 +28,9 @@ def _arguments():
         "module is a function": lambda: FullyShardedDataParallel(lambda x: x),
         "expected a floating-point dtype": lambda: FullyShardedDataParallel(build(), compute_dtype=torch.int8),
         "prefetch is 3; expected 0 to 2": lambda: FullyShardedDataParallel(build(), prefetch=3),
+        "transport is 'nccl'; expected one of auto, collectives, peer-copies": lambda: FullyShardedDataParallel(
+            build(), transport="nccl"
+        ),
         "sharded already": lambda: FullyShardedDataParallel(sharded),
         "0.weight has no shape yet": lambda: FullyShardedDataParallel(lazy),
         "0 is an nn.LSTM, which keeps": lambda: FullyShardedDataParallel(nn.Sequential(nn.LSTM(2, 2))),

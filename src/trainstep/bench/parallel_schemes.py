@@ -21,6 +21,7 @@ from trainstep.config import StepConfig
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
+from trainstep.parallel.sharding.transport import TransportName
 from trainstep.schemes import check_shardable, data_parallel, fully_sharded, sharded_optimizer
 from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, alone, recipe
 
@@ -80,7 +81,8 @@ def _sharded_optimizer(
 def _fsdp(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:
-    return fully_sharded(process, config, module, make_optimizer)
+    transport: TransportName = "collectives" if name == "fsdp-collectives" else "auto"
+    return fully_sharded(process, config, module, make_optimizer, transport=transport)
 
 
 def _torch_ddp(
@@ -129,6 +131,7 @@ _BUILDERS: dict[str, _Builder] = {
     "sharded-optimizer": _sharded_optimizer,
     "sharded-optimizer-1000": _sharded_optimizer,
     "fsdp": _fsdp,
+    "fsdp-collectives": _fsdp,
     "torch-ddp": _torch_ddp,
     "torch-zero": _torch_zero,
     "torch-fsdp2": _torch_fsdp2,

@@ -1,6 +1,7 @@
 """Which collectives a step starts, and how many bytes each is given.
 
-Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too. What
+Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
+between ranks announce themselves there. What
 is counted is the payload: the full tensors that are reduced, gathered or sent, not what an algorithm makes of it on the
 wire (`plan.communication` says that).
 """
@@ -68,7 +69,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
             name = func._schema.name.partition("::")[2]
             if not name.startswith(_NO_CALLS):
                 self.calls.append(_collective(_usual_name(name), args))

@@ -38,6 +38,7 @@ from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.plan import plan_groups
 from trainstep.parallel.sharding.retired import refuse_retired_parameters
 from trainstep.parallel.sharding.schedule import Schedule, in_backward
+from trainstep.parallel.sharding.transport import TransportName, check_name, choose_transport
 
 MAX_PREFETCH = 2
 
@@ -59,6 +60,9 @@ class FullyShardedDataParallel(nn.Module):
         device: where to train; by default where the parameters are, or, from meta, the group's device.
         initialize: for modules on the meta device: fills the parameters and buffers of the one module it is called
             with, not those inside it. By default the module's `reset_parameters()`.
+        transport: what carries parameters, and gradients in a narrower dtype than the shards': `collectives` (NCCL,
+            Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
+            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
 
     Raises:
         UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
@@ -74,9 +78,11 @@ class FullyShardedDataParallel(nn.Module):
         prefetch: int = MAX_PREFETCH,
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
+        transport: TransportName = "auto",
     ) -> None:
         super().__init__()
         _check_arguments(module, compute_dtype, prefetch)
+        check_name(transport)
         self._process_group = resolve_group(process_group)
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
@@ -88,6 +94,7 @@ class FullyShardedDataParallel(nn.Module):
             settings={
                 "compute_dtype": compute_dtype,
                 "prefetch": prefetch,
+                "transport": transport,
                 "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
             },
         )
@@ -101,7 +108,17 @@ class FullyShardedDataParallel(nn.Module):
             )
             for group in plan
         ]
-        self._schedule = Schedule(parameter_groups, self._process_group, prefetch, self.device)
+        self._transport = choose_transport(
+            transport,
+            self._process_group,
+            self.device,
+            slice_bytes=max((group.slice_bytes for group in parameter_groups), default=0),
+            exchange_bytes=max(
+                (buffer.exchange_bytes(compute_dtype) for group in parameter_groups for buffer in group.buffers),
+                default=0,
+            ),
+        )
+        self._schedule = Schedule(parameter_groups, self._process_group, self._transport, prefetch, self.device)
         needed: dict[nn.Module, list[ParameterGroup]] = {}
         for planned_group, group in zip(plan, parameter_groups, strict=True):
             for unit in planned_group.units:
@@ -229,6 +246,11 @@ class FullyShardedDataParallel(nn.Module):
     def sharded_parameters(self) -> list[ShardedParameter]:
         """All parameters, in the order of `parameters()`."""
         return self._sharded
+
+    @property
+    def transport(self) -> TransportName:
+        """What carries parameters and gradients: collectives or peer-copies."""
+        return self._transport.name
 
     @property
     def process_group(self) -> dist.ProcessGroup:

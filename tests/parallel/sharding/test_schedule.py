@@ -13,8 +13,7 @@ from trainstep.config import ModelConfig
 from trainstep.model.loss import cross_entropy
 from trainstep.model.transformer import build_transformer
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.sharding import gradients
-from trainstep.parallel.sharding import group as group_module
+from trainstep.parallel.sharding import gradients, transport
 from trainstep.parallel.sharding.group import ParameterGroup
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +49,7 @@ class Recorder:
             wrapped = functools.partialmethod(_bound(note, kind, original))
             self._replace(ParameterGroup, kind, wrapped)
         for module, name in (
-            (group_module, "all_gather_slices"),
+            (transport, "all_gather_slices"),
             (gradients, "reduce_scatter_mean"),
             (gradients, "all_reduce_mean"),
         ):

@@ -18,6 +18,7 @@ from torch import Tensor
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean, slice_of
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
+from trainstep.parallel.sharding.transport import Transport
 
 ALIGNMENT = 16
 """Elements at whose multiples a parameter starts in a buffer."""
@@ -61,6 +62,11 @@ class GradientBuffer:
         self._send: Tensor | None = None  # (ranks, size)
         self._written: set[ShardedParameter] = set()
 
+    def exchange_bytes(self, compute_dtype: torch.dtype | None) -> int:
+        """Bytes of the buffer when it is exchanged; 0 if its gradients are as wide as the shards, and reduced."""
+        dtype = self._parameters[0].compute_dtype(compute_dtype)
+        return 0 if dtype == self._dtype else self._ranks * self._size * dtype.itemsize
+
     @property
     def holds_gradients(self) -> bool:
         """Whether something has not been sent."""
@@ -96,7 +102,7 @@ class GradientBuffer:
         """Forget what has not been sent."""
         self._send, self._written = None, set()
 
-    def launch(self, stream: SideStream) -> Reduction:
+    def launch(self, stream: SideStream, transport: Transport) -> Reduction:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
         assert self._send is not None
         send, written = self._send, self._written
@@ -111,7 +117,7 @@ class GradientBuffer:
         elif send.dtype == self._dtype:
             pending = self._reduce_scatter(send, result, stream)
         else:
-            pending = self._exchange(send, result, stream)
+            pending = self._exchange(send, result, stream, transport)
         rows = []
         for parameter in self._parameters:
             start = self._starts[parameter]
@@ -125,18 +131,13 @@ class GradientBuffer:
 
         return stream.run(lambda: reduce_scatter_mean([send], self._process_group), after=keep_own)
 
-    def _exchange(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
-        receive = torch.empty_like(send)
-
-        def exchange() -> dist.Work:
-            work = dist.all_to_all_single(receive, send, group=self._process_group, async_op=True)
-            assert work is not None
-            return work
+    def _exchange(self, send: Tensor, result: Tensor, stream: SideStream, transport: Transport) -> Pending:
+        receive = transport.receive_buffer(send)
 
         def add_up() -> None:
             torch.mean(receive, dim=0, dtype=self._dtype, out=result)
 
-        return stream.run(exchange, after=add_up)
+        return stream.run(lambda: transport.exchange(receive, send), after=add_up)
 
     def _shard_size(self, parameter: ShardedParameter) -> int:
         assert parameter.rows is not None

@@ -9,6 +9,7 @@ filled again by the next gather.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.parallel.collectives import Waitable, all_gather_slices
 from trainstep.parallel.sharding.gradients import GradientBuffer
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
+from trainstep.parallel.sharding.transport import Transport, padded
 
 if TYPE_CHECKING:
     from trainstep.parallel.sharding.schedule import Call
@@ -100,20 +101,23 @@ class ParameterGroup:
         """Whether the storage is there; its values may still be on their way."""
         return self._storage.nbytes() > 0
 
-    def gather(self, stream: SideStream) -> None:
+    @property
+    def slice_bytes(self) -> int:
+        """Of this rank's slices in a gather, each as a transport lays it out."""
+        return sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
+
+    def gather(self, stream: SideStream, transport: Transport) -> None:
         """Start gathering, unless it has been started."""
         if self.is_gathered:
             return
         self._storage.resize_(self.full_bytes)
         communicates = self._gathered_bytes and self._process_group.size() > 1
-        self._pending = stream.run(self._all_gather if communicates else None, before=self._copy_own)
+        start = partial(transport.all_gather_slices, self._gathered_bytes) if communicates else None
+        self._pending = stream.run(start, before=self._copy_own)
 
     def _copy_own(self) -> None:
         with torch.no_grad():
             torch._foreach_copy_([place for place, _ in self._copies], [shard for _, shard in self._copies])
-
-    def _all_gather(self) -> Waitable:
-        return all_gather_slices(self._gathered_bytes, self._process_group)
 
     def wait(self) -> None:
         """Let the current stream wait for the gather, and the module see the full parameters."""

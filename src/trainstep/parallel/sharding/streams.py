@@ -48,19 +48,25 @@ class SideStream:
 
     def run(
         self,
-        start: Callable[[], Waitable] | None,
+        start: Callable[[], Waitable | None] | None,
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
     ) -> Pending:
-        """Run `before`, the collective that `start` starts, and `after`, behind all that the current stream has so far.
+        """Run `before`, what `start` starts, and `after`, behind all that the current stream has so far.
 
-        On a CPU `after` runs when the result is waited for.
+        `start` returns a collective under way, or None if it has given the current stream all there is to do. On a CPU
+        `after` runs when the collective is waited for.
         """
         if self._stream is None:
             if before is not None:
                 before()
-            return Pending(work=None if start is None else start(), then=after, holds=start)
+            work = None if start is None else start()
+            if work is not None:
+                return Pending(work=work, then=after, holds=start)
+            if after is not None:
+                after()
+            return Pending()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if before is not None:

@@ -1,0 +1,103 @@
+"""A buffer on every rank that all ranks of one host can read and write, by plain copies.
+
+Between GPUs it is torch's symmetric memory: every rank maps the others' buffers through NVLink or PCIe, and a copy to
+or from them is the work of a copy engine, which takes no multiprocessor from computation. Between processes on CPUs it
+is a file that all map.
+
+Nothing here orders the ranks but `barrier`: whoever copies must have one before, so that the buffers are ready, and one
+after, before their owners touch them again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PeerMemory:
+    """One buffer per rank. All ranks of the group must construct it, with the same size.
+
+    Args:
+        nbytes: of each rank's buffer.
+        group: the ranks, all of one host.
+        device: of this rank: a GPU of its own, or the CPU.
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._group = group
+        self._handle: Any = None
+        if device.type == "cuda":
+            from torch.distributed import _symmetric_memory as symmetric_memory
+
+            self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            handle = symmetric_memory.rendezvous(self._own, group)
+            self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+            self._handle = handle
+            self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        else:
+            self._buffers = _mapped_by_all(nbytes, group)
+
+    def of(self, rank: int) -> Tensor:
+        """The rank's buffer: (nbytes,), uint8, on this rank's device."""
+        return self._buffers[rank]
+
+    def barrier(self) -> None:
+        """What the current stream does from here on comes after what every rank's stream was given before its barrier.
+
+        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
+        """
+        if self._handle is not None:
+            self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+        else:
+            dist.barrier(self._group)
+
+
+def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
+    mine = (platform.node(), _boot(), device.type, device.index)
+    everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts = {(node, boot) for node, boot, _, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if device.type == "cpu":
+        return None
+    if len({index for *_, index in everyone}) < group.size():
+        return "ranks share the number of a GPU, so which GPU is whose cannot be told"
+    barred = [
+        index
+        for *_, index in everyone
+        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index or 0)
+    ]
+    reasons: list[list[int | None]] = [barred] * group.size()
+    dist.all_gather_object(reasons, barred, group=group)
+    if any(reasons):
+        return "not every GPU can read every other's memory"
+    return None
+
+
+def _boot() -> str:
+    """Tells two hosts of one name apart; empty where the kernel does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    descriptor, path = tempfile.mkstemp(prefix="trainstep-", dir=folder)
+    os.close(descriptor)
+    os.truncate(path, nbytes)
+    paths = [path] * group.size()
+    dist.all_gather_object(paths, path, group=group)
+    mapped = [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in paths]
+    dist.barrier(group)
+    os.unlink(path)  # the mappings stay, and nothing is left behind however the processes end
+    return mapped

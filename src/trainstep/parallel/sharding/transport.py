@@ -1,0 +1,166 @@
+"""How gathered parameters and exchanged gradients travel: by collectives, or by copies between the memories of a host.
+
+A collective is a kernel: while it runs, its thread blocks take multiprocessors and memory bandwidth from the
+computation beside it. Copies between GPUs of one host are done by copy engines instead. On two H200s a matrix product
+slows down by 14 % beside copies and by 45 % beside the same bytes in a collective, and the copies are twice as fast
+beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging buffer there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import Waitable, all_gather_slices, slice_of
+from trainstep.parallel.peer_memory import PeerMemory, obstacle_to_sharing
+
+TransportName = Literal["auto", "collectives", "peer-copies"]
+"""auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
+
+_ALIGNMENT = 256
+
+# Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
+# their payload, to whoever watches (measure/collectives.py, or a profile).
+_library = torch.library.Library("trainstep_peer_copies", "DEF")
+for _name in ("all_gather", "all_to_all"):
+    _library.define(f"{_name}(Tensor[] payload) -> ()")
+    _library.impl(_name, lambda payload: None, "CompositeExplicitAutograd")
+
+
+class Transport(Protocol):
+    """Both calls run on the current stream or, if they return something, are under way until that is waited for."""
+
+    name: TransportName
+
+    def all_gather_slices(self, tensors: Sequence[Tensor]) -> Waitable | None:
+        """In every tensor (bytes), `slice_of` each rank becomes what that rank has there."""
+
+    def receive_buffer(self, send: Tensor) -> Tensor:
+        """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
+
+    def exchange(self, receive: Tensor, send: Tensor) -> Waitable | None:
+        """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
+
+
+class Collectives:
+    """NCCL between GPUs, Gloo between CPUs; one host or many."""
+
+    name: TransportName = "collectives"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_gather_slices(self, tensors: Sequence[Tensor]) -> Waitable:
+        return all_gather_slices(tensors, self._group)
+
+    def receive_buffer(self, send: Tensor) -> Tensor:
+        return torch.empty_like(send)
+
+    def exchange(self, receive: Tensor, send: Tensor) -> Waitable:
+        work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous call by a member of the group returns its work"
+        return work
+
+
+class PeerCopies:
+    """Copies between the memories of one host's ranks.
+
+    To gather, every rank lays its slices out in a buffer that the others read; each takes what it lacks straight into
+    its place. To exchange, every rank writes into the others' inboxes.
+
+    Args:
+        group: the ranks.
+        device: of this rank.
+        slice_bytes: the most bytes of one rank's slices in a call of `all_gather_slices`, each rounded up to 256.
+        exchange_bytes: the most bytes in a call of `exchange`.
+    """
+
+    name: TransportName = "peer-copies"
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
+    ) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
+        self._outbox = PeerMemory(max(slice_bytes, _ALIGNMENT), group, device)
+        self._inbox = PeerMemory(max(exchange_bytes, _ALIGNMENT), group, device)
+        self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
+        """In another order on every rank, so that no two read from one at a time."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the two buffers."""
+        return self._outbox.nbytes + self._inbox.nbytes
+
+    def all_gather_slices(self, tensors: Sequence[Tensor]) -> None:
+        torch.ops.trainstep_peer_copies.all_gather(tensors)
+        places, end = [], 0
+        for tensor in tensors:
+            size = tensor.numel() // self._ranks
+            places.append(slice(end, end + size))
+            end += padded(size)
+        own = self._outbox.of(self._rank)
+        for tensor, place in zip(tensors, places, strict=True):
+            own[place].copy_(slice_of(tensor, self._rank, self._ranks))
+        self._outbox.barrier()
+        for rank in self._others:
+            there = self._outbox.of(rank)
+            for tensor, place in zip(tensors, places, strict=True):
+                slice_of(tensor, rank, self._ranks).copy_(there[place])
+        self._outbox.barrier()
+
+    def receive_buffer(self, send: Tensor) -> Tensor:
+        return self._inbox_of(self._rank, send)
+
+    def exchange(self, receive: Tensor, send: Tensor) -> None:
+        torch.ops.trainstep_peer_copies.all_to_all([send])
+        self._inbox.barrier()
+        receive[self._rank].copy_(send[self._rank])
+        for rank in self._others:
+            self._inbox_of(rank, send)[self._rank].copy_(send[rank])
+        self._inbox.barrier()
+
+    def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
+        return self._inbox.of(rank)[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def padded(nbytes: int) -> int:
+    """What a slice of so many bytes takes of `slice_bytes`."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def choose_transport(
+    asked: TransportName, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
+) -> Transport:
+    """The transport asked for; every rank must call it alike.
+
+    Raises:
+        UsageError: peer-copies were asked for and the ranks cannot copy to each other.
+    """
+    if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
+        return Collectives(group)
+    obstacle = obstacle_to_sharing(group, device)
+    if obstacle is None:
+        try:
+            return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+        except RuntimeError as error:  # of the driver, or of a container that lets no memory be shared
+            if asked == "auto":
+                warnings.warn(
+                    f"memory cannot be shared between the ranks, so collectives are used: {error}", stacklevel=4
+                )
+                return Collectives(group)
+            raise
+    if asked == "peer-copies":
+        raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
+    return Collectives(group)
+
+
+def check_name(name: str) -> None:
+    """Raise `UsageError` for the name of no transport."""
+    if name not in get_args(TransportName):
+        raise UsageError(f"transport is {name!r}; expected one of {', '.join(get_args(TransportName))}")

@@ -1,0 +1,126 @@
+"""Copies between the memories of one host do what the collectives do, and are refused where they cannot be made."""
+
+import os
+import platform
+
+import pytest
+import torch
+
+from tests.parallel.nets import train_alone
+from tests.parallel.test_fsdp import CASES, _train, assert_same
+from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel.peer_memory import PeerMemory, obstacle_to_sharing
+from trainstep.parallel.sharding.transport import Collectives, PeerCopies, choose_transport
+
+pytestmark = pytest.mark.distributed
+
+
+def _meet(process):
+    memory = PeerMemory(1000, process.group, process.device)
+    memory.of(process.rank).fill_(process.rank + 1)
+    memory.barrier()
+    return [memory.of(rank).unique().tolist() for rank in range(process.world_size)]
+
+
+def test_every_rank_sees_every_buffer(four):
+    before = set(os.listdir("/dev/shm"))
+    assert four.run(_meet) == [[[1], [2], [3], [4]]] * 4
+    assert set(os.listdir("/dev/shm")) == before, "nothing is left behind"
+
+
+def _both(process, sizes, dtype):
+    """Results of two calls in a row by either transport."""
+    ranks = process.world_size
+    copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
+    found = []
+    for transport in (Collectives(process.group), copies):
+        for call in range(2):
+            generator = torch.Generator().manual_seed(10 * process.rank + call)
+            whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
+            gather = transport.all_gather_slices([tensor.view(torch.uint8) for tensor in whole])
+            if gather is not None:
+                gather.wait()
+            send = torch.randn(ranks, sizes[0], generator=generator).to(dtype)
+            receive = transport.receive_buffer(send)
+            exchange = transport.exchange(receive, send)
+            if exchange is not None:
+                exchange.wait()
+            found.append([*whole, receive.clone()])
+    return found[:2], found[2:]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [([3, 128, 1], torch.float32), ([65], torch.bfloat16)])
+def test_copies_do_what_collectives_do(four, sizes, dtype):
+    for by_collectives, by_copies in four.run(_both, sizes, dtype):
+        for call, other in zip(by_collectives, by_copies, strict=True):
+            for expected, value in zip(call, other, strict=True):
+                assert expected.unique().numel() > 1 or expected.numel() < 8
+                assert torch.equal(value, expected)
+
+
+def _train_by_copies(process, names):
+    found = []
+    for name in names:
+        options, how, dtype = CASES[name]
+        found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
+    return found
+
+
+def test_two_ranks_train_as_one_process_bit_for_bit(two):
+    names = ["frozen", "bfloat16", "float16"]
+    for name, found in zip(names, two.run(_train_by_copies, names)[1], strict=True):
+        options, how, dtype = CASES[name]
+        assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)
+
+
+def test_four_ranks_train_as_one_process_bit_for_bit(four):
+    (found,) = four.run(_train_by_copies, ["bfloat16"])[2]
+    assert_same(found, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
+
+
+def _announced(process):
+    transport = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
+    with recorded_collectives() as calls:
+        transport.all_gather_slices([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])
+        send = torch.zeros(2, 100)
+        transport.exchange(transport.receive_buffer(send), send)
+    return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]
+
+
+def test_copies_are_counted_like_collectives(two):
+    assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 1, 800)]] * 2
+
+
+def _choose(process, asked, apart):
+    if apart and process.rank == 1:
+        platform.node = lambda: "elsewhere"
+    return choose_transport(asked, process.group, process.device, slice_bytes=1, exchange_bytes=1).name
+
+
+def _obstacle(process):
+    return obstacle_to_sharing(process.group, process.device)
+
+
+def test_collectives_are_chosen_for_cpus_unless_copies_are_asked_for(two):
+    assert two.run(_choose, "auto", False) == ["collectives"] * 2
+    assert two.run(_choose, "peer-copies", False) == ["peer-copies"] * 2
+    assert two.run(_obstacle) == [None, None]
+
+
+def _refused(process):
+    """What asking for copies raises when rank 1 says it is on another host."""
+    node = platform.node
+    try:
+        _choose(process, "peer-copies", True)
+    except UsageError as error:
+        return str(error)
+    finally:
+        platform.node = node
+    return None
+
+
+def test_copies_are_refused_on_two_hosts(two):
+    for message in two.run(_refused):
+        assert "2 hosts" in message
+        assert 'use "auto" or "collectives"' in message
