@@ -8,14 +8,13 @@ from trainstep.plan.communication import Scheme as PlannedScheme
 
 SchemeName = Literal[
     "single", "naive", "flat", "overlapped", "bucketed-1", "bucketed-10", "bucketed-25", "bucketed-100",
-    "bucketed-1000", "sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives", "torch-ddp", "torch-zero",
-    "torch-fsdp2",
+    "bucketed-1000", "sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives", "torch-ddp",
+    "torch-zero", "torch-fsdp2",
 ]  # fmt: skip
 """single: every rank by itself, without communication. naive: one call per parameter after backward; flat: a single
 call; overlapped: one per parameter during backward; bucketed-N: N MB per call, during backward. sharded-optimizer: its
-gradients in calls of 25 MB; sharded-optimizer-N: of N MB. fsdp: between GPUs of one host by copies;
-fsdp-collectives: by NCCL as between hosts. torch-*: PyTorch's own
-DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard."""
+gradients in calls of 25 MB; sharded-optimizer-N: of N MB. fsdp: by copies between GPUs of one host; fsdp-collectives:
+by NCCL, as between hosts. torch-*: PyTorch's own DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard."""
 
 SCHEMES: tuple[SchemeName, ...] = get_args(SchemeName)
 
