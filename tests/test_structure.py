@@ -39,6 +39,19 @@ MAY_IMPORT = {
         "training_step",
         "workload",
     },
+    "train": {
+        "config",
+        "errors",
+        "hardware",
+        "measure",
+        "model",
+        "parallel",
+        "plan",
+        "report",
+        "schemes",
+        "training_step",
+        "workload",
+    },
     "report": {"errors", "measure"},  # measure.stats only: ratios and their intervals
 }
 """Room → the rooms it may import. `analysis`, `commands` and `cli` sit on top and may import all."""

@@ -32,6 +32,7 @@ from trainstep.commands.memory import Memory, memory_grid
 from trainstep.commands.options import ModelFlags, StepFlags, preset
 from trainstep.commands.plan import DEFAULT_SIZE, DEFAULT_STEP, Plan, PlannedStep
 from trainstep.commands.profile import Profile
+from trainstep.commands.train import Train, train_defaults
 from trainstep.commands.tune import Tune
 from trainstep.config import SIZES
 from trainstep.errors import UsageError
@@ -66,6 +67,9 @@ def _parse(arguments: Sequence[str]) -> Any:
             "model": ModelFlags(**vars(model)),
             "step": PlannedStep(**vars(step if choice.config else DEFAULT_STEP)),
         }
+    training: dict[str, Any] = {}
+    if "train" in arguments[:1] and not {"-h", "--help"} & set(arguments):
+        training = train_defaults(choice.size, choice.config)
     experiments: Any = Union[  # noqa: UP007 - for a type checker `|` joins values here, not types
         Annotated[BenchStep, subcommand("step")],
         Annotated[BenchLadder, subcommand("ladder", default=BenchLadder(**one_model))],
@@ -83,6 +87,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[Plan, subcommand("plan", default=Plan(**plan))],
         Annotated[Profile, subcommand("profile", default=Profile(**one_model))],
         Annotated[Compare, subcommand("compare")],
+        Annotated[Train, subcommand("train", default=Train(**training))],
         Annotated[Tune, subcommand("tune")],
         Annotated[Info, subcommand("info")],
     ]

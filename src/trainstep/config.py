@@ -12,9 +12,12 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
 CompileMode = Literal["off", "blocks", "model"]
@@ -100,7 +103,7 @@ class StepConfig:
     """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
 
     batch: int = 4
-    """Sequences per step."""
+    """Sequences per step; under `trainstep train` those of one rank in one pass."""
     context: int = 512
     """Tokens per sequence."""
     precision: Precision = "fp32"
@@ -120,7 +123,7 @@ class StepConfig:
     optimizer: OptimizerImpl = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: float = 3e-4
-    """Learning rate, constant."""
+    """Learning rate: constant, or the peak of `trainstep train`'s schedule."""
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda or cuda:N."""
     seed: int = 0
@@ -165,14 +168,16 @@ def resolve_size(name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class FileConfig:
-    """What a TOML file says: `[model]` (with an optional `size` to start from) and `[step]`."""
+    """What a TOML file says: `[model]` (with an optional `size` to start from), `[step]` and `[train]`."""
 
     model: ModelConfig
     step: StepConfig
+    train: Mapping[str, Any]
+    """As it stands there; `trainstep.train` knows its fields."""
 
 
 def load_toml(path: Path) -> FileConfig:
-    """Read `[model]` and `[step]` from a TOML file; what it leaves out keeps its default.
+    """Read `[model]`, `[step]` and `[train]` from a TOML file; what it leaves out keeps its default.
 
     Raises:
         UsageError: unreadable file, invalid TOML, an unknown key, or a value of the wrong type.
@@ -181,21 +186,26 @@ def load_toml(path: Path) -> FileConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the configuration {path}: {error}") from error
-    if unknown := sorted(set(tables) - {"model", "step"}):
-        raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model] and [step]")
+    if unknown := sorted(set(tables) - {"model", "step", "train"}):
+        raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model], [step] and [train]")
     model = dict(tables.get("model", {}))
     base = resolve_size(str(model.pop("size", "tiny")))
     return FileConfig(
-        model=_replace_checked(base, model, where=f"{path} [model]"),
-        step=_replace_checked(StepConfig(), tables.get("step", {}), where=f"{path} [step]"),
+        model=replace_checked(base, model, where=f"{path} [model]"),
+        step=replace_checked(StepConfig(), tables.get("step", {}), where=f"{path} [step]"),
+        train=tables.get("train", {}),
     )
 
 
-Config = TypeVar("Config", ModelConfig, StepConfig)
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
-def _replace_checked(base: Config, values: Mapping[str, Any], where: str) -> Config:
-    """`base` with `values`, each checked against its field's type."""
+def replace_checked(base: Config, values: Mapping[str, Any], where: str) -> Config:
+    """`base`, a configuration, with `values`, each checked against its field's type.
+
+    Raises:
+        UsageError: an unknown key, or a value of the wrong type or out of range.
+    """
     hints = typing.get_type_hints(type(base))
     for name, value in values.items():
         if name not in hints:
@@ -213,6 +223,6 @@ def check_value(hint: Any, value: object, where: str) -> None:
         if value not in typing.get_args(hint):
             raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(repr, typing.get_args(hint)))}")
         return
-    fits = isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool)
+    fits = isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) is (hint is bool)
     if not fits:
         raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")

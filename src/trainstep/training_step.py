@@ -169,11 +169,16 @@ class TrainingStep:
         scaler.update(scale / 2)
         return True
 
-    @torch.no_grad()
     def evaluate(self, parts: Sequence[Any]) -> Tensor:
         """The mean loss over parts of one size, without gradients."""
-        with _matmul_precision(self.config.precision):
+        with self.inference():
             return torch.stack([self._loss_of(part, no_phases) for part in parts]).mean()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, the module runs in the step's precision, without gradients."""
+        with _matmul_precision(self.config.precision), torch.no_grad(), self._autocast():
+            yield
 
     def differentiable_loss(self, batch: Any) -> Tensor:
         """Forward and loss alone: the unscaled loss with its graph, for instruments that look at what forward keeps."""

@@ -49,20 +49,37 @@ class Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneModel(Common):
-    """Commands that take one workload."""
+class BuiltinModel(Common):
+    """Commands that take one of our models."""
 
     size: str | None = None
     """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table; by default tiny, or
     small where there is a GPU. The model's own flags change it further."""
     config: Path | None = None
     """TOML file with [model] and [step] tables, as defaults for the flags."""
-    workload: str | None = None
-    """Your own model: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
     model: ModelFlags = field(default_factory=ModelFlags)
     step: StepFlags = field(default_factory=StepFlags)
+
+    def model_name(self) -> str:
+        """The size's name, with what other flags changed of it."""
+        base, _ = preset(self.size, self.config)
+        changed = [
+            f"{each.name}={getattr(self.model, each.name)}"
+            for each in dataclasses.fields(ModelConfig)
+            if getattr(self.model, each.name) != getattr(base, each.name)
+        ]
+        name = short_name(self.size or (str(self.config) if self.config else default_size()))
+        return " ".join([name, *changed])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel(BuiltinModel):
+    """Commands that take one workload."""
+
+    workload: str | None = None
+    """Your own model: package.module:factory, a function returning a trainstep.Workload."""
     steps: int = 10
     """Timed steps per measurement; ratios have intervals from 7 up."""
 
@@ -74,14 +91,7 @@ class OneModel(Common):
             if self.size is not None or self.data is not None:
                 raise UsageError("--workload brings its own model and data; leave out --size and --data")
             return factory_source(self.workload)
-        base, _ = preset(self.size, self.config)
-        changed = [
-            f"{each.name}={getattr(self.model, each.name)}"
-            for each in dataclasses.fields(ModelConfig)
-            if getattr(self.model, each.name) != getattr(base, each.name)
-        ]
-        name = short_name(self.size or (str(self.config) if self.config else default_size()))
-        return builtin_source(" ".join([name, *changed]), self.model.checked(), self.data)
+        return builtin_source(self.model_name(), self.model.checked(), self.data)
 
 
 def preset(size: str | None, config: Path | None) -> tuple[ModelConfig, StepConfig]:

@@ -111,9 +111,19 @@ def _cut(
     tokens: Tokens, batch: int, context: int, vocab_size: int, random: np.random.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
-        starts = random.integers(0, len(tokens) - context, size=batch)
-        window = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)  # (B, S + 1)
-        if (largest := int(window.max())) >= vocab_size:
-            raise UsageError(f"the data holds token id {largest}, beyond the vocabulary of {vocab_size}")
-        ids = torch.from_numpy(window)
-        yield ids[:, :-1], ids[:, 1:]
+        yield cut_sequences(tokens, random.integers(0, len(tokens) - context, size=batch), context, vocab_size)
+
+
+def cut_sequences(
+    tokens: Tokens, starts: npt.NDArray[np.integer], context: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The sequences at `starts` (B,) as (inputs, targets), each (B, context) int64; targets are one later.
+
+    Raises:
+        UsageError: an id outside the vocabulary.
+    """
+    window = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)  # (B, S + 1)
+    if (largest := int(window.max())) >= vocab_size:
+        raise UsageError(f"the data holds token id {largest}, beyond the vocabulary of {vocab_size}")
+    ids = torch.from_numpy(window)
+    return ids[:, :-1], ids[:, 1:]

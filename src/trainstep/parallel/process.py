@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,22 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
         init_method="env://",
         timeout_s=timeout_s,
     ) as process:
+        yield process
+
+
+@contextmanager
+def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
+    """`join_group` where torchrun started this process; else a group of this process alone, on the first GPU if any."""
+    if "RANK" in os.environ:
+        with join_group(device, timeout_s=timeout_s) as process:
+            yield process
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="trainstep-") as folder,
+        joined(
+            bind_device(device, 0), rank=0, world_size=1, init_method=f"file://{folder}/store", timeout_s=timeout_s
+        ) as process,
+    ):
         yield process
 
 

@@ -1,0 +1,157 @@
+"""The checkpoints of a run: written beside training, complete or not there, the newest ones kept.
+
+All ranks write their parts into a hidden folder, in a thread, while training goes on; the tensors were copied to the
+host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size) and renames
+the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed. What is hidden is
+removed at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from trainstep.errors import UsageError
+
+NOTE = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    """Updates made when it was taken."""
+    note: Mapping[str, Any]
+    """`identity`, `form` of the optimizer's state, `world_size`, `tokens` trained on, `files` with their sizes."""
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+
+
+def name_of(step: int) -> str:
+    """The folder name of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def open_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of a step, after a look at all its files.
+
+    Raises:
+        UsageError: a file is missing or has another size than when it was written; older checkpoints are named.
+    """
+    path = folder / name_of(step)
+    older = [name_of(each) for each in steps_in(folder) if each < step]
+    instead = (
+        f"to go on from an older one, give --resume-from {older[-1]}"
+        if older
+        else "there is no older checkpoint; start anew with another --out"
+    )
+    try:
+        note = json.loads((path / NOTE).read_text(encoding="utf-8"))
+        files = dict(note["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"checkpoint {path} is damaged: {NOTE} cannot be read ({error}); {instead}") from error
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise UsageError(f"checkpoint {path} is damaged: {name} {what}; {instead}")
+    return Checkpoint(path, step, note)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed process left half-written or half-removed."""
+    for path in folder.glob(".*"):
+        shutil.rmtree(path)
+
+
+def set_aside(folder: Path, after: int) -> list[str]:
+    """Rename the checkpoints of later steps than `after`, so that training may come there again; returns new names."""
+    renamed = []
+    for step in steps_in(folder):
+        if step > after:
+            number = 1
+            while (target := folder / f"aside-{number}-{name_of(step)}").exists():
+                number += 1
+            (folder / name_of(step)).rename(target)
+            renamed.append(target.name)
+    return renamed
+
+
+class CheckpointWriter:
+    """Writes checkpoints of all ranks; every rank has one and calls it at the same steps.
+
+    Args:
+        folder: where, seen by all ranks.
+        keep: how many of the newest stay.
+        group: a Gloo group of all ranks that nothing else uses, since it is used from a thread.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup) -> None:
+        self._folder, self._keep, self.group = folder, keep, group
+        self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
+        self.last: int | None = None
+        """Step of the last checkpoint that is complete, as far as this process has seen."""
+
+    def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
+        """Copy `state` to the host and start writing it; waits for the checkpoint before, if it is still under way."""
+        self.wait()
+        saved = async_save(state, checkpoint_id=str(self._hidden(step)), process_group=self.group)
+        assert isinstance(saved, Future), "the default stager answers when the copy is made"
+        self._underway = (step, saved, note)
+
+    def poll(self) -> None:
+        """If the checkpoint under way is written, complete it. Takes no time."""
+        if self._underway is not None and self._underway[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint under way and complete it.
+
+        Raises:
+            UsageError: it could not be written; the one before is still there.
+        """
+        if self._underway is None:
+            return
+        step, saved, note = self._underway
+        self._underway = None
+        try:
+            saved.result()
+            if self.group.rank() == 0:
+                self._complete(step, note)
+        except Exception as error:
+            before = (
+                "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
+            )
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise UsageError(f"checkpoint {name_of(step)} could not be written: {reason}; {before}") from error
+        self.last = step
+
+    def _complete(self, step: int, note: Mapping[str, Any]) -> None:
+        hidden = self._hidden(step)
+        files = {path.name: path.stat().st_size for path in sorted(hidden.iterdir())}
+        (hidden / NOTE).write_text(json.dumps({"step": step, **note, "files": files}, indent=1), encoding="utf-8")
+        hidden.rename(self._folder / name_of(step))
+        for old in steps_in(self._folder)[: -self._keep]:
+            leaving = self._folder / f".{name_of(old)}.removed"
+            (self._folder / name_of(old)).rename(leaving)  # at once: half a folder never has a checkpoint's name
+            shutil.rmtree(leaving)
+
+    def _hidden(self, step: int) -> Path:
+        return self._folder / f".{name_of(step)}.writing"

@@ -1,0 +1,162 @@
+"""What a training run is: its length, batch, schedule, scheme, and what it keeps. Imports no torch.
+
+The batch that is configured is the *global* one, of all ranks together. So the same configuration makes the same loss
+curve on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+
+Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run trains: its length, its batch, its schedule, its scheme, and what it keeps."""
+
+    steps: int = 200
+    """Updates of the weights."""
+    global_batch: int = 32
+    """Sequences per update over all ranks: --batch per rank and pass, accumulated over as many passes as it takes."""
+    warmup_steps: int = 20
+    """Updates over which the learning rate rises to --learning-rate; a cosine follows."""
+    min_learning_rate: float = 0.1
+    """Where the cosine ends, as a fraction of --learning-rate."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this norm, taken over all of them together; inf: never."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay, of all parameters."""
+    validation_fraction: float = 0.05
+    """The part of the tokens, at their end, that is kept for validation."""
+    eval_every: int = 50
+    """Updates between two validations; there is one at the end too."""
+    eval_batches: int = 2
+    """Global batches per validation: the same ones every time."""
+    save_every: int = 50
+    """Updates between two checkpoints; there is one at the end too."""
+    keep: int = 3
+    """Checkpoints kept, the newest ones."""
+    log_every: int = 10
+    """Updates between two lines on the terminal; files have every one."""
+    scheme: Scheme = "auto"
+    """single (one process), ddp (every rank has all; gradients are averaged), sharded-optimizer (gradients and
+    optimizer state in slices), fsdp (weights too); auto: ddp on several ranks, else single."""
+    bucket_mb: float = 25.0
+    """Megabytes of gradients per call (ddp and sharded-optimizer)."""
+    samples: int = 2
+    """Texts written by the model at the end, continuing validation text; 0 for none."""
+    sample_tokens: int = 120
+    """Tokens in each of them."""
+    temperature: float = 0.8
+    """Of their sampling; 0 takes the likeliest token."""
+    tensorboard: bool = True
+    """Write TensorBoard's event files too (needs the package tensorboard)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "eval_every", "eval_batches", "save_every", "keep", "log_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        for name in ("warmup_steps", "weight_decay", "bucket_mb", "samples", "sample_tokens", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.warmup_steps > self.steps:
+            raise UsageError(
+                f"warmup_steps is {self.warmup_steps}, but the run has {self.steps} steps; make the warm-up shorter"
+            )
+        if not 0 <= self.min_learning_rate <= 1:
+            raise UsageError(f"min_learning_rate is {self.min_learning_rate}; expected a fraction from 0 to 1")
+        if not self.clip_norm > 0:
+            raise UsageError(f"clip_norm is {self.clip_norm}; expected a positive number, or inf for no clipping")
+        if not 0 < self.validation_fraction < 1:
+            raise UsageError(f"validation_fraction is {self.validation_fraction}; expected a number between 0 and 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run in full: the model, how a step is taken, and how the run goes."""
+
+    name: str
+    """What the model is called in tables."""
+    model: ModelConfig
+    step: StepConfig
+    """Its batch is that of one rank and one pass; its learning rate is the schedule's peak."""
+    train: TrainConfig
+
+    def scheme(self, world_size: int) -> Scheme:
+        """The scheme that this number of ranks trains with."""
+        if self.train.scheme == "auto":
+            return "single" if world_size == 1 else "ddp"
+        return self.train.scheme
+
+    def passes(self, world_size: int) -> int:
+        """Forward and backward passes of a rank per update."""
+        return self.train.global_batch // (self.step.batch * world_size)
+
+    def check(self, world_size: int) -> None:
+        """Raise where this cannot be trained on that many ranks, before anything is built.
+
+        Raises:
+            UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
+            UnsupportedError: fp16, or the chunked loss with sharded weights.
+        """
+        at_once = self.step.batch * world_size
+        if self.train.global_batch % at_once:
+            raise UsageError(
+                f"global_batch {self.train.global_batch} does not divide into passes of {at_once} sequences: "
+                f"{world_size} rank{'s' if world_size > 1 else ''} × batch {self.step.batch}; "
+                f"choose --global-batch among the multiples of {at_once}, or another --batch"
+            )
+        if self.step.context > self.model.max_context:
+            raise UsageError(
+                f"context {self.step.context} is longer than the model's max_context {self.model.max_context}; "
+                f"choose a context up to {self.model.max_context}"
+            )
+        if self.train.scheme == "single" and world_size > 1:
+            raise UsageError(
+                f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
+                "use --scheme ddp, sharded-optimizer or fsdp"
+            )
+        if self.step.precision == "fp16":
+            raise UnsupportedError(
+                "train does not take fp16: its loss scaler skips steps, so that runs could not be resumed and compared "
+                "step by step; use --precision bf16, which needs no scaler"
+            )
+        if self.train.scheme == "fsdp" and self.step.loss == "chunked":
+            raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+
+    def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
+        fields: dict[str, Scalar] = {}
+        for room, config in (("model", self.model), ("step", self.step), ("train", self.train)):
+            for each in dataclasses.fields(config):
+                if f"{room}.{each.name}" not in MAY_CHANGE:
+                    value = getattr(config, each.name)
+                    fields[f"{room}.{each.name}"] = "inf" if value == math.inf else value
+        return fields | {f"data.{name}": value for name, value in data.items()}
+
+
+MAY_CHANGE = {
+    *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "checkpointing", "device")),
+    *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
+    *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),
+}
+"""What may differ when a run goes on: the curve does not depend on it, or by roundings only."""
+
+
+def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
+    """Fields in which two identities differ, as `name: theirs → mine`."""
+    names = dict.fromkeys([*theirs, *mine])
+    return [
+        f"{name}: {theirs.get(name, 'absent')} → {mine.get(name, 'absent')}"
+        for name in names
+        if theirs.get(name) != mine.get(name)
+    ]

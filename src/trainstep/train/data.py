@@ -1,0 +1,117 @@
+"""The tokens of a run: which sequences make which update.
+
+The sequences of an update follow from the seed and the update's number alone. So the place in the data is the number of
+the update, no state of a loader is saved, and every number of ranks sees the same global batches: a rank takes its
+consecutive part of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from trainstep.errors import UsageError
+from trainstep.model.text import Tokens, cut_sequences, load_tokens
+from trainstep.train.config import RunConfig, Scalar
+
+_PIECES = 64
+"""Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""
+_PIECE_TOKENS = 2**16
+_CHECKED_TOKENS = 2**24
+"""Ids are held against the vocabulary this many at a time."""
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, each (batch, context) int64."""
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Training and validation tokens, and the sequences cut from them."""
+
+    training: Tokens
+    validation: Tokens
+    is_text: bool
+    """Whether the tokens are the bytes of text."""
+    context: int
+    vocab_size: int
+    global_batch: int
+    eval_batches: int
+    seed: int
+
+    def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> list[Batch]:
+        """A rank's part of update number `step`, in passes of `batch` sequences."""
+        random = np.random.default_rng([self.seed, step])
+        starts = random.integers(0, len(self.training) - self.context, size=self.global_batch)
+        return self._parts(self.training, starts, rank, world_size, batch)
+
+    def validation_parts(self, rank: int, world_size: int, batch: int) -> list[Batch]:
+        """A rank's part of the validation, the same every time: sequences evenly spaced over the validation tokens."""
+        count = self.eval_batches * self.global_batch
+        starts = np.linspace(0, len(self.validation) - self.context - 1, count).astype(np.int64)
+        return self._parts(self.validation, starts, rank, world_size, batch)
+
+    def describe(self) -> dict[str, Scalar]:
+        """What identifies the tokens: how many, and a hash of pieces all over them."""
+        digest = hashlib.sha256()
+        for tokens in (self.training, self.validation):
+            for start in np.linspace(0, max(0, len(tokens) - _PIECE_TOKENS), _PIECES).astype(np.int64):
+                digest.update(np.ascontiguousarray(tokens[start : start + _PIECE_TOKENS]).tobytes())
+        return {"tokens": len(self.training) + len(self.validation), "sha256": digest.hexdigest()[:16]}
+
+    def check_ids(self, rank: int, world_size: int) -> None:
+        """Look at a rank's part of all tokens.
+
+        Raises:
+            UsageError: one is outside the vocabulary.
+        """
+        if self.is_text:
+            return  # bytes; that the vocabulary has them was seen when they were read
+        for tokens in (self.training, self.validation):
+            part = np.array_split(tokens, world_size)[rank]
+            for start in range(0, len(part), _CHECKED_TOKENS):
+                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.vocab_size:
+                    raise UsageError(
+                        f"the data holds token id {largest}, beyond the vocabulary of {self.vocab_size}; give the data "
+                        "that fits the model, or --vocab-size"
+                    )
+
+    def _parts(
+        self, tokens: Tokens, starts: npt.NDArray[np.integer], rank: int, world_size: int, batch: int
+    ) -> list[Batch]:
+        mine = np.split(starts, world_size)[rank]
+        return [
+            cut_sequences(tokens, part, self.context, self.vocab_size) for part in np.split(mine, len(mine) // batch)
+        ]
+
+
+def open_data(path: Path | None, config: RunConfig) -> TokenData:
+    """The tokens of a text file, a folder, a `.bin` file or the standard library's source (None), split in two.
+
+    Raises:
+        UsageError: no such data, or too little of it for one sequence to train on and one to validate on.
+    """
+    tokens = load_tokens(path, config.model.vocab_size)
+    context = config.step.context
+    kept = int(len(tokens) * config.train.validation_fraction)
+    training, validation = tokens[: len(tokens) - kept], tokens[len(tokens) - kept :]
+    for what, part in (("training", training), ("validation", validation)):
+        if len(part) < context + 1:
+            raise UsageError(
+                f"of {len(tokens)} tokens {len(part)} are for {what}, but one sequence needs context + 1 = "
+                f"{context + 1}; give more data, a shorter --context or another --validation-fraction"
+            )
+    return TokenData(
+        training,
+        validation,
+        is_text=path is None or path.suffix != ".bin",
+        context=context,
+        vocab_size=config.model.vocab_size,
+        global_batch=config.train.global_batch,
+        eval_batches=config.train.eval_batches,
+        seed=config.step.seed,
+    )

@@ -1,0 +1,84 @@
+"""A run as one record: its curve at some updates, its speed with an interval, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainstep.measure.environment import describe
+from trainstep.measure.memory import GIB
+from trainstep.measure.stats import summarize
+from trainstep.parallel.process import Process
+from trainstep.report.records import Record, Scalar
+from trainstep.train.config import RunConfig
+
+WARMUP = 10
+"""Updates after a start whose speed is not counted: compilation and first allocations are in them."""
+POINTS = 50
+"""Updates whose losses are kept in the record; metrics.jsonl has all."""
+
+
+def run_record(
+    config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], peak_bytes: int | None
+) -> Record:
+    """One row for a finished run.
+
+    Args:
+        config: what was trained.
+        process: any of the ranks that trained last.
+        rows: the metrics, every update once.
+        peak_bytes: the most memory that a rank held; None where it is not counted.
+    """
+    steady = [row for row in rows if row["since_start"] > WARMUP] or list(rows)
+    times = summarize([row["step_ms"] for row in steady])
+    tokens = config.train.global_batch * config.step.context
+    utilisations = [row["utilisation"] for row in steady if row["utilisation"] is not None]
+    validations = [row for row in rows if row["validation_loss"] is not None]
+    values: dict[str, Scalar] = {
+        "n": len(steady),
+        **times.columns("step"),
+        "tokens_per_s": 1e3 * tokens / times.median,
+        "utilisation": float(np.median(utilisations)) if utilisations else None,
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "validation_loss": validations[-1]["validation_loss"] if validations else None,
+        "tokens": rows[-1]["tokens"],
+        "peak_gib": None if peak_bytes is None else peak_bytes / GIB,
+    }
+    chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
+    curve = [rows[at] for at in chosen]
+    return Record(
+        "train",
+        case_of(config, process.world_size),
+        values,
+        series={
+            "step": [row["step"] for row in curve],
+            "loss": [row["loss"] for row in curve],
+            "validation_step": [row["step"] for row in validations],
+            "validation_loss": [row["validation_loss"] for row in validations],
+        },
+        environment=describe(process.device),
+    )
+
+
+def case_of(config: RunConfig, world_size: int) -> dict[str, Scalar]:
+    """The columns that identify a run's row."""
+    step, train = config.step, config.train
+    return {
+        "workload": config.name,
+        "context": step.context,
+        "batch": step.batch,
+        "precision": step.precision,
+        "compile": step.compile,
+        "attention": step.attention,
+        "loss": step.loss,
+        "checkpointing": None if step.checkpointing == "none" else step.checkpointing,
+        "optimizer": step.optimizer,
+        "seed": step.seed,
+        "scheme": config.scheme(world_size),
+        "world_size": world_size,
+        "global_batch": train.global_batch,
+        "steps": train.steps,
+    }
