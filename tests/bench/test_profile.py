@@ -101,6 +101,19 @@ def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so():
     assert min(boundary) == 300_000, "phases are not joined"
 
 
+def test_kernels_far_apart_are_not_joined_however_much_is_to_be_drawn():
+    lonely = [dataclasses.replace(kernel(index, stream="0/20"), name="lonely") for index in (0, 10_000)]
+    kernels = [dataclasses.replace(kernel(index), family=("copy", "softmax")[index % 2]) for index in range(10_000)]
+    values, series = timeline_values(Profile((*kernels, *lonely), 1, True, False, 0.0), "0", longest=500)
+    assert values["bars"] <= 500
+    found = [
+        series["count"][index]
+        for index, name in enumerate(series["kernel"])
+        if series["kernel_names"][name] == "lonely"
+    ]
+    assert found == [1, 1]
+
+
 def test_a_case_that_cannot_run_is_a_row():
     config = dataclasses.replace(CONFIG, precision="tf32")
     (row,) = profile_records(SOURCE, config, warmup=0, steps=1, profiled_steps=1)

@@ -92,6 +92,7 @@ KERNELS = {
         "ncclDevKernel_ReduceScatter_Sum_bf16_RING_SIMPLE(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
         "Memcpy PtoP (Device -> Device)",
+        "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
     ],
     "other": [
         f"{AT}(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*, float const*)",

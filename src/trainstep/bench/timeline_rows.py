@@ -65,19 +65,23 @@ _ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
     lambda each: each.lane,
 )
 """What neighbours must have in common to be drawn as one, the strictest first."""
+_VISIBLE = 1 / 100
+"""Share of the timeline from which bars of different phases are rather joined than alike ones that far apart."""
 
 
 def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
     """No more bars than may be drawn, and up to which length neighbours were joined for that; None where none were."""
-    length = 1.0
-    for alike in _ALIKE:
+    longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
+    used: list[float] = []
+    for levels, limit in ((_ALIKE[:2], _VISIBLE * longest), (_ALIKE, 2 * longest)):
         length = 1.0
-        longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
-        while len(bars) > most and length < 2 * longest:
-            bars, length = _joined(bars, alike, length), 2 * length
-        if len(bars) <= most:
-            break
-    return bars, None if all(bar.count == 1 for bar in bars) else length / 2
+        while len(bars) > most and length < limit:
+            for alike in levels:
+                if len(bars) > most:
+                    bars = _joined(bars, alike, length)
+            used.append(length)
+            length *= 2
+    return bars, max(used, default=None)
 
 
 def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:

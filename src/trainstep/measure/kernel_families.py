@@ -35,6 +35,7 @@ _ATTENTION_OPERATOR = re.compile(r"(flash|efficient|cudnn)_attention|scaled_dot_
 _GPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^nccl|ncclDevKernel|ncclKernel|all_reduce_kernel|allreduce_kernel|all_gather_kernel|nvshmem"),
     ("communication", r"^Memcpy PtoP|^\[CUDA memcpy Peer-to-Peer"),  # from GPU to GPU, by a copy engine
+    ("communication", r"symmetric_memory::|^(void )?barrier_kernel|(put|wait)_signal_kernel"),
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     (

@@ -207,43 +207,6 @@ COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("worst error (%)", "worst_error", 100, digits=2),
         ),
     ),
-    "parallel": (
-        "Schemes of data parallel training: step on the slowest rank, memory on the one that holds most",
-        (
-            *SETTINGS,
-            case_column("ranks", "world_size"),
-            case_column("scheme", "scheme"),
-            Column("n", lambda row: number(row.values.get("n")), setting=True),
-            median_column("step (ms) [95 %]", "step"),
-            value_column("exposed (ms)", "exposed_ms"),
-            value_column("tokens/s", "tokens_per_s"),
-            value_column("collectives", "collectives"),
-            value_column("sent (GiB)", "sent_gib"),
-            value_column("must be sent (GiB)", "sent_floor_gib"),
-            *(
-                column
-                for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
-                for column in (
-                    value_column(f"{title} (GiB)", f"{when}_gib"),
-                    value_column(f"{title} by plan", f"predicted_{when}_gib"),
-                    *(
-                        value_column(f"{title}: {kind} (GiB)", f"{when}_{name}_gib", brief=False)
-                        for kind, name in (
-                            ("weights", "weights"),
-                            ("gradients", "gradients"),
-                            ("state", "optimizer_state"),
-                        )
-                    ),
-                )
-            ),
-            value_column("peak (GiB)", "peak_gib"),
-            value_column("loss off by", "loss_error", brief=False),
-            value_column("allowed", "loss_allowed", brief=False),
-            value_column("update off by", "update_error", brief=False),
-            value_column("allowed", "update_allowed", brief=False),
-            OUTCOME,
-        ),
-    ),
     "ceiling": (
         "What this device reaches",
         (

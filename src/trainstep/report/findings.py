@@ -9,6 +9,7 @@ from trainstep.report.formula_findings import formula_findings
 from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
 from trainstep.report.numbers import number, numeric
+from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.plan_findings import plan_findings
 from trainstep.report.records import Record, of_kind
 
@@ -250,6 +251,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _launch_bound,
     formula_findings,
     kernel_findings,
+    parallel_findings,
     _memory,
     _warmup,
     _rejected,

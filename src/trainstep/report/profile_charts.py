@@ -144,7 +144,7 @@ def timeline(row: Record) -> figure:
         "name": [name if count == 1 else f"{count} kernels, the longest {name}"
                  for name, count in zip(columns["kernel"], counts, strict=True)],
         "tip": [
-            f"{family}, {phase}\n{module}\n{_length(duration)}"
+            f"{family}, {phase}\n{module}\n{length_text(duration)}"
             for family, phase, module, duration in zip(
                 columns["family"], columns["phase"], columns["module"], length, strict=True
             )
@@ -163,7 +163,7 @@ def timeline(row: Record) -> figure:
         hover_line_color=None,
     )
     strips = _phase_strips(plot, start, length, columns["phase"])
-    _add_zoom(plot, [bars, strips])
+    add_zoom(plot, [bars, strips])
     return plot
 
 
@@ -196,7 +196,8 @@ def _phase_strips(plot: figure, start: Sequence[float], length: Sequence[float],
     )
 
 
-def _add_zoom(plot: figure, renderers: Sequence[Any]) -> None:
+def add_zoom(plot: figure, renderers: Sequence[Any]) -> None:
+    """Drag to see a part of the time axis closer, double-click (or the tool) for all; hovering tells a bar's `tip`."""
     zoom = BoxZoomTool(dimensions="width")
     wheel = WheelZoom(dimensions="width", modifiers={"shift": True})
     hover = HoverTool(renderers=list(renderers), tooltips=plots.TOOLTIP, point_policy="follow_mouse", visible=False)
@@ -211,5 +212,6 @@ def _lane_order(lane: str) -> tuple[int, str]:
     return ({"communication": 1, "copies": 2}.get(lane, 0), lane)
 
 
-def _length(milliseconds: float) -> str:
+def length_text(milliseconds: float) -> str:
+    """A kernel's time with a unit that suits it."""
     return f"{number(milliseconds * 1e3)} µs" if milliseconds < 1 else f"{number(milliseconds)} ms"

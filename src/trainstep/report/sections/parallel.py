@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report import plots
-from trainstep.report.blocks import Chart, Charts, Section
-from trainstep.report.cells import get, number
+from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.cells import get, number, told_apart
 from trainstep.report.numbers import NONE
+from trainstep.report.overlap_chart import LEGEND, overlap_chart
 from trainstep.report.plots import Bar
-from trainstep.report.records import Record, of_kind
+from trainstep.report.records import Record, by_case, of_kind
 from trainstep.report.sections.plain import plain_table
 
 _KINDS = ("weights", "gradients", "optimizer_state")
@@ -17,9 +18,18 @@ _KINDS = ("weights", "gradients", "optimizer_state")
 
 def parallel(records: Sequence[Record]) -> Section | None:
     """All schemes that were compared, where there are any."""
-    rows = of_kind(records, "parallel")
-    if not rows:
+    rows, traced = of_kind(records, "parallel"), of_kind(records, "parallel trace")
+    if not rows and not traced:
         return None
+    lead = (
+        "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
+        "long as on its slowest rank; what communication costs is the difference to the same step without any."
+    )
+    blocks = [*(_timed(rows) if rows else []), *(_traced(traced) if traced else [])]
+    return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
+
+
+def _timed(rows: Sequence[Record]) -> list[Block]:
     alone = next((get(row, "step_ms") for row in rows if row.case["scheme"] == "single"), None)
     charts = [
         Chart(
@@ -40,14 +50,39 @@ def parallel(records: Sequence[Record]) -> Section | None:
                 [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
             )
         )
-    lead = (
-        "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
-        "long as on its slowest rank; what communication costs is the difference to the same step without any."
+    return [Charts(charts), plain_table("parallel", rows)]
+
+
+def _traced(rows: Sequence[Record]) -> list[Block]:
+    """Steps below one another, a figure for each workload and number of ranks; and their sums."""
+    groups = by_case([row for row in rows if row.status == "ok" and get(row, "bars")], "scheme")
+    charts = [
+        Chart(
+            f"parallel-trace{f'-{place}' if place else ''}",
+            "One step of rank 0, scheme by scheme, as the profiler saw it",
+            _explained(group) + (f" {told_apart(group[0], [each[0] for each in groups])}." if len(groups) > 1 else ""),
+            overlap_chart(group),
+            LEGEND,
+        )
+        for place, group in enumerate(groups)
+    ]
+    return [*(Charts([chart]) for chart in charts), plain_table("parallel trace", rows)]
+
+
+def _explained(rows: Sequence[Record]) -> str:
+    where = (
+        "Communication is the time of Gloo’s threads in a collective"
+        if any(row.values.get("on_cpu") for row in rows)
+        else "Communication is NCCL’s kernels and copies between GPUs"
     )
-    return Section(
-        "parallel", "Data parallel", "Data parallel training by scheme", lead,
-        [Charts(charts), plain_table("parallel", rows)],
-    )  # fmt: skip
+    shortest = max(get(row, "exposed_from_us") or 0 for row in rows)
+    text = (
+        f"{where}, waiting for other ranks included; it is exposed where nothing is computed meanwhile (drawn from "
+        f"{number(shortest)} µs on, the table has all). Drag over a part, or scroll with Shift, to see it closer."
+    )
+    if (below := max(get(row, "joined_below_us") or 0 for row in rows)) > 0:
+        text += f" Neighbouring kernels that together are shorter than {number(below)} µs are drawn as one."
+    return text
 
 
 def _step_bar(row: Record, alone: float | None) -> Bar:
