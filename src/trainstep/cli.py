@@ -32,6 +32,7 @@ from trainstep.commands.memory import Memory, memory_grid
 from trainstep.commands.options import ModelFlags, StepFlags, preset
 from trainstep.commands.plan import DEFAULT_SIZE, DEFAULT_STEP, Plan, PlannedStep
 from trainstep.commands.profile import Profile
+from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train, train_defaults
 from trainstep.commands.tune import Tune
 from trainstep.config import SIZES
@@ -49,8 +50,13 @@ class _Choice:
     grid: str | None = None
 
 
-def _parse(arguments: Sequence[str]) -> Any:
-    """The command that the arguments name, as one of the dataclasses above."""
+def parse(arguments: Sequence[str]) -> Any:
+    """The command that the arguments name, as one of the dataclasses above.
+
+    Raises:
+        UsageError: a size or a configuration that is not there.
+        SystemExit: flags that cannot be parsed; what is wrong was printed. Also after --help.
+    """
     one_model: dict[str, Any] = {}
     memory: dict[str, Any] = {}
     plan: dict[str, Any] = {"model": ModelFlags(**vars(SIZES[DEFAULT_SIZE])), "step": PlannedStep(**vars(DEFAULT_STEP))}
@@ -86,6 +92,7 @@ def _parse(arguments: Sequence[str]) -> Any:
         Annotated[Memory, subcommand("memory", default=Memory(**memory))],
         Annotated[Plan, subcommand("plan", default=Plan(**plan))],
         Annotated[Profile, subcommand("profile", default=Profile(**one_model))],
+        Annotated[Sweep, subcommand("sweep")],
         Annotated[Compare, subcommand("compare")],
         Annotated[Train, subcommand("train", default=Train(**training))],
         Annotated[Tune, subcommand("tune")],
@@ -99,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 2 the input was bad, 130 interrupted (what was measured is on disk)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(_parse(words).run())
+        sys.exit(parse(words).run())
     except UsageError as error:
         if "--debug" in words:
             raise

@@ -18,8 +18,9 @@ MATCHED_BY = {
         *("mode", "warmup"),
     ),
     "rung": ("workload", "batch", "context", "rung"),
+    "sweep": (),
 }
-"""The kinds of records that carry a step's samples, and the columns by which their rows are matched."""
+"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 
 ACROSS = MATCHED_BY["step"]
 """The columns in which compared rows may be allowed to differ."""
@@ -110,7 +111,8 @@ def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Record]]:
     found: dict[CaseKey, list[Record]] = {}
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
-            key = (("kind", record.kind), *((name, record.case.get(name)) for name in MATCHED_BY[record.kind]))
+            names = MATCHED_BY[record.kind] or sorted(record.case)
+            key = (("kind", record.kind), *((name, record.case.get(name)) for name in names))
             found.setdefault(key, []).append(record)
     return found
 

@@ -22,6 +22,7 @@ from trainstep.report.sections.phases import grid, phases, warmup
 from trainstep.report.sections.plan import plan
 from trainstep.report.sections.precision import accumulation, dtypes
 from trainstep.report.sections.summary import summary
+from trainstep.report.sections.sweep import sweep
 from trainstep.report.sections.workload import environment, workload
 
 SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
@@ -43,6 +44,7 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     dtypes,
     accumulation,
     plan,
+    sweep,
     workload,
     environment,
 )

@@ -1,0 +1,93 @@
+"""What came of a case's process → rows: those that it wrote, and one that says why where it did not end well."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainstep.bench.sweep.case import ROW_KINDS, Case
+from trainstep.errors import UsageError
+from trainstep.report.records import Record, Scalar, Status, of_kind, read_records
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
+)
+_ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
+_RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
+_LONGEST = 240
+
+
+def rows_of(case: Case, folder: Path, code: int | None, seconds: float, timeout_s: float | None = None) -> list[Record]:
+    """The rows of a case whose process has ended.
+
+    Args:
+        case: what was run.
+        folder: holds what it wrote: results.jsonl, stdout.txt, stderr.txt.
+        code: its exit code, below 0 for a signal; None where it was ended for lasting too long.
+        seconds: how long it ran.
+        timeout_s: how long it was allowed to.
+    """
+    found = _written(case, folder)
+    values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
+    rows = [
+        Record("sweep", case.columns() | {"row": told}, {**row.values, **values}, row.samples, row.status, row.reason,
+               row.environment)
+        for row, told in zip(found, _told_apart(found), strict=True)
+    ]  # fmt: skip
+    if code != 0 or not rows:
+        failed = failed_row(case, *_failure(folder, code, timeout_s), values)
+        rows.append(replace(failed, case={**failed.case, "row": "end"}) if rows else failed)
+    return rows
+
+
+def failed_row(case: Case, status: Status, reason: str, values: Mapping[str, Scalar]) -> Record:
+    """The row of a case that has no result."""
+    return Record("sweep", case.columns() | {"row": None}, values, status=status, reason=reason)
+
+
+def _written(case: Case, folder: Path) -> list[Record]:
+    try:
+        records = read_records(folder / "results.jsonl")
+    except UsageError:
+        return []  # none, or cut short by a crash: the failure's row tells
+    kinds = [kind for kind in ROW_KINDS[case.command] if of_kind(records, kind)]
+    return of_kind(records, kinds[0]) if kinds else []
+
+
+def _told_apart(rows: Sequence[Record]) -> list[str | None]:
+    """What tells each row of one case from the others, in words; nothing where there is one."""
+    if len(rows) < 2:
+        return [None] * len(rows)
+    names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]
+    short = [name for name in names if name in ("rung", "scheme")] or names  # these name all else that differs
+    return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
+
+
+def _failure(folder: Path, code: int | None, timeout_s: float | None) -> tuple[Status, str]:
+    last = _last_words(folder / "stderr.txt").removeprefix("trainstep: ")
+    if code is None:
+        return "failed", f"not done after {timeout_s:g} s, and ended"
+    if code == 0:
+        return "failed", "wrote no row that a sweep shows; see its results.jsonl"
+    if OUT_OF_MEMORY.search(last):
+        return "out of memory", last
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (often the kernel, for want of memory)" if name == "SIGKILL" else ""
+        return "failed", f"killed by {name}{hint}" + (f": {last}" if last else "")
+    return "failed", last or f"ended with exit code {code} and no word"
+
+
+def _last_words(path: Path) -> str:
+    """The line of standard error that says what happened, or its last line."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    found = (errors or lines or [""])[-1]
+    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1]}…"

@@ -1,0 +1,110 @@
+"""`trainstep sweep`: a command that measures, over a grid from a file, each case in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from trainstep.commands.options import Common
+from trainstep.commands.output import run_and_report
+from trainstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainstep.bench.sweep.case import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Common):
+    """Run a grid from a TOML file, each case in a process of its own, here or on Slurm; run it again to resume."""
+
+    file: Positional[Path]
+    """TOML file: command = "bench step", [fixed] with one value per flag, [axes] with a list of values per flag."""
+    executor: Literal["here", "slurm", "local"] = "here"
+    """here; slurm (jobs of an array, by submitit); local (as slurm, but the jobs are processes here)."""
+    jobs: int | None = None
+    """Cases at once; by default 1, as benchmarks disturb one another, and on Slurm as many as it starts. With several
+    here and GPUs, each case sees only GPUs of its own."""
+    timeout: float | None = None
+    """Seconds after which a case is ended; by default the file's, else none."""
+    retry: Literal["failed"] | None = None
+    """failed: run the cases again that failed or ran out of memory. Without it every case that has ended is left."""
+    partition: str | None = None
+    """Slurm's partition."""
+    account: str | None = None
+    """Slurm's account."""
+    time: Annotated[int, arg(metavar="MINUTES")] = 60
+    """Minutes that Slurm gives each case."""
+    gpus: int = 1
+    """GPUs of each case's job on Slurm."""
+    cpus: int = 8
+    """CPU cores of each case's job on Slurm."""
+    dry_run: FlagCreatePairsOff[bool] = False
+    """Check the file and print what would run."""
+    out: Path | None = None
+    """Folder for results.jsonl, tables/, report.html and cases/; by default results/sweep-NAME of NAME.toml."""
+
+    def run(self) -> int:
+        """Run what is not finished, print and write."""
+        from trainstep.bench.sweep.grid_file import load_grid
+        from trainstep.bench.sweep.resume import RETRIED, is_finished, only_sweep, places_of, sweep_records
+        from trainstep.cli import parse
+
+        if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
+            raise UsageError(
+                f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}; expected jobs and minutes "
+                "from 1 up"
+            )
+        grid = load_grid(self.file, parse)
+        out = self.out or Path("results") / f"sweep-{self.file.stem}"
+        retried = RETRIED if self.retry == "failed" else ()
+        places = places_of(grid, out)
+        if self.dry_run:
+            for place in places:
+                print("finished" if is_finished(place, retried) else "to run", shlex.join(place.case.words), sep="  ")
+            return 0
+        timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
+        with only_sweep(out), _ended_like_ctrl_c():
+            finished = sum(is_finished(place, retried) for place in places)
+            to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
+            print(f"{len(places)} cases of {grid.cases[0].command}: {finished} finished before, {to_run}", flush=True)
+
+            def execute(pending: Sequence[Place]) -> Generator[Place, None, None]:
+                return self._execute(pending, out, timeout_s)
+
+            with contextlib.closing(sweep_records(places, execute, retried)) as records:
+                return run_and_report(records, out, f"sweep {self.file.name}", total=len(places))
+
+    def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
+        from trainstep.bench.sweep.here import run_here, visible_gpus
+        from trainstep.bench.sweep.jobs import Resources, run_jobs
+
+        if self.executor == "here":
+            return run_here(pending, jobs=self.jobs or 1, gpus=visible_gpus(), timeout_s=timeout_s)
+        asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
+        return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,366 @@
+"""Sweeps: cases that end in every way, on every executor, resumed and interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trainstep.bench.sweep import child
+from trainstep.bench.sweep.case import Case, Place, flags
+from trainstep.bench.sweep.grid_file import load_grid
+from trainstep.bench.sweep.here import run_here, visible_gpus
+from trainstep.bench.sweep.jobs import Resources, run_jobs
+from trainstep.bench.sweep.resume import is_finished, only_sweep, places_of
+from trainstep.cli import main, parse
+from trainstep.errors import UsageError
+from trainstep.report.compare import compare
+from trainstep.report.records import read_records
+
+REPOSITORY = Path(__file__).parents[3]
+HERE = "tests.bench.sweep.workloads"
+
+TWELVE = f"""
+command = "bench step"
+[fixed]
+workload = "{HERE}:mixed"
+steps = 7
+warmup = 0
+device = "cpu"
+[axes]
+mode = ["forward", "step"]
+seed = [1, 2, 3, 4, 5, 6]
+"""
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    return stop.value.code
+
+
+@pytest.fixture
+def _repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.mark.usefixtures("_repository")
+def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
+    file, out = tmp_path / "twelve.toml", tmp_path / "out"
+    file.write_text(TWELVE)
+    assert run("sweep", str(file), "--jobs", "2", "--out", str(out)) == 0
+    rows = read_records(out / "results.jsonl")
+    assert Counter(row.status for row in rows) == {"ok": 10, "failed": 1, "out of memory": 1}
+    assert {(row.case["mode"], row.case["seed"]) for row in rows} == {
+        (mode, seed) for mode in ("forward", "step") for seed in range(1, 7)
+    }
+    (crashed,) = (row for row in rows if row.status == "failed")
+    assert (crashed.case["mode"], crashed.case["seed"]) == ("step", 2)
+    assert "killed by SIGABRT" in crashed.reason
+    log = out / "cases" / crashed.values["folder"] / "stderr.txt"
+    assert "in crashes" in log.read_text(), "the crash says where"
+    (starved,) = (row for row in rows if row.status == "out of memory")
+    assert (starved.case["mode"], starved.case["seed"]) == ("forward", 4)
+    assert all(len(row.samples["step"]) == row.values["n"] == 7 for row in rows if row.status == "ok")
+    said = capsys.readouterr().out
+    assert "12 cases of bench step: 0 finished before, 12 to run" in said
+    tables = {path.name for path in (out / "tables").iterdir()}
+    assert {"sweep.csv", "sweep-by-mode.md", "sweep-by-seed.tex"} <= tables
+    assert "Step by seed" in (out / "report.html").read_text()
+
+    monkeypatch.setattr(child, "command_of", lambda place: pytest.fail("a second run runs nothing"))
+    assert run("sweep", str(file), "--out", str(out)) == 0
+    again = read_records(out / "results.jsonl")
+    assert "12 finished before, nothing to run" in capsys.readouterr().out
+    assert sorted(map(repr, again)) == sorted(map(repr, rows))
+    assert [row.values["number"] for row in again] == list(range(1, 13))
+
+    assert run("sweep", str(file), "--retry", "failed", "--dry-run", "--out", str(out)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("--")[-2:] for line in lines if line.startswith("to run")] == [
+        ["mode forward ", "seed 4"],
+        ["mode step ", "seed 2"],
+    ]
+
+
+def wait_for(condition, what, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.05)
+    return found
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_path):
+    file, out = tmp_path / "hangs.toml", tmp_path / "out"
+    file.write_text(f'command = "bench step"\n[axes]\nworkload = ["{HERE}:absent", "{HERE}:hangs"]\n')
+    command = [sys.executable, "-m", "trainstep.cli", "sweep", str(file), "--out", str(out)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+    def hanging():
+        said = [path.read_text() for path in out.glob("cases/*hangs*/stdout.txt")]
+        return next((each.split("hanging as ")[1] for each in said if "hanging as" in each and "." in each), None)
+
+    pid = int(wait_for(hanging, "the second case").split(".")[0])
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "1 rows measured so far are kept" in output
+    assert not is_alive(pid)
+    (row,) = read_records(out / "results.jsonl")
+    assert row.status == "failed"
+    assert "absent" in row.reason
+    grid = load_grid(file, parse)
+    assert [is_finished(place) for place in places_of(grid, out)] == [True, False]
+
+
+STEP = json.dumps({"kind": "step", "case": {"workload": "toy"}, "values": {"step_ms": 1.0}})
+
+
+def scripted(monkeypatch, script):
+    """Run `script` in place of trainstep; it knows its folder as `out`."""
+    program = "import os, signal, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n"
+    program += f"row = {STEP!r} + chr(10)\n" + textwrap.dedent(script)
+    monkeypatch.setattr(child, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
+
+
+def places(folder, *settings):
+    cases = [Case("bench step", each) for each in settings or [{}]]
+    return [Place(case, folder / f"case-{number}") for number, case in enumerate(cases)]
+
+
+ENDINGS = [
+    ("(out / 'results.jsonl').write_text(row)", [("ok", "")]),
+    ("(out / 'results.jsonl').write_text(2 * row)", [("ok", ""), ("ok", "")]),
+    ("(out / 'results.jsonl').write_text(row); sys.exit('RuntimeError: then this')",
+     [("ok", ""), ("failed", "RuntimeError: then this")]),
+    ("sys.exit('trainstep: no such thing; do that')", [("failed", "no such thing; do that")]),
+    ("raise MemoryError", [("out of memory", "MemoryError")]),
+    ("sys.exit('[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\\nChildFailedError: rank 1')",
+     [("out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried")]),
+    ("sys.exit(3)", [("failed", "ended with exit code 3 and no word")]),
+    ("os.kill(os.getpid(), signal.SIGKILL)", [("failed", "killed by SIGKILL (often the kernel, for want of memory)")]),
+    ("pass", [("failed", "wrote no row that a sweep shows; see its results.jsonl")]),
+    ("(out / 'results.jsonl').write_text(row + row[:20]); sys.exit(9)", [("failed", "ended with exit code 9")]),
+    ("time.sleep(60)", [("failed", "not done after 0.5 s, and ended")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "expected"), ENDINGS)
+def test_however_a_case_ends_it_has_rows(script, expected, tmp_path, monkeypatch):
+    scripted(monkeypatch, script)
+    timeout = 0.5 if "sleep" in script else 60
+    (place,) = run_here(places(tmp_path), timeout_s=timeout)
+    rows = place.finished()
+    assert [row.status for row in rows] == [status for status, _ in expected]
+    assert all(row.reason.startswith(reason) for row, (_, reason) in zip(rows, expected, strict=True)), rows
+    assert len({row.case["row"] for row in rows}) == len(rows), "rows of one case are told apart"
+
+
+def test_what_a_case_started_ends_with_it(tmp_path, monkeypatch):
+    scripted(monkeypatch, """
+        import subprocess
+        left = subprocess.Popen(["sleep", "600"])
+        (out / "pid").write_text(str(left.pid))
+        (out / "results.jsonl").write_text(row)
+    """)  # fmt: skip
+    (place,) = run_here(places(tmp_path))
+    pid = int((place.folder / "pid").read_text())
+    wait_for(lambda: not is_alive(pid), "the end of what was left running", 10)
+
+
+def test_each_case_has_gpus_of_its_own(tmp_path, monkeypatch):
+    scripted(monkeypatch, """
+        (out / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+        time.sleep(0.3)
+    """)  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two = [{"processes": 2, "seed": seed} for seed in range(3)]
+    ended = list(run_here(places(tmp_path, *two, {"device": "cpu"}), jobs=2, gpus=["3", "5", "6", "7"]))
+    seen = {place.folder.name: (place.folder / "gpus").read_text() for place in ended}
+    assert {seen["case-0"], seen["case-1"]} == {"3,5", "6,7"}
+    assert seen["case-2"] in ("3,5", "6,7")
+    assert seen["case-3"] == ""
+    with pytest.raises(UsageError, match=r"3 jobs of 2 GPUs each need 6, and 4 are visible"):
+        next(run_here(places(tmp_path, *two), jobs=3, gpus=["3", "5", "6", "7"]))
+    (alone,) = run_here(places(tmp_path), gpus=["3", "5"])
+    assert (alone.folder / "gpus").read_text() == "all", "a case alone sees them all"
+
+
+def test_visible_gpus_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 4")
+    assert visible_gpus() == ["2", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_a_case_is_known_by_its_words_alone():
+    one = Case("bench step", {"seed": 1, "context": 16})
+    assert one.identity == Case("bench step", {"context": 16, "seed": 1}).identity
+    others = [Case("bench ladder", one.settings), Case("bench step", {"seed": 1, "context": 17}),
+              Case("bench step", {**one.settings, "processes": 1})]  # fmt: skip
+    assert len({one.identity, *(each.identity for each in others)}) == 4
+    assert flags({"num_layers": 2, "peaks": True, "timeline": False, "processes": 2}) == [
+        "--num-layers",
+        "2",
+        "--peaks",
+    ]
+
+
+def test_processes_are_started_by_torchrun(tmp_path):
+    case = Case("bench collectives", {"collective": "all-reduce", "size_mb": 1, "device": "cpu", "steps": 7,
+                                      "processes": 2})  # fmt: skip
+    (place,) = run_here([Place(case, tmp_path)])
+    (row,) = place.finished()
+    assert row.status == "ok", row.reason
+    assert row.values["n"] == 7
+    assert row.case["processes"] == 2
+
+
+def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
+    with only_sweep(tmp_path), pytest.raises(UsageError, match="another sweep is running"), only_sweep(tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("_repository")
+def test_jobs_of_submitit_here(tmp_path):
+    cases = [Case("bench step", {"workload": f"{HERE}:{name}", "steps": 7, "device": "cpu"})
+             for name in ("trains", "crashes")]  # fmt: skip
+    found = places_of_cases(cases, tmp_path)
+    ended = list(run_jobs(found, tmp_path / "jobs", "local", Resources(minutes=5), jobs=2))
+    assert len(ended) == 2
+    assert [place.finished()[0].status for place in found] == ["ok", "failed"]
+    assert "SIGABRT" in found[1].finished()[0].reason
+    first, second = (read_records(found[0].folder / name) for name in ("rows.jsonl", "rows.jsonl"))
+    assert compare(first, second)[0].verdict == "inconclusive"
+
+
+def places_of_cases(cases, folder):
+    return [Place(case, case.folder(folder / "cases", list(case.settings)[:1])) for case in cases]
+
+
+def test_jobs_on_slurm(tmp_path, monkeypatch):
+    """With stand-ins for Slurm's commands, which run the array's jobs here: one case's rows come after its job is said to be
+    done, as on a network file system; one job dies."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    scripts = {
+        "sbatch": """
+            import os, re, subprocess, sys
+            text = open(sys.argv[1]).read()
+            first, last = map(int, re.search(r"--array=(\\d+)-(\\d+)", text).groups())
+            for task in range(first, last + 1):
+                names = dict(SLURM_JOB_ID=str(71 + task), SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID=str(task),
+                             SLURM_NTASKS="1", SLURM_JOB_NUM_NODES="1", SLURM_NODEID="0", SLURM_PROCID="0",
+                             SLURM_LOCALID="0", SLURM_JOB_NODELIST="here")
+                log = open(os.path.join(os.path.dirname(sys.argv[0]), f"log-{task}"), "w")
+                subprocess.Popen(["bash", sys.argv[1]], env={**os.environ, **names}, stdout=log, stderr=log,
+                                 stdin=subprocess.DEVNULL, start_new_session=True)
+            print("Submitted batch job 70")
+        """,
+        "srun": """
+            import os, sys
+            words = sys.argv[1:]
+            if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
+                sys.exit("slurmstepd: error: node failure")
+            while words[0].startswith("-"):
+                words = words[2:] if words[0] in ("--output", "--error") else words[1:]
+            os.execvp(words[0], words)
+        """,
+        "sacct": """
+            print("JobID|State|NodeList")
+            print("70_0|COMPLETED|here\\n70_1|NODE_FAIL|here")
+        """,
+        "scancel": "",
+    }
+    for name, script in scripts.items():
+        path = commands / name
+        path.write_text(f"#!{sys.executable}\n{textwrap.dedent(script)}")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.chdir(REPOSITORY)
+    cases = [Case("plan", {"size": size}) for size in ("small", "medium")]
+    found = places_of_cases(cases, tmp_path)
+    asked = Resources(partition="fast", account="us", minutes=7, gpus=2, cpus=3)
+    assert len(list(run_jobs(found, tmp_path / "jobs", "slurm", asked, jobs=5))) == 2
+    text = next((tmp_path / "jobs").rglob("*submission*.sh")).read_text()
+    for words in ("--array=0-1%2", "--partition=fast", "--account=us", "--time=7", "--gpus-per-node=2",
+                  "--cpus-per-task=3", "--job-name=trainstep-sweep"):  # fmt: skip
+        assert words in text, text
+    assert {row.status for row in found[0].finished()} == {"ok"}
+    (lost,) = found[1].finished()
+    assert lost.status == "failed"
+    assert "NODE_FAIL" in lost.reason
+
+
+def test_the_example_runs(tmp_path, monkeypatch):
+    """As it is in the repository, with one value per axis and few steps."""
+    text = (REPOSITORY / "examples" / "sweep.toml").read_text()
+    grid = load_grid(REPOSITORY / "examples" / "sweep.toml", parse)
+    assert len(grid.cases) > 4
+    assert "trainstep sweep examples/sweep.toml" in text
+
+
+HEAD = 'command = "bench step"\n'
+BAD = [
+    ("", "command is None; expected one of analyze, bench attention"),
+    ('command = "info"', "command is 'info'"),
+    ("command = [", "cannot read the sweep"),
+    (HEAD, "an empty grid, as [axes] has no key"),
+    (HEAD + "[axes]\nbatch = []", "an empty grid, as [axes] batch has no values"),
+    (HEAD + "[axes]\nbatch = 3", "[axes] batch is 3; expected a list"),
+    (HEAD + "[axes]\nbatch = [1, 1]", "[axes] batch has 1 twice"),
+    (HEAD + "[axes]\nbatch = [0]", "[axes] batch: batch is 0; expected a positive number"),
+    (HEAD + "[axes]\nbatchs = [1]", "[axes] batchs = 1: Unrecognized options: --batchs"),
+    (HEAD + '[axes]\nbatch = ["many"]', "[axes] batch = 'many': Error parsing --batch"),
+    (HEAD + '[axes]\nprecision = ["fp32", "fp8"]', "[axes] precision = 'fp8': Error parsing --precision"),
+    (HEAD + '[axes]\nsize = ["huge"]', "[axes] size: unknown size 'huge'"),
+    (HEAD + "[axes]\nbatch = [[1]]", "[axes] batch is [1]; expected a string, a number"),
+    (HEAD + "[axes]\nprocesses = [0]", "[axes] processes is 0; expected how many"),
+    (HEAD + '[axes]\nout = ["a"]', "[axes] out is the sweep's own affair"),
+    (HEAD + "[fixed]\nbatch = 1\n[axes]\nbatch = [1]", "batch is both fixed and an axis"),
+    (HEAD + "[fixed]\nbatch = [1]\n[axes]\nseed = [1]", "[fixed] batch is a list; move it to [axes]"),
+    (HEAD + "axis = 1\n[axes]\nseed = [1]", "unknown table or key 'axis'"),
+    (HEAD + "timeout = -1\n[axes]\nseed = [1]", "timeout is -1; expected seconds above 0"),
+    (HEAD + "axes = 1", "axes is 1; expected a table"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_a_bad_file_is_one_line_with_the_key(text, message, tmp_path, capsys):
+    file = tmp_path / "sweep.toml"
+    file.write_text(text)
+    assert run("sweep", str(file), "--out", str(tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists(), "nothing was started"
+
+
+def test_bad_flags(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "sweep.toml"
+    file.write_text(HEAD + "[axes]\nseed = [1]")
+    words = ["sweep", str(file), "--out", str(tmp_path / "out")]
+    assert run("sweep", str(tmp_path / "absent.toml")) == 2
+    assert "cannot read the sweep" in capsys.readouterr().err
+    assert run(*words, "--jobs", "0") == 2
+    assert "jobs is 0" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(*words, "--executor", "slurm") == 2
+    assert "Slurm is not on this machine" in capsys.readouterr().err
+    assert run("sweep", str(file), "--out", "/proc/nope") == 2
+    assert "choose another folder with --out" in capsys.readouterr().err
