@@ -1,17 +1,29 @@
-"""Fill the tables of README.md and docs/*.md from docs/results/, so that no figure in them is typed by hand.
+"""Fill README.md and docs/*.md from docs/results/, so that no figure in what is filled is typed by hand.
 
-A block between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table called NAME here. Run as `make docs`;
-a test fails when a committed page differs from what this makes. The reports in docs/examples/ that show several results
-at once are made here too.
+A block between `<!-- table: NAME -->` or `<!-- text: NAME -->` and `<!-- end -->` is replaced by the table or the
+paragraphs called NAME here. Run as `make docs`; a test fails when a committed page differs from what this makes. The
+reports in docs/examples/ that show several results at once are made here too.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
-from tables import attention, memory, parallel, plan, profile, steps
+import tables.attention
+import tables.headlines
+import tables.memory
+import tables.parallel
+import tables.plan
+import tables.profile
+import tables.steps
+import texts.attention
+import texts.kernels
+import texts.memory
+import texts.parallel
+import texts.steps
 from tables.source import RESULTS, NotMeasuredError
 
 from trainstep.report.formats import to_markdown
@@ -26,30 +38,52 @@ REPORTS = {
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
 }
-BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (?P<what>table|text): (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+WIDTH = 120
 
 TABLES = {
     name: table
-    for subject in (steps, attention, parallel, memory, profile, plan)
+    for subject in (
+        tables.headlines,
+        tables.steps,
+        tables.attention,
+        tables.parallel,
+        tables.memory,
+        tables.profile,
+        tables.plan,
+    )
     for name, table in subject.TABLES.items()
 }
 """Name in a page → what makes the table."""
+TEXTS = {
+    name: text
+    for subject in (texts.steps, texts.kernels, texts.memory, texts.attention, texts.parallel)
+    for name, text in subject.TEXTS.items()
+}
+"""Name in a page → what makes its paragraphs, with an empty line between two."""
 
 
 def render(text: str) -> str:
     """`text` with every block filled anew."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in TABLES:
-            raise SystemExit(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        what, name = match["what"], match["name"]
+        known = TABLES if what == "table" else TEXTS
+        if name not in known:
+            raise SystemExit(f"no {what} is called {name!r}; there are {', '.join(known)}")
         try:
-            table = to_markdown(TABLES[name]())
+            made = to_markdown(TABLES[name]()) if what == "table" else paragraphs(TEXTS[name]())
         except NotMeasuredError as error:
-            table = f"Not measured yet: there is no docs/results/{error}.\n"
-        return f"{match[1]}{table}{match[3]}"
+            made = f"Not measured yet: there is no docs/results/{error}.\n"
+        return f"{match[1]}{made}{match['end']}"
 
     return BLOCK.sub(fill, text)
+
+
+def paragraphs(text: str) -> str:
+    """`text` in lines that fit the page's source."""
+    filled = (textwrap.fill(each, WIDTH, break_long_words=False, break_on_hyphens=False) for each in text.split("\n\n"))
+    return "\n\n".join(filled) + "\n"
 
 
 def main() -> None:
@@ -65,7 +99,7 @@ def main() -> None:
         for report, names in REPORTS.items():
             rows = [row for name in names for row in read_records(RESULTS / f"{name}.jsonl")]
             write_html(rows, DOCS / "examples" / report)
-    print(f"changed: {', '.join(stale)}" if stale else "all tables are up to date")
+    print(f"changed: {', '.join(stale)}" if stale else "all tables and texts are up to date")
     if stale and "--check" in sys.argv:
         sys.exit(1)
 

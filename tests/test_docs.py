@@ -1,5 +1,7 @@
-"""The documents say what is true: tables come from docs/results/, commands exist, examples run."""
+"""The documents say what is true: tables and figures come from docs/results/, commands exist, examples run."""
 
+import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -18,10 +20,52 @@ def test_tables_are_made_from_the_results():
     assert found.returncode == 0, f"{found.stdout}{found.stderr}: run `make docs` and commit"
 
 
+@pytest.fixture(scope="module")
+def render():
+    """docs/render.py, imported."""
+    sys.path.insert(0, str(REPOSITORY / "docs"))
+    try:
+        spec = importlib.util.spec_from_file_location("render", REPOSITORY / "docs" / "render.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module.render
+
+
+@pytest.mark.parametrize("block", ["text: benchmark", "table: warmup"])
+def test_what_is_typed_into_a_block_by_hand_does_not_stay(render, block):
+    made = render(f"Before.\n\n<!-- {block} -->\nIt takes 1 ms.\n<!-- end -->\n\nIt takes 2 ms.\n")
+    assert made.startswith(f"Before.\n\n<!-- {block} -->\n")
+    assert made.endswith("\n<!-- end -->\n\nIt takes 2 ms.\n")
+    assert "takes 1 ms" not in made
+    assert re.search(r"\d\d\.\d", made), "the figures"
+    assert block.startswith("table") or all(len(line) <= 120 for line in made.splitlines())
+    assert render(made) == made
+
+
+def test_an_unknown_text_is_an_error(render):
+    with pytest.raises(SystemExit, match="no text is called 'nothing'"):
+        render("<!-- text: nothing -->\n<!-- end -->")
+
+
+def test_every_text_is_on_a_page(render):
+    """A text that no page shows is dead."""
+    shown = set(re.findall(r"<!-- text: ([\w.-]+) -->", "".join(page.read_text("utf-8") for page in PAGES)))
+    assert shown == set(render.__globals__["TEXTS"])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
+
+
+@functools.cache
+def help_of(*command):
+    return subprocess.run(
+        [sys.executable, "-m", "trainstep.cli", *command, "--help"], capture_output=True, text=True, cwd=REPOSITORY
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -33,9 +77,7 @@ def test_commands_in_the_documents_parse(page):
         words = line.split()[1:]
         flags = [word for word in words if word.startswith("--")]
         command = words[: next((i for i, word in enumerate(words) if word.startswith("-") or "." in word), len(words))]
-        found = subprocess.run(
-            [sys.executable, "-m", "trainstep.cli", *command, "--help"], capture_output=True, text=True, cwd=REPOSITORY
-        )
+        found = help_of(*command)
         assert found.returncode == 0, f"{page.name}: {line}"
         missing = [flag for flag in flags if flag not in found.stdout]
         assert not missing, f"{page.name}: {line}: no flag {missing}"

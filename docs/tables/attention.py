@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import results, where
+from tables.source import figure, results, where
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
@@ -41,13 +40,6 @@ def peers() -> Table:
         *(f"{impl} (ms, times ours)" for impl in others),
     )
     return Table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
-
-
-def figure(row: Record, name: str) -> float:
-    """A measured figure that must be there."""
-    value = row.values[name]
-    assert isinstance(value, int | float), (row.case, name, value)
-    return float(value)
 
 
 def ceiling_tflops(what: str) -> float:

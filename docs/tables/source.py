@@ -1,4 +1,4 @@
-"""What every table of the documents is made from: rows of docs/results/, and where they were measured."""
+"""What every table and sentence of the documents is made from: rows of docs/results/, and where they were measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from trainstep.report.columns import Column
-from trainstep.report.records import Record, of_kind, read_records
+from trainstep.report.records import Record, Scalar, of_kind, read_records
 from trainstep.report.tables import Table, make_table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -22,8 +22,22 @@ def results(name: str, kind: str = "step") -> list[Record]:
     return of_kind(read_records(path), kind)
 
 
+def one(name: str, kind: str, **case: Scalar) -> Record:
+    """The only record of docs/results/NAME.jsonl with these columns."""
+    rows = [row for row in results(name, kind) if case.items() <= row.case.items()]
+    assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
+    return rows[0]
+
+
+def figure(row: Record, name: str) -> float:
+    """A measured figure that must be there."""
+    value = row.values[name]
+    assert isinstance(value, int | float), (row.case, name, value)
+    return float(value)
+
+
 class NotMeasuredError(Exception):
-    """A table's results are not there."""
+    """The results that a table or sentence is made from are not there."""
 
 
 def where(rows: list[Record]) -> str:
