@@ -1,4 +1,4 @@
-"""Tables of data parallel training: schemes, their memory, and collectives."""
+"""Tables of data parallel training: schemes, their memory, their traced steps, and collectives."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def parallel_memory() -> Table:
 TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
+    "parallel-trace": partial(plain, "h200-parallel-trace", "parallel trace"),
     "collectives": partial(plain, "h200-collectives", "collective"),
     "collectives-fit": partial(plain, "h200-collectives", "collective fit"),
 }

@@ -24,7 +24,8 @@ PHASE_ROLES: Mapping[str, str] = {
     "communication": "kind-8",
     "optimizer": "neutral",
 }
-"""Colour of each phase; computation has the colour of the phase that it was started in."""
+"""Colour of each phase; computation has the colour of the phase that it was started in. Where a CPU's thread starts a
+collective, it has that of communication."""
 HIDDEN, EXPOSED = "kind-3", "warn"
 LEGEND = (
     *((PHASE_ROLES[name], name) for name in ("forward", "backward", "optimizer")),
@@ -159,15 +160,21 @@ def _add_kernels(bars: _Bars, row: Record, height: Mapping[str, float]) -> None:
     for (left, right), count, lane, phase, family, kernel in zip(
         _in_ms(row, ""), row.series["count"], *texts, strict=True
     ):
-        sent = family == "communication"
         bars.add(
             y=height[lane],
             left=left,
             right=right,
             name=kernel if count == 1 else f"{count} kernels, the longest {kernel}",
             tip=f"{row.case['scheme']}: {family}, {phase}\n{length_text(right - left)}",
-            colour=COLOURS[HIDDEN if sent else PHASE_ROLES.get(phase, _OTHER)],
+            colour=COLOURS[_kernel_role(lane, family, phase)],
         )
+
+
+def _kernel_role(lane: str, family: str, phase: str) -> str:
+    """What is exposed is drawn over the communication, which is hidden where it is not."""
+    if lane == _COMMUNICATION:
+        return HIDDEN
+    return PHASE_ROLES["communication"] if family == "communication" else PHASE_ROLES.get(phase, _OTHER)
 
 
 def _add_exposed(bars: _Bars, row: Record, height: Mapping[str, float]) -> None:
