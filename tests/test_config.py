@@ -58,7 +58,7 @@ def test_toml_starts_from_a_size(tmp_path):
         ("[model]\nd_model = true\n", "expected a value of type int"),
         ("[model]\nnum_heads = 7\n", "does not divide into 7 heads"),
         ("[step]\nprecision = 'fp8'\n", "'fp8'; expected one of 'fp32'"),
-        ("[train]\n", "unknown table or key 'train'"),
+        ("[training]\n", "unknown table or key 'training'"),
         ("[model\n", "cannot read the configuration"),
     ],
 )

@@ -46,20 +46,23 @@ class Train(BuiltinModel):
         from trainstep.train.progress import Show
 
         config = RunConfig(self.model_name(), self.model.checked(), self.step.checked(), self.train.checked())
+        mistake: AgreedError | None = None
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
             try:
                 outcome = train(config, self.data, self.out, process, show, resume_from=self.resume_from)
-            except AgreedError:
-                if process.rank == 0:
-                    raise
-                return 2
-            if outcome.stopped_by is not None and not outcome.is_finished:
-                show.line(
-                    f"{outcome.stopped_by.name}: stopped after update {outcome.step}, saved; start again to go on"
-                )
-        return INTERRUPTED if outcome.stopped_by is signal.SIGINT and not outcome.is_finished else 0
+            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+                mistake = error
+        if mistake is not None:
+            if process.rank == 0:
+                raise mistake
+            return 2
+        by = outcome.stopped_by
+        if by is None or outcome.is_finished:
+            return 0
+        show.line(f"{by.name}: stopped after update {outcome.step}, which is saved; start again to go on")
+        return INTERRUPTED if by is signal.SIGINT else 0
 
 
 def train_defaults(size: str | None, config: Path | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from trainstep.errors import UsageError
@@ -100,7 +101,7 @@ class CheckpointWriter:
     Args:
         folder: where, seen by all ranks.
         keep: how many of the newest stay.
-        group: a Gloo group of all ranks that nothing else uses, since it is used from a thread.
+        group: a Gloo group of all ranks that nothing else uses, since it is used from a thread; `close` ends it.
     """
 
     def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup) -> None:
@@ -135,13 +136,18 @@ class CheckpointWriter:
             saved.result()
             if self.group.rank() == 0:
                 self._complete(step, note)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             before = (
                 "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
             )
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UsageError(f"checkpoint {name_of(step)} could not be written: {reason}; {before}") from error
         self.last = step
+
+    def close(self) -> None:
+        """Wait for the checkpoint under way, and leave the group."""
+        self.wait()
+        dist.destroy_process_group(self.group)
 
     def _complete(self, step: int, note: Mapping[str, Any]) -> None:
         hidden = self._hidden(step)

@@ -90,6 +90,7 @@ def train(
         run.go(signals, writers)
         if run.done == config.train.steps:
             run.finish()
+        run.writer.close()
     return Outcome(run.done, run.done == config.train.steps, signals.received)
 
 

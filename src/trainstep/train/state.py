@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -77,7 +78,7 @@ def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Proce
 def _read(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
     try:
         _load(path, replica, group)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         reason = str(error).strip().splitlines()
         raise UsageError(
             f"{path} cannot be read: {reason[-1] if reason else type(error).__name__}; name an older checkpoint with "

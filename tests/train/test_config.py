@@ -1,0 +1,75 @@
+"""Configurations that cannot be trained say so before anything is built."""
+
+import math
+
+import pytest
+
+from tests.train.runs import config
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0; expected 1 or more"),
+        ({"keep": 0}, "keep is 0"),
+        ({"global_batch": -4}, "global_batch is -4"),
+        ({"warmup_steps": 201}, "the run has 200 steps; make the warm-up shorter"),
+        ({"min_learning_rate": 1.5}, "expected a fraction from 0 to 1"),
+        ({"clip_norm": 0.0}, "or inf for no clipping"),
+        ({"clip_norm": math.nan}, "or inf for no clipping"),
+        ({"validation_fraction": 0.0}, "between 0 and 1"),
+        ({"temperature": -1.0}, "temperature is -1.0; expected 0 or more"),
+    ],
+)
+def test_values_out_of_range(changes, message):
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks", "message"),
+    [
+        (config(global_batch=8), 3, "global_batch 8 does not divide into passes of 6 sequences: 3 ranks × batch 2"),
+        (config(global_batch=9), 1, "passes of 2 sequences: 1 rank × batch 2; choose --global-batch among"),
+        (config(scheme="single"), 2, "would train 2 models"),
+        (config(model={"max_context": 16}), 1, "context 32 is longer than the model's max_context 16"),
+    ],
+)
+def test_what_does_not_fit_together(run, ranks, message):
+    with pytest.raises(UsageError, match=message):
+        run.check(ranks)
+
+
+@pytest.mark.parametrize("run", [config(step={"precision": "fp16"}), config(scheme="fsdp", step={"loss": "chunked"})])
+def test_what_is_not_supported(run):
+    with pytest.raises(UnsupportedError, match=r"use --precision bf16|use --loss dense"):
+        run.check(1)
+
+
+def test_auto_stands_for_ddp_on_several_ranks():
+    assert [config().scheme(ranks) for ranks in (1, 2, 8)] == ["single", "ddp", "ddp"]
+    assert config(scheme="fsdp").scheme(1) == "fsdp"
+    assert [config(global_batch=8).passes(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
+
+
+def test_the_identity_is_what_the_curve_depends_on():
+    plain = config().identity({"tokens": 5})
+    assert all(name.split(".")[0] in ("model", "step", "train", "data") for name in plain)
+    assert not MAY_CHANGE & plain.keys()
+    same = config(step={"batch": 4, "attention": "sdpa"}, scheme="fsdp", save_every=1, keep=9).identity({"tokens": 5})
+    assert differences(same, plain) == []
+    other = config(step={"learning_rate": 1.0}, model={"d_ff": 96}).identity({"tokens": 6})
+    assert differences(other, plain) == [
+        "model.d_ff: 64 → 96",
+        "step.learning_rate: 0.003 → 1.0",
+        "data.tokens: 5 → 6",
+    ]
+
+
+def test_every_field_that_may_change_exists():
+    run = config()
+    for name in MAY_CHANGE:
+        room, _, field = name.partition(".")
+        assert hasattr(getattr(run, room), field), name

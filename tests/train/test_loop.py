@@ -1,0 +1,203 @@
+"""A run in one process: its files, its rules, how it goes on, how it stops."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+
+from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
+from trainstep.errors import UsageError
+from trainstep.model.transformer import build_transformer
+from trainstep.report.records import read_records
+from trainstep.train.loop import _Run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run. Tests copy it."""
+    out = tmp_path_factory.mktemp("train") / "run"
+    alone(config(samples=1, sample_tokens=5, tensorboard=True), out)
+    return out
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    return out
+
+
+@pytest.fixture
+def unfinished(copy):
+    """The run as if it had been killed after update 8 was saved and update 10 made."""
+    shutil.rmtree(copy / "checkpoints" / "step-00000012")
+    (copy / "results.jsonl").unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:10]))
+    return copy
+
+
+def test_a_run_learns_and_leaves_its_files(finished):
+    assert names(finished) == ["step-00000004", "step-00000008", "step-00000012"]
+    curve = losses(finished)
+    assert len(curve) == 12
+    assert curve[-1] < curve[0] - 0.3
+    assert [row["step"] for row in rows(finished) if row["validation_loss"] is not None] == [6, 12]
+    assert "⟦" in (finished / "samples.txt").read_text()
+    (record,) = read_records(finished / "results.jsonl")
+    assert record.kind == "train"
+    assert (record.case["scheme"], record.case["world_size"], record.case["steps"]) == ("single", 1, 12)
+    assert record.values["last_loss"] == pytest.approx(curve[-1], rel=1e-5)
+    assert record.values["utilisation"] is None
+    assert record.values["tokens"] == 12 * 8 * 32
+    assert record.series["step"] == list(range(1, 13))
+
+
+def test_the_curve_is_that_of_a_plain_loop(finished):
+    """The same maths written down in ten lines: no accumulation, no wrapper, torch's own clipping."""
+    run = config()
+    torch.manual_seed(run.step.seed)
+    model = build_transformer(run.model)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    from trainstep.train.data import open_data
+
+    expected = []
+    for row in rows(finished):
+        ((inputs, targets),) = open_data(TEXT, run).training_parts(row["step"], 0, 1, 8)
+        loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        assert row["gradient_norm"] == pytest.approx(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)), rel=1e-4
+        )
+        optimizer.param_groups[0]["lr"] = row["learning_rate"]
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    assert far_apart(expected, losses(finished)) < 1e-5
+
+
+def test_a_finished_run_is_left_alone(copy):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    assert alone(config(), copy).is_finished
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def test_it_goes_on_from_the_newest_checkpoint_with_the_same_curve(finished, unfinished):
+    (unfinished / "checkpoints" / ".step-00000012.writing").mkdir()  # half-written when it was killed
+    (unfinished / "checkpoints" / ".step-00000012.writing" / "__0_0.distcp").write_bytes(b"half")
+    outcome = alone(config(keep=2, step={"batch": 4}), unfinished)
+    assert (outcome.step, outcome.is_finished) == (12, True)
+    assert far_apart(losses(finished), losses(unfinished)) < 1e-6
+    assert [row["since_start"] for row in rows(unfinished)] == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
+    assert names(unfinished) == ["step-00000008", "step-00000012"], "the last two are kept, and nothing half-written"
+
+
+def test_another_run_is_refused_by_what_differs(copy):
+    with pytest.raises(UsageError, match=r"another run .*model.d_ff: 64 → 96; step.seed: 0 → 3; train.steps: 12 → 20"):
+        alone(config(model={"d_ff": 96}, step={"seed": 3}, steps=20), copy)
+    with pytest.raises(UsageError, match=r"data\.sha256"):
+        alone(config(), copy, data=TEXT.with_name("text.py"))
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match=r"no run but other files \(thesis.tex\)"):
+        alone(config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def damage_missing(folder):
+    next(folder.glob("*.distcp")).unlink()
+    return ".distcp is missing"
+
+
+def damage_truncated(folder):
+    path = next(folder.glob("*.distcp"))
+    os.truncate(path, path.stat().st_size // 2)
+    return "bytes instead of"
+
+
+def damage_note(folder):
+    (folder / "checkpoint.json").write_text('{"step": 8, "fi')
+    return "checkpoint.json cannot be read"
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_truncated, damage_note])
+def test_a_damaged_checkpoint_stops_the_run_and_names_an_older_one(finished, unfinished, damage):
+    message = damage(unfinished / "checkpoints" / "step-00000008")
+    with pytest.raises(UsageError, match=rf"step-00000008 is damaged: .*{message}.*--resume-from step-00000004"):
+        alone(config(), unfinished)
+    assert len(rows(unfinished)) == 10, "nothing was changed"
+    alone(config(), unfinished, resume_from="step-00000004")
+    assert far_apart(losses(finished), losses(unfinished)) < 1e-6
+    assert "aside-1-step-00000008" in names(unfinished)
+    assert "step-00000008" in names(unfinished), "written again"
+
+
+def test_a_checkpoint_with_scrambled_content_is_an_error(unfinished):
+    path = next((unfinished / "checkpoints" / "step-00000008").glob("*.distcp"))
+    path.write_bytes(os.urandom(path.stat().st_size))
+    with pytest.raises(UsageError, match=r"step-00000008 cannot be read: .*name an older checkpoint"):
+        alone(config(), unfinished)
+
+
+def test_a_checkpoint_from_another_model_is_an_error(unfinished, tmp_path):
+    alone(config(model={"d_ff": 96}, steps=8), tmp_path / "other")
+    shutil.rmtree(unfinished / "checkpoints" / "step-00000008")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000008", unfinished / "checkpoints" / "step-00000008")
+    with pytest.raises(UsageError, match=r"step-00000008 is of another run .*model.d_ff: 96 → 64"):
+        alone(config(), unfinished)
+
+
+def test_a_name_that_is_no_checkpoint(copy, tmp_path):
+    with pytest.raises(UsageError, match=r"the checkpoints in .* are: step-00000004, step-00000008, step-00000012"):
+        alone(config(), copy, resume_from="step-00000005")
+    with pytest.raises(UsageError, match="holds no run to go on with"):
+        alone(config(), tmp_path / "new", resume_from="step-00000004")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    update = _Run._update
+
+    def poisoned(self):
+        if self.done == 7:
+            with torch.no_grad():
+                next(self.step.module.parameters()).fill_(torch.nan)
+        return update(self)
+
+    monkeypatch.setattr(_Run, "_update", poisoned)
+    with pytest.raises(UsageError, match=r"update 7: the loss is nan .* learning rate 0.00\d+ in fp32.*step-00000004"):
+        alone(config(), tmp_path / "run")
+    assert names(tmp_path / "run") == ["step-00000004"], "nothing bad was saved"
+    assert len(losses(tmp_path / "run")) == 6
+    monkeypatch.undo()
+    assert alone(config(), tmp_path / "run").is_finished
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_an_update_that_is_saved(finished, tmp_path, number):
+    outcome = alone(config(), tmp_path / "run", stop_after=6, by=number)
+    assert (outcome.step, outcome.is_finished, outcome.stopped_by) == (6, False, number)
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000006"]
+    assert json.loads((tmp_path / "run/checkpoints/step-00000006/checkpoint.json").read_text())["tokens"] == 6 * 8 * 32
+    alone(config(), tmp_path / "run")
+    assert far_apart(losses(finished), losses(tmp_path / "run")) < 1e-6
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    from trainstep.train.folder import locked
+
+    with locked(tmp_path / "run"), pytest.raises(UsageError, match="another process is training"):
+        alone(config(), tmp_path / "run")
+
+
+def test_token_ids_beyond_the_vocabulary_start_nothing(tmp_path):
+    import numpy as np
+
+    np.full(4000, 300, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(UsageError, match="token id 300, beyond the vocabulary of 256"):
+        alone(config(), tmp_path / "run", data=tmp_path / "tokens.bin")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,72 @@
+"""Every scheme on several ranks makes the curve of one process, and goes on at other numbers of ranks."""
+
+import pytest
+
+from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
+from trainstep.errors import UsageError
+from trainstep.parallel.workers import WorkerError
+
+pytestmark = pytest.mark.distributed
+
+STEPS = {"steps": 50, "warmup_steps": 5, "eval_every": 25, "save_every": 50}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("single") / "run"
+    alone(config(**STEPS), out)
+    return out
+
+
+def _schemes(process, runs):
+    for run, out in runs:
+        on_rank(process, run, out)
+
+
+def test_each_schemes_curve_is_that_of_one_process(two, expected, tmp_path):
+    schemes = ("ddp", "sharded-optimizer", "fsdp")
+    two.run(_schemes, [(config(scheme=scheme, **STEPS), tmp_path / scheme) for scheme in schemes])
+    curve = losses(expected)
+    assert len(curve) == 50
+    assert curve[-1] < curve[0] - 1
+    for scheme in schemes:
+        assert far_apart(curve, losses(tmp_path / scheme)) < 1e-5, scheme
+        for ours, theirs in zip(rows(expected), rows(tmp_path / scheme), strict=True):
+            assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
+            assert ours["learning_rate"] == theirs["learning_rate"]
+            if ours["validation_loss"] is not None:
+                assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
+
+
+def _until(process, run, out, step):
+    return on_rank(process, run, out, stop_after=step).step
+
+
+def test_a_run_goes_on_from_two_ranks_to_one_to_four(two, four, expected, tmp_path):
+    chains = {
+        "fsdp": ("fsdp", "single", "ddp"),
+        "sharded-optimizer": ("sharded-optimizer", "sharded-optimizer", "sharded-optimizer"),
+    }
+    for name, (first, second, third) in chains.items():
+        out = tmp_path / name
+        assert two.run(_until, config(scheme=first, **STEPS), out, 15) == [15, 15]
+        assert names(out) == ["step-00000015"]
+        assert alone(config(scheme=second, **STEPS), out, stop_after=35).step == 35
+        four.run(on_rank, config(scheme=third, **STEPS), out)
+        assert [row["world_size"] for row in rows(out)] == 15 * [2] + 20 * [1] + 15 * [4]
+        assert far_apart(losses(expected), losses(out)) < 1e-5
+
+
+def test_slices_are_not_read_as_names(two, tmp_path):
+    two.run(_until, config(scheme="sharded-optimizer"), tmp_path / "run", 5)
+    with pytest.raises(UsageError, match=r"keeps the optimizer's state in slices.*--scheme sharded-optimizer"):
+        alone(config(scheme="single"), tmp_path / "run")
+
+
+def test_a_mistake_is_that_of_every_rank(two, tmp_path):
+    with pytest.raises(WorkerError) as caught:
+        two.run(on_rank, config(global_batch=6), tmp_path / "run")
+    assert set(caught.value.failures) == {0, 1}
+    assert all("does not divide into passes of 4" in each for each in caught.value.failures.values())
+    assert not (tmp_path / "run").exists()
