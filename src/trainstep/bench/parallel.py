@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel_cases import SchemeName, planned_scheme
 from trainstep.bench.parallel_check import Agreement, Expected, agreement, expected, part_of
-from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize
+from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize, uncounted_bytes
 from trainstep.bench.parallel_trace import trace_record, traced_step
 from trainstep.bench.step import case_columns, count_tokens, phase_samples
 from trainstep.config import StepConfig
@@ -176,12 +176,12 @@ def _measure(case: ParallelCase, process: Process) -> _Part:
     for hook in hooks:
         hook.remove()
     if on_gpu:
-        memory["peak"] = torch.cuda.max_memory_allocated(process.device)
+        memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
     return _Part(timing, memory, collectives, count_tokens(batch))
 
 
 def _memory(when: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
-    """Bytes on this rank by kind, and all that the allocator gave out."""
+    """Bytes on this rank by kind, and all that is held."""
     held = {
         "weights": [*step.replica.module.parameters(), *step.replica.module.buffers()],
         "gradients": local_gradients(step.replica),
@@ -189,7 +189,7 @@ def _memory(when: str, step: TrainingStep, device: torch.device) -> dict[str, in
     }
     found = {f"{when}_{kind}": sum(_local_bytes(tensor) for tensor in tensors) for kind, tensors in held.items()}
     if device.type == "cuda":
-        found[when] = torch.cuda.memory_allocated(device)
+        found[when] = torch.cuda.memory_allocated(device) + uncounted_bytes(step.replica)
     return found
 
 

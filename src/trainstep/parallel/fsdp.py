@@ -253,6 +253,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._transport.name
 
     @property
+    def uncounted_bytes(self) -> int:
+        """Bytes that the transport's buffers take on this rank beyond what `torch.cuda.memory_allocated` counts."""
+        return self._transport.uncounted_bytes
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks."""
         return self._process_group

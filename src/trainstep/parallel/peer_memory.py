@@ -28,16 +28,24 @@ class PeerMemory:
         nbytes: of each rank's buffer.
         group: the ranks, all of one host.
         device: of this rank: a GPU of its own, or the CPU.
+
+    Attributes:
+        nbytes: of each rank's buffer.
+        uncounted: of these, the bytes that `torch.cuda.memory_allocated` does not know of (all or none; it depends on
+            the version of torch).
     """
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.nbytes = nbytes
+        self.nbytes = self.uncounted = nbytes
         self._group = group
         self._handle: Any = None
         if device.type == "cuda":
             from torch.distributed import _symmetric_memory as symmetric_memory
 
+            before = torch.cuda.memory_allocated(device)
             self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            if torch.cuda.memory_allocated(device) > before:
+                self.uncounted = 0
             handle = symmetric_memory.rendezvous(self._own, group)
             self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
             self._handle = handle

@@ -6,10 +6,11 @@ import platform
 import pytest
 import torch
 
-from tests.parallel.nets import train_alone
+from tests.parallel.nets import build, train_alone
 from tests.parallel.test_fsdp import CASES, _train, assert_same
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.peer_memory import PeerMemory, obstacle_to_sharing
 from trainstep.parallel.sharding.transport import Collectives, PeerCopies, choose_transport
 
@@ -27,6 +28,23 @@ def test_every_rank_sees_every_buffer(four):
     before = set(os.listdir("/dev/shm"))
     assert four.run(_meet) == [[[1], [2], [3], [4]]] * 4
     assert set(os.listdir("/dev/shm")) == before, "nothing is left behind"
+
+
+def _held(process):
+    sizes = {"collectives": None, "peer-copies": None}
+    for transport in sizes:
+        sharded = FullyShardedDataParallel(build(inner=1024), compute_dtype=torch.bfloat16, transport=transport)
+        groups = sharded._schedule.groups
+        sizes[transport] = sharded.uncounted_bytes
+    largest = max(group.full_bytes for group in groups)
+    return sizes, largest
+
+
+def test_buffers_are_as_large_as_the_largest_group_needs(two):
+    for sizes, largest in two.run(_held):
+        assert sizes["collectives"] == 0
+        # half of a group's parameters, and all of its gradients, in bfloat16 and with their padding
+        assert sizes["peer-copies"] == pytest.approx(1.5 * largest, rel=0.05)
 
 
 def _both(process, sizes, dtype):

@@ -38,6 +38,10 @@ class Transport(Protocol):
 
     name: TransportName
 
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes it holds that torch's allocator does not count."""
+
     def all_gather_slices(self, tensors: Sequence[Tensor]) -> Waitable | None:
         """In every tensor (bytes), `slice_of` each rank becomes what that rank has there."""
 
@@ -52,6 +56,7 @@ class Collectives:
     """NCCL between GPUs, Gloo between CPUs; one host or many."""
 
     name: TransportName = "collectives"
+    uncounted_bytes = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -93,9 +98,8 @@ class PeerCopies:
         """In another order on every rank, so that no two read from one at a time."""
 
     @property
-    def nbytes(self) -> int:
-        """Of the two buffers."""
-        return self._outbox.nbytes + self._inbox.nbytes
+    def uncounted_bytes(self) -> int:
+        return self._outbox.uncounted + self._inbox.uncounted
 
     def all_gather_slices(self, tensors: Sequence[Tensor]) -> None:
         torch.ops.trainstep_peer_copies.all_gather(tensors)
