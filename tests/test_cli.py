@@ -36,6 +36,7 @@ COMMANDS = [
     ("memory",),
     ("plan",),
     ("profile",),
+    ("sweep",),
     ("train",),
     ("info",),
 ]

@@ -103,6 +103,10 @@ def loaded_after(statement: str) -> set[str]:
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         ("import trainstep.plan.flops, trainstep.hardware, trainstep.config", {"torch", "numpy"}),
+        (
+            "import trainstep.bench.sweep.resume, trainstep.bench.sweep.here, trainstep.bench.sweep.jobs",
+            {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
+        ),
         ("import trainstep.bench.planned, trainstep.bench.calibration", {"torch", "numpy", "pandas", "bokeh"}),
         (
             "import trainstep.report.records, trainstep.report.compare, trainstep.report.tables",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
+    from trainstep.report.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Sweep(Common):
                 return self._execute(pending, out, timeout_s)
 
             with contextlib.closing(sweep_records(places, execute, retried)) as records:
-                return run_and_report(records, out, f"sweep {self.file.name}", total=len(places))
+                return run_and_report(_told(records, len(places)), out, f"sweep {self.file.name}", total=len(places))
 
     def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
         from trainstep.bench.sweep.here import run_here, visible_gpus
@@ -91,6 +93,15 @@ class Sweep(Common):
             return run_here(pending, jobs=self.jobs or 1, gpus=visible_gpus(), timeout_s=timeout_s)
         asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
         return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
+
+
+def _told(records: Iterator[Record], total: int) -> Iterator[Record]:
+    """The rows, each said in a line where no progress bar is shown, as in the log of a long run."""
+    for record in records:
+        if not sys.stdout.isatty():
+            what = ", ".join(f"{name} {value}" for name, value in record.case.items() if value is not None)
+            print(f"{record.values.get('number')}/{total} {record.status}: {what}", flush=True)
+        yield record
 
 
 @contextlib.contextmanager

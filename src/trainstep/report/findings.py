@@ -12,6 +12,7 @@ from trainstep.report.numbers import number, numeric
 from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.plan_findings import plan_findings
 from trainstep.report.records import Record, of_kind
+from trainstep.report.sweep_findings import sweep_findings
 
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 LAUNCH_BOUND_ISSUE = 0.95
@@ -252,6 +253,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     formula_findings,
     kernel_findings,
     parallel_findings,
+    sweep_findings,
     _memory,
     _warmup,
     _rejected,

@@ -34,7 +34,6 @@ class Measure:
 
 
 _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
-_PEAK = Measure("peak memory", "peak_gib", unit="GiB")
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,20 @@ def settings_of(rows: Sequence[Record]) -> list[str]:
 
 def measures_of(rows: Sequence[Record]) -> list[Measure]:
     """What these rows have: a time, and peak memory."""
+    predicted = "predicted " if is_predicted(rows) else ""
     found = [
-        Measure(title, f"{phase}_ms", f"{phase}_low_ms", f"{phase}_high_ms")
+        Measure(f"{predicted}{title}", f"{phase}_ms", f"{phase}_low_ms", f"{phase}_high_ms")
         for phase, title in _TIMES
         if any(as_float(row.values.get(f"{phase}_ms")) is not None for row in rows)
     ][:1]
-    return [*found, _PEAK] if any(as_float(row.values.get("peak_gib")) is not None for row in rows) else found
+    if any(as_float(row.values.get("peak_gib")) is not None for row in rows):
+        found.append(Measure(f"{predicted}peak memory", "peak_gib", unit="GiB"))
+    return found
+
+
+def is_predicted(rows: Sequence[Record]) -> bool:
+    """Whether the rows are a plan's, which measured nothing."""
+    return any(row.case.get("command") == "plan" for row in rows)
 
 
 def axes_of(rows: Sequence[Record]) -> list[Axis]:

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from trainstep.report.columns import OUTCOME, Column, case_column, median_column, value_column
 from trainstep.report.numbers import count
 from trainstep.report.records import Record
-from trainstep.report.sweep_axes import settings_of, shown
+from trainstep.report.sweep_axes import is_predicted, settings_of, shown
 
 CAPTION = "The sweep: one row per case, or per row of a case that measures several"
 
 
 def sweep_columns(rows: Sequence[Record]) -> tuple[Column, ...]:
     """The columns for these rows."""
+    step = "predicted step (ms)" if is_predicted(rows) else "step (ms) [95 %]"
     return (
         Column("case", lambda row: count(row.values.get("number"))),
         case_column("command", "command"),
         *(_setting(name) for name in settings_of(rows)),
         Column("row", lambda row: str(row.case.get("row") or "")),
         Column("n", lambda row: count(row.values.get("n")), setting=True, brief=False),
-        median_column("step (ms) [95 %]", "step"),
+        median_column(step, "step"),
         median_column("forward and backward (ms) [95 %]", "both"),
         median_column("call (ms) [95 %]", "time"),
         value_column("tokens/s", "tokens_per_s"),

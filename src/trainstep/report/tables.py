@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainstep.report.columns import COLUMNS, OUTCOME, Column
+from trainstep.report.columns import COLUMNS, Column
 from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.memory_columns import MEMORY_COLUMNS
 from trainstep.report.parallel_columns import PARALLEL_COLUMNS
@@ -86,7 +86,7 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
         column: cells[0] for column, cells in shown.items() if column.setting and len(rows) > 1 and len(set(cells)) == 1
     }
     kept = {column: cells for column, cells in shown.items() if column not in common}
-    stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if column is not OUTCOME)
+    stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if text != "ok")
     return Table(
         name=name,
         caption=f"{caption} ({stated})" if stated else caption,

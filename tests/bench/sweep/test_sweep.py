@@ -254,8 +254,10 @@ def places_of_cases(cases, folder):
 
 
 def test_jobs_on_slurm(tmp_path, monkeypatch):
-    """With stand-ins for Slurm's commands, which run the array's jobs here: one case's rows come after its job is said to be
-    done, as on a network file system; one job dies."""
+    """With stand-ins for Slurm's commands, which run the array's jobs here.
+
+    The rows of one come after it is said to be done, as on a network file system; the other dies.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
     scripts = {

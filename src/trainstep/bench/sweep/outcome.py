@@ -62,7 +62,7 @@ def _told_apart(rows: Sequence[Record]) -> list[str | None]:
     if len(rows) < 2:
         return [None] * len(rows)
     names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]
-    short = [name for name in names if name in ("rung", "scheme")] or names  # these name all else that differs
+    short = [name for name in names if name in ("rung", "scheme", "strategy")] or names  # these name all else that differs
     return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
 
 

@@ -13,12 +13,12 @@ from trainstep.report.numbers import as_float
 from trainstep.report.plots import Series
 from trainstep.report.records import Record, Scalar, of_kind
 from trainstep.report.sections.plain import plain_table
-from trainstep.report.sweep_axes import Axis, Line, Measure, axes_of, in_order, measures_of, named, shown
+from trainstep.report.sweep_axes import Axis, Line, Measure, axes_of, in_order, is_predicted, measures_of, named, shown
 from trainstep.report.tables import axis_table
 
 MOST_LINES = 8
 """In one chart over numbers: as many as there are hues."""
-MOST_DOTS = 5
+MOST_DOTS = 6
 """Side by side at one name; more would reach into the next."""
 DECADE = 10
 """Numbers that span this factor are set on logarithmic axes."""
@@ -36,9 +36,10 @@ def sweep(records: Sequence[Record]) -> Section | None:
         blocks += [Charts(charts)] if charts else []
         blocks += [_table(axis, measure) for measure in measures[:1]]
     failed = sum(row.status != "ok" for row in rows)
+    says = "times are predictions" if is_predicted(rows) else "whiskers are 95 % intervals of the median"
     lead = (
         f"Each case ran in a process of its own: {len(rows)} rows, {failed} without a result. Lines are the "
-        "combinations of all other settings; whiskers are 95 % intervals of the median."
+        f"combinations of all other settings; {says}."
     )
     return Section("sweep", "Sweep", "The sweep", lead, [*blocks, plain_table("sweep", rows)])
 
@@ -56,10 +57,9 @@ def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
     drawn = [line for line in axis.lines if _points(line, measure)]
     if len({value for line in drawn for value in _points(line, measure)}) < 2:
         return
-    for facet, lines in _facets(drawn, most):
+    for number, (facet, lines) in enumerate(_facets(drawn, most), start=1):
         plot, legend = _drawn(axis, lines, measure)
-        name = f"sweep-{axis.name}-{measure.value}-{facet}".rstrip("-").replace(" ", "-").replace(",", "")
-        yield Chart(name, title, facet, plot, legend)
+        yield Chart(f"sweep-{axis.name}-{measure.value}-{number}", title, facet, plot, legend)
 
 
 def _points(line: Line, measure: Measure) -> Mapping[Scalar, Record]:
@@ -73,7 +73,7 @@ def _points(line: Line, measure: Measure) -> Mapping[Scalar, Record]:
 def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> Iterator[tuple[str, Sequence[Line]]]:
     """The lines in groups of at most `most`, by the settings that come first; each with the group's name."""
     names = list(dict.fromkeys(name for line in lines for name in line.settings if name not in apart))
-    if len(lines) <= most or not names:
+    if len(lines) <= most or len(names) < 2:
         for start in range(0, len(lines), most):
             yield named({name: lines[0].settings.get(name) for name in apart}), lines[start : start + most]
         return
