@@ -5,9 +5,9 @@ The schedule of a step, for a model of blocks b0 … bn:
 - At rest a rank has its rows of every parameter with two or more dimensions, in the dtype they are trained in, their
   gradients and the optimizer's state for them. Parameters with fewer dimensions are replicated.
 - Forward. When block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
-  own rows are cast to `compute_dtype` into their place in the full parameters, and one grouped all-gather fills in the
-  rest. The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed;
-  those of the last blocks are kept, because backward begins with them.
+  own rows are cast to `compute_dtype` into their place in the full parameters, and one all-gather fills in the rest.
+  The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
+  of the last blocks are kept, because backward begins with them.
 - Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Each gradient,
   as autograd finishes it, is copied into the send buffer of its block. When the block's gradients are all there, the
   buffer is sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When
