@@ -1,8 +1,8 @@
 """Parameters that are gathered and freed together.
 
 The full parameters of a group are views of one storage, each contiguous and padded to equal shards. A gather casts this
-rank's rows straight into their place there, and the transport fills in the other ranks' rows. Freeing gives the storage's memory back; the tensors stay, so what autograd saved for backward is
-filled again by the next gather.
+rank's rows straight into their place there, and the transport fills in the other ranks' rows. Freeing gives the
+storage's memory back; the tensors stay, so what autograd saved for backward is filled again by the next gather.
 """
 
 from __future__ import annotations
