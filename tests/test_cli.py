@@ -120,6 +120,15 @@ def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
     assert [record.status for record in records].count("unsupported") == 2
 
 
+def test_when_no_case_could_run_the_exit_code_says_so(tmp_path, capsys):
+    words = ["bench", "step", "--precision", "tf32", "--compile", "off,blocks", "--context", "16", "--device", "cpu"]
+    assert main_code([*words, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing could be measured. The first of 2 reasons:" in said
+    assert "unsupported: tf32 needs an NVIDIA GPU" in said
+    assert len(read_records(tmp_path / "results.jsonl")) == 2, "the rows are kept"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 def test_tuning_needs_a_gpu(capsys):
     assert main_code(["tune", "attention", "--dry-run"]) == 2
@@ -243,6 +252,9 @@ BAD = [
     (["profile", "--nvtx", "--device", "cpu"], "use a machine with a GPU"),
     (["profile", "--nsys", "--nvtx"], "give one of them"),
     (["profile", "--from", "absent.sqlite"], "cannot read absent.sqlite: No such file"),
+    (["profile", "--from", "x.json", "--size", "small"], "measures nothing, so --size has nothing to change"),
+    (["profile", "--from", "x.json", "--d-ff", "64"], "measures nothing, so --d-ff has nothing to change"),
+    (["memory", "--from", "x.pickle", "--precision", "bf16"], "measures nothing, so --precision has nothing"),
     (["profile", "--from", "README.md"], "README.md is not a trace of torch.profiler"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
     (["compare", "README.md", "README.md"], "line 1: not JSON"),

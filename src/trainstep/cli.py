@@ -103,7 +103,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 2 the input was bad, 130 interrupted (what was measured is on disk)."""
+    """Run the command and exit: 0 done, 1 no case could be measured, 2 the input was bad, 130 interrupted (what was
+    measured is on disk)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.exit(parse(words).run())

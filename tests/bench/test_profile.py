@@ -47,6 +47,11 @@ def test_the_summary(records):
         assert values[f"{name}_profiled_ms"] > 0
 
 
+def test_autograds_own_time_is_not_an_operator_that_is_called(records):
+    for where in ("forward", "step"):
+        assert summary(records)[f"most_called_{where}_kernel"].startswith("aten::")
+
+
 def test_kernels_families_and_phases_are_the_same_time_cut_differently(records):
     total = summary(records)["kernels_ms"]
     families = of_kind(records, "family")

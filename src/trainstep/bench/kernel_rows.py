@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from trainstep.bench.timeline_rows import UNKNOWN, timeline_values
 from trainstep.blocks import without_numbers
+from trainstep.measure.chrome_trace import ENGINE
 from trainstep.measure.intervals import length
 from trainstep.measure.kernel_families import MATMULS, short_name
 from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
@@ -110,7 +111,8 @@ def _top(where: str, kernels: Sequence[Kernel], profile: Profile) -> dict[str, S
     if not by_name:
         return {}
     first = max(by_name, key=lambda name: _us(by_name[name]))
-    most_called = max(calls, key=calls.__getitem__)
+    operators = [name for name in calls if name != ENGINE]  # autograd's own time has a name, but is no operator
+    most_called = max(operators or calls, key=calls.__getitem__)
     return {
         f"top_{where}_kernel": short_name(first),
         f"top_{where}_kernel_family": by_name[first][0].family,

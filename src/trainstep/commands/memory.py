@@ -65,6 +65,7 @@ class Memory(OneModel):
 
             if self.peaks or self.timeline or self.residuals or self.checkpointing:
                 raise UsageError("--from shows a file and measures nothing; leave out the other choices")
+            self.require_nothing_to_run("--from")
             return run_and_report(imported_records(self.snapshot), self.out, f"memory of {self.snapshot.name}")
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")

@@ -93,6 +93,18 @@ class OneModel(BuiltinModel):
             return factory_source(self.workload)
         return builtin_source(self.model_name(), self.model.checked(), self.data)
 
+    def require_nothing_to_run(self, flag: str) -> None:
+        """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""
+        given = [name for name in ("size", "config", "workload", "data") if getattr(self, name) is not None]
+        if not given:
+            model, step = preset(None, None)
+            given = _changed(self.model, model) + _changed(self.step, step)
+        if given:
+            raise UsageError(
+                f"{flag} reads a file and measures nothing, so --{given[0].replace('_', '-')} has nothing to change; "
+                "leave it out"
+            )
+
 
 def preset(size: str | None, config: Path | None) -> tuple[ModelConfig, StepConfig]:
     """The model and the step that `--size` and `--config` name, before other flags change them."""
@@ -112,3 +124,8 @@ def default_size() -> str:
 
 def short_name(size: str) -> str:
     return Path(size).stem if size.endswith(".toml") else size
+
+
+def _changed(flags: object, base: object) -> list[str]:
+    """Names of the fields whose value, or only value where there may be several, is not the base's."""
+    return [name for name, value in vars(base).items() if getattr(flags, name) not in (value, (value,))]

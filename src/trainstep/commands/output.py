@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+NOTHING_RAN = 1
+"""Exit code when every case failed: there are rows, and they only say why."""
+FACTS = ("workload", "ceiling")
+"""Kinds of rows that are there whether or not a case ran."""
 BESIDE = ("trace", "snapshot")
 """Values of records that name a file written beside them."""
 
@@ -61,6 +65,11 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
         report.write(out)
         beside = "".join(f", {each}" for row in taken for name in BESIDE if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}", markup=False, highlight=False)
+    cases = [row for row in taken if row.kind not in FACTS]
+    if cases and all(row.status != "ok" for row in cases):
+        console.print("[bold]Nothing could be measured.[/bold]", f"The first of {len(cases)} reasons:", highlight=False)
+        console.print(f"{cases[0].status}: {cases[0].reason}", markup=False, highlight=False)
+        return code or NOTHING_RAN
     return code
 
 

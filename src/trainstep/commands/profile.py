@@ -49,6 +49,7 @@ class Profile(OneModel):
         if self.nsys + self.nvtx + (self.from_ is not None) > 1:
             raise UsageError("--nsys, --nvtx and --from exclude one another; give one of them")
         if self.from_ is not None:
+            self.require_nothing_to_run("--from")
             return self._report_file(self.from_)
         if self.nsys:
             return self._report_file(self._run_nsys())
