@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from trainstep.errors import UsageError
+from trainstep.parallel.fresh_store import fresh_store
 
 TIMEOUT_S = 600.0
 """How long a collective waits for the other ranks before it is an error."""
@@ -56,13 +58,10 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
             f"this runs in several processes, started by torchrun, and {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; run: {torchrun_command()}"
         )
-    with joined(
-        bind_device(device, int(os.environ["LOCAL_RANK"])),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        init_method="env://",
-        timeout_s=timeout_s,
-    ) as process:
+    bound = bind_device(device, int(os.environ["LOCAL_RANK"]))
+    shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
+    with joined(bound, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s) as process:
         yield process
 
 
@@ -73,20 +72,22 @@ def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -
         with join_group(device, timeout_s=timeout_s) as process:
             yield process
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="trainstep-") as folder,
-        joined(
-            bind_device(device, 0), rank=0, world_size=1, init_method=f"file://{folder}/store", timeout_s=timeout_s
-        ) as process,
-    ):
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with joined(bind_device(device, 0), rank=0, world_size=1, store=store, timeout_s=timeout_s) as process:
         yield process
 
 
 @contextmanager
 def joined(
-    device: torch.device, *, rank: int, world_size: int, init_method: str, timeout_s: float = TIMEOUT_S
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str | None = None,
+    store: Store | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Process]:
-    """Join a group by a rendezvous of one's own (see torch.distributed's `init_method`), and leave it in the end.
+    """Join a group by a rendezvous of one's own (torch.distributed's `init_method` or `store`); leave it in the end.
 
     After an error the connections are broken off instead, so that ranks waiting for this one fail too.
     """
@@ -96,6 +97,7 @@ def joined(
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=init_method,
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
