@@ -1,0 +1,81 @@
+"""The command under torchrun: killed and started again, and asked to stop."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import TEXT, alone, config, far_apart, losses, names
+
+pytestmark = pytest.mark.distributed
+
+RUN = {"steps": 100, "warmup_steps": 5, "eval_every": 60, "save_every": 10, "eval_batches": 1}
+WORDS = [
+    "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
+    "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",
+    "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT), "--timeout", "60",
+    *(word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))),
+]  # fmt: skip
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    return subprocess.Popen(
+        [*command, "-m", "trainstep.cli", *WORDS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def workers(pid):
+    """The processes that torchrun has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"trainstep.cli" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def wait_for(condition, running):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        assert running.poll() is None, running.stdout.read()
+        time.sleep(0.01)
+
+
+def updates(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_killed_worker_is_started_again_and_the_curve_goes_on(tmp_path):
+    out, dice = tmp_path / "run", random.Random(time.time_ns())
+    step = dice.randint(11, 50)
+    running = torchrun("--out", str(out))
+    try:
+        wait_for(lambda: updates(out) >= step, running)
+        os.kill(dice.choice(workers(running.pid)), signal.SIGKILL)
+        output, _ = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 0, output
+    assert output.count("resumed from step-000000") == 1, (step, output)
+    alone(config(**RUN), tmp_path / "expected")
+    assert far_apart(losses(tmp_path / "expected"), losses(out)) < 1e-5, step
+    assert names(out) == names(tmp_path / "expected")
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(tmp_path):
+    out = tmp_path / "run"
+    running = torchrun("--scheme", "fsdp", "--out", str(out))
+    try:
+        wait_for(lambda: updates(out) >= 13, running)
+        running.send_signal(signal.SIGTERM)
+        output, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert "SIGTERM: stopped after update" in output, output
+    made = updates(out)
+    assert names(out)[-1] == f"step-{made:08d}"
+    assert 13 <= made < 100
