@@ -19,6 +19,7 @@ import tables.parallel
 import tables.plan
 import tables.profile
 import tables.steps
+import tables.train
 import texts.attention
 import texts.kernels
 import texts.memory
@@ -51,6 +52,7 @@ TABLES = {
         tables.memory,
         tables.profile,
         tables.plan,
+        tables.train,
     )
     for name, table in subject.TABLES.items()
 }

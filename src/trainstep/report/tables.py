@@ -14,11 +14,12 @@ from trainstep.report.plan_columns import PLAN_COLUMNS
 from trainstep.report.records import Record, of_kind
 from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
 from trainstep.report.sweep_columns import CAPTION, sweep_columns
+from trainstep.report.train_columns import TRAIN_COLUMNS
 
 if TYPE_CHECKING:
     import pandas
 
-ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS}
+ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS, **TRAIN_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
     interval = " [95 %]" if measure.low else ""
     return Table(
         name=f"sweep-by-{axis.name.replace('_', '-')}",
-        caption=f"{measure.title} by {name}, {measure.unit}{interval}",
+        caption=f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
         columns=tuple(columns),
         rows=tuple(tuple(row) for row in rows),
     )

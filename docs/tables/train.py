@@ -1,0 +1,36 @@
+"""Tables of training runs: speed and end, and the curves side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from tables.source import plain, results, where
+from trainstep.report.numbers import number
+from trainstep.report.tables import Table
+
+SHOWN = 12
+"""Updates whose losses are shown."""
+
+
+def curves() -> Table:
+    """The loss of the same updates under each scheme, and how far the schemes are apart."""
+    rows = results("h200-train", "train")
+    steps = [step for step in rows[0].series["step"] if isinstance(step, int)]
+    assert all(list(row.series["step"]) == steps for row in rows), "runs of other lengths"
+    shown = sorted({round(index * (len(steps) - 1) / (SHOWN - 1)) for index in range(SHOWN)})
+    lines = []
+    for index in shown:
+        losses = [float(loss) for row in rows if isinstance(loss := row.series["loss"][index], float)]
+        apart = (max(losses) - min(losses)) / min(losses)
+        lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
+    columns = ("update", *(f"loss, {row.case['scheme']}" for row in rows), "apart, relative")
+    case = rows[0].case
+    caption = f"{case['workload']}, context {case['context']}, {case['precision']}; {where(rows)}"
+    return Table("train-curves", caption, columns, tuple(lines))
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {
+    "train": partial(plain, "h200-train", "train"),
+    "train-curves": curves,
+}
