@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import plain, results, where
+from trainstep.bench.parallel_plan import moments, planned_bytes
+from trainstep.config import SIZES
 from trainstep.report.columns import case_column, median_column, value_column
+from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 
@@ -29,13 +33,13 @@ def parallel() -> Table:
 
 def parallel_memory() -> Table:
     """The same: memory at three moments, measured and planned."""
-    rows = results("h200-parallel", "parallel")
-    moments = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
+    rows = [_planned_anew(row) for row in results("h200-parallel", "parallel")]
+    points = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
     columns = (
         case_column("scheme", "scheme"),
         *(
             column
-            for title, name in moments
+            for title, name in points
             for column in (
                 value_column(f"{title} (GiB)", f"{name}_gib"),
                 value_column("by plan", f"predicted_{name}_gib"),
@@ -47,6 +51,22 @@ def parallel_memory() -> Table:
         value_column("peak", "peak_gib"),
     )
     return tabulate("parallel-memory", f"GiB; {where(rows)}", columns, rows)
+
+
+def _planned_anew(row: Record) -> Record:
+    """The row with what the plan says today."""
+    case = row.case
+    model = SIZES[str(case["workload"])]
+    plan = planned_bytes(
+        case["scheme"],  # type: ignore[arg-type]
+        model.num_parameters,
+        int(str(case["world_size"])),
+        precision=case["precision"],  # type: ignore[arg-type]
+        optimizer=case["optimizer"],  # type: ignore[arg-type]
+        model=model,
+        peer_copies=case["scheme"] == "fsdp",
+    )
+    return dataclasses.replace(row, values=row.values | moments(plan))
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel_cases import SchemeName, planned_scheme
+from trainstep.bench.parallel_cases import SchemeName
 from trainstep.bench.parallel_check import Agreement, Expected, agreement, expected, part_of
+from trainstep.bench.parallel_plan import moments, planned_bytes
 from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize, uncounted_bytes
 from trainstep.bench.parallel_trace import trace_record, traced_step
 from trainstep.bench.step import case_columns, count_tokens, phase_samples
@@ -35,9 +36,9 @@ from trainstep.measure.phases import PhaseContext
 from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
-from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
+from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent
 from trainstep.report.records import Record, Scalar
-from trainstep.training_step import AUTOCAST_DTYPES, TrainingStep
+from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource
 
 
@@ -226,20 +227,33 @@ def _record(
     values["exposed_ms"] = None if single is None or case.scheme == "single" else step_ms - single
     tokens = [part.tokens for part in parts if part.tokens is not None]
     values["tokens_per_s"] = 1e3 * sum(tokens) / step_ms if tokens else None
-    values |= _traffic(case, parts[0], parameters, process.world_size) | _memory_values(parts)
-    values |= _predicted(case, parameters, process.world_size)
+    values |= _traffic(case, parts[0], parameters, process) | _memory_values(parts)
+    if case.source.is_builtin:  # a user's own optimizer may keep any state
+        values |= moments(_plan(case, parameters, process))
     return Record("parallel", columns, values, samples, environment=environment)
 
 
-def _traffic(case: ParallelCase, part: _Part, parameters: int, world_size: int) -> dict[str, Scalar]:
+def _traffic(case: ParallelCase, part: _Part, parameters: int, process: Process) -> dict[str, Scalar]:
     """Collectives of one step, and bytes that a rank sends for them over a ring, beside what the scheme must send."""
-    sent = sum(_sent(call, world_size) for call in part.collectives)
-    floor = _plan(case, parameters, world_size).sent if case.scheme != "single" else 0
+    sent = sum(_sent(call, process.world_size) for call in part.collectives)
+    floor = _plan(case, parameters, process).sent if case.scheme != "single" else 0
     return {
         "collectives": len(part.collectives),
-        "sent_gib": sent / world_size / GIB,
+        "sent_gib": sent / process.world_size / GIB,
         "sent_floor_gib": floor / GIB,
     }
+
+
+def _plan(case: ParallelCase, parameters: int, process: Process) -> RankBytes:
+    return planned_bytes(
+        case.scheme,
+        parameters,
+        process.world_size,
+        precision=case.config.precision,
+        optimizer=case.config.optimizer,
+        model=case.source.model,
+        peer_copies=case.scheme == "fsdp" and process.device.type == "cuda",
+    )
 
 
 def _sent(call: Collective, world_size: int) -> int:
@@ -252,29 +266,3 @@ def _memory_values(parts: Sequence[_Part]) -> dict[str, Scalar]:
     """On the rank that holds most."""
     names = dict.fromkeys(name for part in parts for name in part.memory)
     return {f"{name}_gib": max(part.memory[name] for part in parts) / GIB for name in names}
-
-
-def _predicted(case: ParallelCase, parameters: int, world_size: int) -> dict[str, Scalar]:
-    """What the plan says of the three moments. Nothing of a user's own optimizer, whose state is unknown."""
-    if not case.source.is_builtin:
-        return {}
-    plan = _plan(case, parameters, world_size)
-    return {
-        "predicted_start_gib": plan.weights / GIB,
-        "predicted_before_step_gib": plan.before_step / GIB,
-        "predicted_after_step_gib": plan.before_step / GIB,
-    }
-
-
-def _plan(case: ParallelCase, parameters: int, world_size: int) -> RankBytes:
-    scheme = planned_scheme(case.scheme)
-    narrow = 2 if scheme == "fsdp" and case.config.precision in AUTOCAST_DTYPES else None
-    return rank_bytes(
-        scheme or "ddp",
-        parameters,
-        world_size,
-        state_per_parameter=0 if case.config.optimizer == "sgd" else 8,
-        compute_bytes=narrow,
-        reduce_bytes=narrow,
-        scattered=case.scheme != "torch-zero",
-    )

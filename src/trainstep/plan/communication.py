@@ -145,11 +145,27 @@ class RankBytes:
     """Beyond these, at most, while communicating."""
     sent: int
     """By each rank in one step, on average over the ranks."""
+    staging: int = 0
+    """Of the buffers, what stays allocated."""
+    gradients_stay: bool = False
+    """Whether gradients are views of buckets, which are there from the start and stay."""
+    gradients_spent: bool = False
+    """Whether the optimizer's step gives the gradients back."""
+
+    @property
+    def start(self) -> int:
+        """Before the first step."""
+        return self.weights + self.staging + (self.gradients if self.gradients_stay else 0)
 
     @property
     def before_step(self) -> int:
-        """When the optimizer is about to step: weights, gradients and state."""
-        return self.weights + self.gradients + self.optimizer_state
+        """When the optimizer is about to step, for the second time or later: weights, gradients and state."""
+        return self.weights + self.gradients + self.optimizer_state + self.staging
+
+    @property
+    def after_step(self) -> int:
+        """When it has, and gradients are not yet set to None."""
+        return self.before_step - (self.gradients if self.gradients_spent else 0)
 
 
 def rank_bytes(
@@ -164,6 +180,7 @@ def rank_bytes(
     largest_group: int = 0,
     scattered: bool = True,
     copies: bool = False,
+    peer_copies: bool = False,
 ) -> RankBytes:
     """Memory and traffic of a rank, every parameter being trained and divided evenly.
 
@@ -179,6 +196,7 @@ def rank_bytes(
         largest_group: parameters of the largest group that is gathered at once (fsdp) or reduced at once (zero-2).
         scattered: the sharded optimizer gets its gradients reduce-scattered, not all-reduced.
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
+        peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
     _check_world_size(world_size)
     n = world_size
@@ -190,19 +208,23 @@ def rank_bytes(
     on_the_way = num_parameters * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)
     if scheme == "ddp":
         sent = bytes_sent("all-reduce", on_the_way, n)
-        return RankBytes(full, full, state, full if copies else 0, sent // n)
+        return RankBytes(full, full, state, full if copies else 0, sent // n, gradients_stay=copies)
     if scheme == "sharded optimizer":
         reduce: CollectiveName = "reduce-scatter" if scattered else "all-reduce"
         sent = bytes_sent(reduce, on_the_way, n) + bytes_sent("all-gather", full, n)
-        return RankBytes(full, full, state_share, full if copies else 0, sent // n)
+        return RankBytes(
+            full, full, state_share, full if copies else 0, sent // n, gradients_stay=copies, gradients_spent=scattered
+        )
     if scheme == "zero-2":
         sent = bytes_sent("reduce-scatter", on_the_way, n) + bytes_sent("all-gather", full, n)
         return RankBytes(full, share, state_share, largest_group * bytes_per_parameter, sent // n)
     if scheme == "fsdp":
         sent = 2 * bytes_sent("all-gather", num_parameters * gathered, n) + bytes_sent("reduce-scatter", on_the_way, n)
         # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
-        buffers = largest_group * (3 + 1 + 2) * gathered
-        return RankBytes(share, share, state_share, buffers, sent // n)
+        group = largest_group * gathered
+        outbox = -(-group // n) if peer_copies else 0
+        inbox = group if peer_copies and on_the_way < full else 0  # one of the two that are sent and received
+        return RankBytes(share, share, state_share, group * (3 + 1 + 2) + outbox, sent // n, staging=outbox + inbox)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
 
 

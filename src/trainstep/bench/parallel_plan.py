@@ -1,0 +1,57 @@
+"""What `plan.communication` says of the schemes that `bench parallel` compares. Imports no torch."""
+
+from __future__ import annotations
+
+from trainstep.bench.parallel_cases import SchemeName, planned_scheme
+from trainstep.config import ModelConfig, OptimizerImpl, Precision
+from trainstep.plan.communication import RankBytes, rank_bytes
+from trainstep.plan.machine import GIB
+from trainstep.plan.strategy_memory import largest_group
+from trainstep.report.records import Scalar
+
+
+def planned_bytes(
+    scheme: SchemeName,
+    num_parameters: int,
+    world_size: int,
+    *,
+    precision: Precision,
+    optimizer: OptimizerImpl,
+    model: ModelConfig | None = None,
+    peer_copies: bool = False,
+) -> RankBytes:
+    """Memory and traffic of a rank.
+
+    Args:
+        scheme: whose.
+        num_parameters: of the model.
+        world_size: ranks.
+        precision: of the step; under autocast FSDP gathers and sends in 16 bits.
+        optimizer: its state is two moments per parameter, or nothing.
+        model: the built-in model's shape, for the size of its largest group; None for a user's.
+        peer_copies: FSDP's transport.
+    """
+    planned = planned_scheme(scheme)
+    is_torch_ddp = scheme in ("torch-ddp", "torch-zero")
+    narrow = 2 if planned == "fsdp" and precision in ("bf16", "fp16") else None
+    return rank_bytes(
+        planned or "ddp",
+        num_parameters,
+        world_size,
+        state_per_parameter=0 if optimizer == "sgd" else 8,
+        compute_bytes=narrow,
+        reduce_bytes=narrow,
+        largest_group=0 if model is None else largest_group(model),
+        scattered=not is_torch_ddp,
+        copies=is_torch_ddp,
+        peer_copies=peer_copies,
+    )
+
+
+def moments(plan: RankBytes) -> dict[str, Scalar]:
+    """The three moments at which a rank's memory is measured, as columns."""
+    return {
+        "predicted_start_gib": plan.start / GIB,
+        "predicted_before_step_gib": plan.before_step / GIB,
+        "predicted_after_step_gib": plan.after_step / GIB,
+    }
