@@ -18,6 +18,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from trainstep.commands.options import Common
 from trainstep.commands.output import run_and_report
 from trainstep.errors import UsageError
+from trainstep.report.sweep_axes import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
@@ -57,6 +58,7 @@ class Sweep(Common):
     def run(self) -> int:
         """Run what is not finished, print and write."""
         from trainstep.bench.sweep.grid_file import load_grid
+        from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.resume import RETRIED, is_finished, only_sweep, places_of, sweep_records
         from trainstep.cli import parse
 
@@ -65,6 +67,8 @@ class Sweep(Common):
                 f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}; expected jobs and minutes "
                 "from 1 up"
             )
+        if self.timeout is not None and self.timeout <= 0:
+            raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         grid = load_grid(self.file, parse)
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         retried = RETRIED if self.retry == "failed" else ()
@@ -73,6 +77,8 @@ class Sweep(Common):
             for place in places:
                 print("finished" if is_finished(place, retried) else "to run", shlex.join(place.case.words), sep="  ")
             return 0
+        if self.executor == "slurm":
+            require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         with only_sweep(out), _ended_like_ctrl_c():
             finished = sum(is_finished(place, retried) for place in places)
@@ -83,24 +89,27 @@ class Sweep(Common):
                 return self._execute(pending, out, timeout_s)
 
             with contextlib.closing(sweep_records(places, execute, retried)) as records:
-                return run_and_report(_told(records, len(places)), out, f"sweep {self.file.name}", total=len(places))
+                return run_and_report(
+                    _told(records, grid.axes, len(places)), out, f"sweep {self.file.name}", total=len(places)
+                )
 
     def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
         from trainstep.bench.sweep.here import run_here, visible_gpus
         from trainstep.bench.sweep.jobs import Resources, run_jobs
 
         if self.executor == "here":
-            return run_here(pending, jobs=self.jobs or 1, gpus=visible_gpus(), timeout_s=timeout_s)
+            jobs = self.jobs or 1
+            return run_here(pending, jobs=jobs, gpus=visible_gpus() if jobs > 1 else (), timeout_s=timeout_s)
         asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
         return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
 
 
-def _told(records: Iterator[Record], total: int) -> Iterator[Record]:
+def _told(records: Iterator[Record], axes: Sequence[str], total: int) -> Iterator[Record]:
     """The rows, each said in a line where no progress bar is shown, as in the log of a long run."""
     for record in records:
         if not sys.stdout.isatty():
-            what = ", ".join(f"{name} {value}" for name, value in record.case.items() if value is not None)
-            print(f"{record.values.get('number')}/{total} {record.status}: {what}", flush=True)
+            point = {name: record.case[name] for name in (*axes, "row") if record.case.get(name) is not None}
+            print(f"{record.values['number']}/{total} {named(point)}: {record.status}", flush=True)
         yield record
 
 

@@ -24,6 +24,8 @@ def sweep_findings(records: Sequence[Record]) -> list[Finding]:
         logs = " Their words are in stderr.txt of their folders below cases/." if lacking["failed"] else ""
         found.append(Finding(TOPIC, f"Of {len(rows)} rows, {lacking.total()} have no result: {counts}.{logs}"))
     for name in _PLURAL:
+        if name == "threads" and len({row.case.get("processes") for row in rows}) > 1:
+            continue  # processes that torchrun starts share the cores: that is what was swept
         values = list(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
         if len(values) > 1:
             what = f"{_PLURAL[name]} {listed([value[:12] if name == 'commit' else value for value in values])}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, 
     ]
 
 
-def wait_for(condition, what, seconds=90):
+def wait_for(condition, what, seconds=180):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come"
@@ -117,7 +118,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
 
     pid = int(wait_for(hanging, "the second case").split(".")[0])
     running.send_signal(number)
-    output, _ = running.communicate(timeout=60)
+    output, _ = running.communicate(timeout=180)
     assert running.returncode == 130
     assert "1 rows measured so far are kept" in output
     assert not is_alive(pid)
@@ -128,13 +129,14 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
     assert [is_finished(place) for place in places_of(grid, out)] == [True, False]
 
 
+STARVED = json.dumps({"kind": "step", "case": {"workload": "toy"}, "status": "out of memory", "reason": "needed 9"})
 STEP = json.dumps({"kind": "step", "case": {"workload": "toy"}, "values": {"step_ms": 1.0}})
 
 
 def scripted(monkeypatch, script):
     """Run `script` in place of trainstep; it knows its folder as `out`."""
     program = "import os, signal, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n"
-    program += f"row = {STEP!r} + chr(10)\n" + textwrap.dedent(script)
+    program += f"row, starved = {STEP!r} + chr(10), {STARVED!r} + chr(10)\n" + textwrap.dedent(script)
     monkeypatch.setattr(child, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
 
 
@@ -148,6 +150,9 @@ ENDINGS = [
     ("(out / 'results.jsonl').write_text(2 * row)", [("ok", ""), ("ok", "")]),
     ("(out / 'results.jsonl').write_text(row); sys.exit('RuntimeError: then this')",
      [("ok", ""), ("failed", "RuntimeError: then this")]),
+    ("(out / 'results.jsonl').write_text(starved); sys.exit(1)", [("out of memory", "needed 9")]),
+    ("(out / 'results.jsonl').write_text(starved); sys.exit('RuntimeError: then this')",
+     [("out of memory", "needed 9"), ("failed", "RuntimeError: then this")]),
     ("sys.exit('trainstep: no such thing; do that')", [("failed", "no such thing; do that")]),
     ("raise MemoryError", [("out of memory", "MemoryError")]),
     ("sys.exit('[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\\nChildFailedError: rank 1')",
@@ -309,12 +314,27 @@ def test_jobs_on_slurm(tmp_path, monkeypatch):
     assert "NODE_FAIL" in lost.reason
 
 
-def test_the_example_runs(tmp_path, monkeypatch):
-    """As it is in the repository, with one value per axis and few steps."""
+def test_the_example_runs_in_small(tmp_path):
+    """The file in the repository, with the first value of each axis."""
     text = (REPOSITORY / "examples" / "sweep.toml").read_text()
-    grid = load_grid(REPOSITORY / "examples" / "sweep.toml", parse)
-    assert len(grid.cases) > 4
-    assert "trainstep sweep examples/sweep.toml" in text
+    whole = load_grid(REPOSITORY / "examples" / "sweep.toml", parse)
+    assert len(whole.cases) == 12
+    file = tmp_path / "small.toml"
+    file.write_text(re.sub(r"= \[([^,\]]+)[^\]]*\]", r"= [\1]", text))
+    assert run("sweep", str(file), "--out", str(tmp_path / "out")) == 0
+    (row,) = read_records(tmp_path / "out" / "results.jsonl")
+    assert row.status == "ok", row.reason
+    assert row.case == {**whole.cases[0].columns(), "row": None}
+
+
+def test_the_files_in_the_document_are_sweeps(tmp_path):
+    text = (REPOSITORY / "docs" / "sweep.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for index, block in enumerate(blocks):
+        file = tmp_path / f"{index}.toml"
+        file.write_text(block)
+        assert len(load_grid(file, parse).cases) == (12, 6)[index]
 
 
 HEAD = 'command = "bench step"\n'
@@ -361,8 +381,11 @@ def test_bad_flags(tmp_path, capsys, monkeypatch):
     assert "cannot read the sweep" in capsys.readouterr().err
     assert run(*words, "--jobs", "0") == 2
     assert "jobs is 0" in capsys.readouterr().err
+    assert run(*words, "--timeout", "0") == 2
+    assert "timeout is 0; expected seconds above 0" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(*words, "--executor", "slurm") == 2
     assert "Slurm is not on this machine" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "nothing was started"
     assert run("sweep", str(file), "--out", "/proc/nope") == 2
     assert "choose another folder with --out" in capsys.readouterr().err

@@ -59,11 +59,8 @@ def run_jobs(
     """
     import submitit
 
-    if cluster == "slurm" and shutil.which("sbatch") is None:
-        raise UsageError(
-            "Slurm is not on this machine (no sbatch on the PATH); run on a login node, or leave --executor out to "
-            "run here"
-        )
+    if cluster == "slurm":
+        require_slurm()
     executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster)
     executor.update_parameters(
         name="trainstep-sweep",
@@ -102,6 +99,15 @@ def run_jobs(
                 with contextlib.suppress(Exception):
                     job.wait()
             place.clear()
+
+
+def require_slurm() -> None:
+    """Raise `UsageError` where Slurm's commands are not there."""
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            "Slurm is not on this machine (no sbatch on the PATH); run on a login node, or leave --executor out to "
+            "run here"
+        )
 
 
 def _settle(place: Place, job: submitit.Job[None], wait_s: float) -> None:

@@ -15,6 +15,8 @@ from trainstep.report.records import Record, Scalar, Status, of_kind, read_recor
 OUT_OF_MEMORY = re.compile(
     r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
 )
+NOTHING_RAN = 1
+"""Exit code of a command whose rows all say why they have no result; also Python's after a traceback."""
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
 _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
 _LONGEST = 240
@@ -37,7 +39,8 @@ def rows_of(case: Case, folder: Path, code: int | None, seconds: float, timeout_
                row.environment)
         for row, told in zip(found, _told_apart(found), strict=True)
     ]  # fmt: skip
-    if code != 0 or not rows:
+    is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
+    if not rows or (code != 0 and not (is_told and not _errors(folder / "stderr.txt"))):
         failed = failed_row(case, *_failure(folder, code, timeout_s), values)
         rows.append(replace(failed, case={**failed.case, "row": "end"}) if rows else failed)
     return rows
@@ -62,7 +65,8 @@ def _told_apart(rows: Sequence[Record]) -> list[str | None]:
     if len(rows) < 2:
         return [None] * len(rows)
     names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]
-    short = [name for name in names if name in ("rung", "scheme", "strategy")] or names  # these name all else that differs
+    naming = ("rung", "scheme", "strategy")  # of which each implies all else that differs
+    short = [name for name in names if name in naming] or names
     return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
 
 
@@ -83,11 +87,17 @@ def _failure(folder: Path, code: int | None, timeout_s: float | None) -> tuple[S
 
 def _last_words(path: Path) -> str:
     """The line of standard error that says what happened, or its last line."""
+    found = (_errors(path) or _lines(path) or [""])[-1]
+    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1]}…"
+
+
+def _errors(path: Path) -> list[str]:
+    return [line for line in _lines(path) if _ERROR.match(line) and "ChildFailedError" not in line]
+
+
+def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
-    lines = [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
-    found = (errors or lines or [""])[-1]
-    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1]}…"
+        return []
+    return [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
