@@ -17,7 +17,7 @@ from trainstep.train.progress import Show
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 STEP = StepConfig(batch=2, context=32, learning_rate=3e-3, device="cpu")
 TRAIN = TrainConfig(
-    steps=12, global_batch=8, warmup_steps=3, eval_every=6, save_every=4, samples=0, tensorboard=False,
+    steps=12, global_batch=8, warmup=0.25, eval_every=6, save_every=4, samples=0, tensorboard=False,
     validation_fraction=0.1,
 )  # fmt: skip
 TEXT = Path(__file__).parents[2] / "src" / "trainstep" / "model" / "transformer.py"

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.train.runs import config
+from trainstep.commands.train import Train, train_defaults
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
 
@@ -15,7 +16,7 @@ from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
         ({"steps": 0}, "steps is 0; expected 1 or more"),
         ({"keep": 0}, "keep is 0"),
         ({"global_batch": -4}, "global_batch is -4"),
-        ({"warmup_steps": 201}, "the run has 200 steps; make the warm-up shorter"),
+        ({"warmup": 20.0}, "warmup is 20.0; expected a fraction from 0 to 1"),
         ({"min_learning_rate": 1.5}, "expected a fraction from 0 to 1"),
         ({"clip_norm": 0.0}, "or inf for no clipping"),
         ({"clip_norm": math.nan}, "or inf for no clipping"),
@@ -73,3 +74,17 @@ def test_every_field_that_may_change_exists():
     for name in MAY_CHANGE:
         room, _, field = name.partition(".")
         assert hasattr(getattr(run, room), field), name
+
+
+def test_a_toml_file_describes_a_whole_run(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nd_ff = 64\n[step]\ncontext = 32\n[train]\nsteps = 7\ntensorboard = false\n")
+    command = Train(**train_defaults(None, path))
+    assert (command.model.d_ff, command.step.context) == (64, 32)
+    assert (command.train.checked().steps, command.train.tensorboard) == (7, False)
+    path.write_text("[train]\nsteps = 7.5\n")
+    with pytest.raises(UsageError, match=r"run.toml \[train\] steps is 7.5; expected a value of type int"):
+        train_defaults(None, path)
+    path.write_text("[train]\nstep = 7\n")
+    with pytest.raises(UsageError, match="unknown key 'step'"):
+        train_defaults(None, path)

@@ -8,7 +8,7 @@ from trainstep.parallel.workers import WorkerError
 
 pytestmark = pytest.mark.distributed
 
-STEPS = {"steps": 50, "warmup_steps": 5, "eval_every": 25, "save_every": 50}
+STEPS = {"steps": 50, "warmup": 0.1, "eval_every": 25, "save_every": 50}
 
 
 @pytest.fixture(scope="module")

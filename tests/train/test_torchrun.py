@@ -14,7 +14,7 @@ from tests.train.runs import TEXT, alone, config, far_apart, losses, names
 
 pytestmark = pytest.mark.distributed
 
-RUN = {"steps": 100, "warmup_steps": 5, "eval_every": 60, "save_every": 10, "eval_batches": 1}
+RUN = {"steps": 100, "warmup": 0.05, "eval_every": 60, "save_every": 10, "eval_batches": 1}
 WORDS = [
     "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
     "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",

@@ -27,8 +27,8 @@ class TrainConfig:
     """Updates of the weights."""
     global_batch: int = 32
     """Sequences per update over all ranks: --batch per rank and pass, accumulated over as many passes as it takes."""
-    warmup_steps: int = 20
-    """Updates over which the learning rate rises to --learning-rate; a cosine follows."""
+    warmup: float = 0.1
+    """The part of the updates over which the learning rate rises to --learning-rate; a cosine follows."""
     min_learning_rate: float = 0.1
     """Where the cosine ends, as a fraction of --learning-rate."""
     clip_norm: float = 1.0
@@ -65,19 +65,21 @@ class TrainConfig:
         for name in ("steps", "global_batch", "eval_every", "eval_batches", "save_every", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        for name in ("warmup_steps", "weight_decay", "bucket_mb", "samples", "sample_tokens", "temperature"):
+        for name in ("weight_decay", "bucket_mb", "samples", "sample_tokens", "temperature"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if self.warmup_steps > self.steps:
-            raise UsageError(
-                f"warmup_steps is {self.warmup_steps}, but the run has {self.steps} steps; make the warm-up shorter"
-            )
-        if not 0 <= self.min_learning_rate <= 1:
-            raise UsageError(f"min_learning_rate is {self.min_learning_rate}; expected a fraction from 0 to 1")
+        for name in ("warmup", "min_learning_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected a fraction from 0 to 1")
         if not self.clip_norm > 0:
             raise UsageError(f"clip_norm is {self.clip_norm}; expected a positive number, or inf for no clipping")
         if not 0 < self.validation_fraction < 1:
             raise UsageError(f"validation_fraction is {self.validation_fraction}; expected a number between 0 and 1")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Updates of warm-up."""
+        return round(self.warmup * self.steps)
 
 
 @dataclass(frozen=True)

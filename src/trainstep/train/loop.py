@@ -173,7 +173,7 @@ class _Run:
         raise AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
             f"learning rate {self.meter.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, and "
-            f"nothing of it is saved; {good}. A lower --learning-rate, a longer --warmup-steps or a wider --precision "
+            f"nothing of it is saved; {good}. A lower --learning-rate, a longer --warmup or a wider --precision "
             "may help, as a new run with another --out"
         )
 
