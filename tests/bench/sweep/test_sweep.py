@@ -51,6 +51,7 @@ def _repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
+@pytest.mark.timeout(600)  # twelve processes that each import torch: half a minute on two idle cores
 @pytest.mark.usefixtures("_repository")
 def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     file, out = tmp_path / "twelve.toml", tmp_path / "out"
