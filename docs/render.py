@@ -19,12 +19,14 @@ import tables.parallel
 import tables.plan
 import tables.profile
 import tables.steps
+import tables.tour
 import tables.train
 import texts.attention
 import texts.kernels
 import texts.memory
 import texts.parallel
 import texts.steps
+import texts.tour
 from tables.source import RESULTS, NotMeasuredError
 
 from trainstep.report.formats import to_markdown
@@ -52,6 +54,7 @@ TABLES = {
         tables.memory,
         tables.profile,
         tables.plan,
+        tables.tour,
         tables.train,
     )
     for name, table in subject.TABLES.items()
@@ -59,7 +62,7 @@ TABLES = {
 """Name in a page → what makes the table."""
 TEXTS = {
     name: text
-    for subject in (texts.steps, texts.kernels, texts.memory, texts.attention, texts.parallel)
+    for subject in (texts.steps, texts.kernels, texts.memory, texts.attention, texts.parallel, texts.tour)
     for name, text in subject.TEXTS.items()
 }
 """Name in a page → what makes its paragraphs, with an empty line between two."""
@@ -83,8 +86,11 @@ def render(text: str) -> str:
 
 
 def paragraphs(text: str) -> str:
-    """`text` in lines that fit the page's source."""
-    filled = (textwrap.fill(each, WIDTH, break_long_words=False, break_on_hyphens=False) for each in text.split("\n\n"))
+    """`text` in lines that fit the page's source; blocks of code stay as they are."""
+    filled = (
+        each if each.startswith("```") else textwrap.fill(each, WIDTH, break_long_words=False, break_on_hyphens=False)
+        for each in text.split("\n\n")
+    )
     return "\n\n".join(filled) + "\n"
 
 
