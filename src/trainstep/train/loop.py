@@ -29,7 +29,7 @@ from trainstep.train.data import TokenData, open_data
 from trainstep.train.folder import METRICS, RESULTS, Start, check_shared, locked, open_folder
 from trainstep.train.meter import Meter
 from trainstep.train.metrics import MetricsWriter, read_metrics
-from trainstep.train.progress import Show
+from trainstep.train.progress import Show, as_summary
 from trainstep.train.readings import Reading, Readings
 from trainstep.train.results import run_record
 from trainstep.train.samples import write_samples
@@ -205,6 +205,7 @@ class _Run:
             writer = RecordWriter(self.out / RESULTS)
             writer.write(record)
             writer.close()
+            self.show.line(f"{as_summary(record.values)} → {self.out}")
 
 
 def _checked_data(path: Path | None, config: RunConfig, process: Process) -> TokenData:

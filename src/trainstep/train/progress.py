@@ -59,3 +59,16 @@ def as_line(row: Mapping[str, Any]) -> str:
     if row["validation_loss"] is not None:
         parts.append(f"validation loss {row['validation_loss']:.4f}")
     return "  ".join(parts)
+
+
+def as_summary(values: Mapping[str, Any]) -> str:
+    """A finished run's record for the terminal."""
+    parts = [
+        f"validation loss {values['validation_loss']:.4f}",
+        f"median of {values['n']} updates: {values['step_ms']:.4g} ms, {values['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if values["utilisation"] is not None:
+        parts.append(f"utilisation {100 * values['utilisation']:.1f} %")
+    if values["peak_gib"] is not None:
+        parts.append(f"peak {values['peak_gib']:.4g} GiB on a rank")
+    return "  ".join(parts)
