@@ -48,11 +48,15 @@ def rewritten() -> str:
 def took() -> str:
     """Where this was measured, and how long the commands took."""
     seconds = one(NAME, "tour").values
-    environment = results(NAME)[0].environment
+    environment = results(NAME)[0].environment  # of the kind step: the last two commands
     total = sum(float(each) for each in seconds.values() if isinstance(each, int | float))
+    threads = "one thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+    changed = any(figure(row, "ratio_low") > 1 or figure(row, "ratio_high") < 1 for row in results(NAME, "control"))
+    shared = " Other programs ran beside them, as a finding below says; measure your own." if changed else ""
     return (
-        f"The figures of this page are from {environment['device']}, {environment['threads']} threads, torch "
-        f"{environment['torch']}, {environment['date']}. There the four commands took {total:.0f} seconds in all."
+        f"The figures of this page are from {environment['device']}, {threads}, torch "
+        f"{environment['torch']}, {environment['date']}. There the four commands took {total:.0f} seconds in "
+        f"all.{shared}"
     )
 
 
