@@ -60,7 +60,7 @@ def _signalled(step, number):
 def alone(run, out, **options):
     """Train in this process alone; options as above."""
     mistake = None
-    with join_group_or_alone("cpu") as process:
+    with join_group_or_alone(run.step.device) as process:
         try:
             return on_rank(process, run, out, **options)
         except AgreedError as error:
