@@ -68,3 +68,8 @@ def check_shardable(config: StepConfig) -> None:
     """Raise `UnsupportedError` where a step reads weights outside of the modules that have them."""
     if config.loss == "chunked":
         raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+
+
+def uncounted_bytes(replica: Replica) -> int:
+    """What this rank holds for communication that torch's allocator does not count."""
+    return replica.module.uncounted_bytes if isinstance(replica.module, FullyShardedDataParallel) else 0

@@ -24,7 +24,7 @@ from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel_cases import SchemeName
 from trainstep.bench.parallel_check import Agreement, Expected, agreement, expected, part_of
 from trainstep.bench.parallel_plan import moments, planned_bytes
-from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize, uncounted_bytes
+from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize
 from trainstep.bench.parallel_trace import trace_record, traced_step
 from trainstep.bench.step import case_columns, count_tokens, phase_samples
 from trainstep.config import StepConfig
@@ -38,6 +38,7 @@ from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent
 from trainstep.report.records import Record, Scalar
+from trainstep.schemes import uncounted_bytes
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource
 

@@ -64,11 +64,6 @@ def local_state(replica: Replica) -> list[Tensor]:
     return list(optimizer_state_tensors(own))
 
 
-def uncounted_bytes(replica: Replica) -> int:
-    """What this rank holds for communication that torch's allocator does not count."""
-    return replica.module.uncounted_bytes if isinstance(replica.module, FullyShardedDataParallel) else 0
-
-
 def _ddp(
     name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
 ) -> Replica:

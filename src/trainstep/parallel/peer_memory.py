@@ -57,13 +57,16 @@ class PeerMemory:
         """The rank's buffer: (nbytes,), uint8, on this rank's device."""
         return self._buffers[rank]
 
-    def barrier(self) -> None:
+    def barrier(self, channel: int = 0) -> None:
         """What the current stream does from here on comes after what every rank's stream was given before its barrier.
 
         On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
+
+        Args:
+            channel: barriers that different streams may be at in one moment have different ones.
         """
         if self._handle is not None:
-            self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
         else:
             dist.barrier(self._group)
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import Process
 from trainstep.report.records import RecordWriter
+from trainstep.schemes import uncounted_bytes
 from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
 from trainstep.train.build import build_training_step
 from trainstep.train.checkpoints import Checkpoint, CheckpointWriter, name_of
@@ -198,7 +199,8 @@ class _Run:
         write_samples(self.step, self.tokens, self.config, self.process, self.out / "samples.txt", self.show)
         device = self.process.device
         peaks: list[int] = [0] * self.process.world_size
-        mine = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        on_gpu = device.type == "cuda"
+        mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica) if on_gpu else 0
         dist.all_gather_object(peaks, mine, group=self.process.group)
         if self.process.rank == 0:
             record = run_record(self.config, self.process, read_metrics(self.out / METRICS), max(peaks) or None)

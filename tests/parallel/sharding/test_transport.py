@@ -142,3 +142,27 @@ def test_copies_are_refused_on_two_hosts(two):
     for message in two.run(_refused):
         assert "2 hosts" in message
         assert 'use "auto" or "collectives"' in message
+
+
+def _one_rank_cannot(process):
+    """What is said when rank 1 is let share no memory."""
+    made = PeerMemory.__init__
+
+    def refuse(memory, *arguments):
+        made(memory, *arguments)
+        if process.rank == 1:
+            raise RuntimeError("no permission")
+
+    PeerMemory.__init__ = refuse
+    try:
+        _choose(process, "peer-copies", False)
+    except UsageError as error:
+        return str(error)
+    finally:
+        PeerMemory.__init__ = made
+    return None
+
+
+def test_all_ranks_hear_of_one_that_cannot_share(two):
+    for message in two.run(_one_rank_cannot):
+        assert "rank 1: no permission" in message

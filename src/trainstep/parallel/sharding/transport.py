@@ -25,6 +25,9 @@ TransportName = Literal["auto", "collectives", "peer-copies"]
 
 _ALIGNMENT = 256
 
+_GATHER, _EXCHANGE = 0, 1
+"""Channels of barriers: gathers and exchanges run on streams of their own."""
+
 # Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
 # their payload, to whoever watches (measure/collectives.py, or a profile).
 _library = torch.library.Library("trainstep_peer_copies", "DEF")
@@ -92,14 +95,14 @@ class PeerCopies:
         self, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
     ) -> None:
         self._rank, self._ranks = group.rank(), group.size()
-        self._outbox = PeerMemory(max(slice_bytes, _ALIGNMENT), group, device)
-        self._inbox = PeerMemory(max(exchange_bytes, _ALIGNMENT), group, device)
+        self._slice_bytes = padded(slice_bytes)
+        self._memory = PeerMemory(max(self._slice_bytes + exchange_bytes, 1), group, device)  # outbox, inbox
         self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
         """In another order on every rank, so that no two read from one at a time."""
 
     @property
     def uncounted_bytes(self) -> int:
-        return self._outbox.uncounted + self._inbox.uncounted
+        return self._memory.uncounted
 
     def all_gather_slices(self, tensors: Sequence[Tensor]) -> None:
         torch.ops.trainstep_peer_copies.all_gather(tensors)
@@ -108,29 +111,30 @@ class PeerCopies:
             size = tensor.numel() // self._ranks
             places.append(slice(end, end + size))
             end += padded(size)
-        own = self._outbox.of(self._rank)
+        own = self._memory.of(self._rank)
         for tensor, place in zip(tensors, places, strict=True):
             own[place].copy_(slice_of(tensor, self._rank, self._ranks))
-        self._outbox.barrier()
+        self._memory.barrier(_GATHER)
         for rank in self._others:
-            there = self._outbox.of(rank)
+            there = self._memory.of(rank)
             for tensor, place in zip(tensors, places, strict=True):
                 slice_of(tensor, rank, self._ranks).copy_(there[place])
-        self._outbox.barrier()
+        self._memory.barrier(_GATHER)
 
     def receive_buffer(self, send: Tensor) -> Tensor:
         return self._inbox_of(self._rank, send)
 
     def exchange(self, receive: Tensor, send: Tensor) -> None:
         torch.ops.trainstep_peer_copies.all_to_all([send])
-        self._inbox.barrier()
+        self._memory.barrier(_EXCHANGE)
         receive[self._rank].copy_(send[self._rank])
         for rank in self._others:
             self._inbox_of(rank, send)[self._rank].copy_(send[rank])
-        self._inbox.barrier()
+        self._memory.barrier(_EXCHANGE)
 
     def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
-        return self._inbox.of(rank)[: like.nbytes].view(like.dtype).view(like.shape)
+        inbox = self._memory.of(rank)[self._slice_bytes :]
+        return inbox[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def padded(nbytes: int) -> int:
@@ -141,7 +145,7 @@ def padded(nbytes: int) -> int:
 def choose_transport(
     asked: TransportName, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
 ) -> Transport:
-    """The transport asked for; every rank must call it alike.
+    """The transport asked for; every rank must call it alike, and all get the same.
 
     Raises:
         UsageError: peer-copies were asked for and the ranks cannot copy to each other.
@@ -149,18 +153,24 @@ def choose_transport(
     if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
         return Collectives(group)
     obstacle = obstacle_to_sharing(group, device)
+    if obstacle is not None and asked == "auto":
+        return Collectives(group)
+    copies: PeerCopies | None = None
+    failure: str | None = None
     if obstacle is None:
         try:
-            return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
-        except RuntimeError as error:  # of the driver, or of a container that lets no memory be shared
-            if asked == "auto":
-                warnings.warn(
-                    f"memory cannot be shared between the ranks, so collectives are used: {error}", stacklevel=4
-                )
-                return Collectives(group)
-            raise
+            copies = PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+        except (RuntimeError, OSError) as error:  # of the driver, or where a container lets no memory be shared
+            failure = f"rank {group.rank()}: {error}"
+        failures: list[str | None] = [failure] * group.size()
+        dist.all_gather_object(failures, failure, group=group)
+        failure = next((each for each in failures if each is not None), None)
+        if copies is not None and failure is None:
+            return copies
+        obstacle = f"memory cannot be shared between the ranks ({failure})"
     if asked == "peer-copies":
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
+    warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
     return Collectives(group)
 
 
