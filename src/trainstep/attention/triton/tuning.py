@@ -14,7 +14,7 @@ from trainstep.errors import UsageError
 
 FEATURES_PER_EXACT_PRODUCT = 32
 """Few enough for the error budget of float32. Emulated with a matrix unit that rounds toward zero after every eight
-terms, errors reach 0.9 of it with 32 or 64 features in a product, 1.2 with 128 and 2.0 with 256."""
+terms, errors reach 0.9 of it with 32 or 64 features in a product, 1.2 with 128 and 2.1 with 256."""
 
 
 @dataclass(frozen=True)
