@@ -7,6 +7,7 @@ import torch
 
 from tests.attention.triton.aot import Compiled, compile_hopper, compile_portable
 from trainstep.attention.triton.tables import HOPPER, PORTABLE
+from trainstep.attention.triton.tune import candidates
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
 from trainstep.errors import UsageError
 
@@ -65,6 +66,12 @@ def test_the_tables_are_complete() -> None:
             for c in causal
         }
     assert set(HOPPER) == {(k, d, c) for k in kernels for d in (64, 128, 256) for c in causal}
+
+
+def test_tuning_float32_tries_what_is_shipped_for_hopper() -> None:
+    for (kernel, precision, head_dim, _), row in PORTABLE["sm_90"].items():
+        if precision == "tf32x3":
+            assert Tile(*row) in candidates(kernel, False, torch.float32, head_dim)
 
 
 def test_look_up() -> None:
