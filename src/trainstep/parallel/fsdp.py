@@ -118,7 +118,9 @@ class FullyShardedDataParallel(nn.Module):
                 default=0,
             ),
         )
-        self._schedule = Schedule(parameter_groups, self._process_group, self._transport, prefetch, self.device)
+        for group in parameter_groups:
+            group.connect(self._transport)
+        self._schedule = Schedule(parameter_groups, self._process_group, prefetch, self.device)
         needed: dict[nn.Module, list[ParameterGroup]] = {}
         for planned_group, group in zip(plan, parameter_groups, strict=True):
             for unit in planned_group.units:

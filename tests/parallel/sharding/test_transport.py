@@ -56,7 +56,7 @@ def _both(process, sizes, dtype):
         for call in range(2):
             generator = torch.Generator().manual_seed(10 * process.rank + call)
             whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
-            gather = transport.all_gather_slices([tensor.view(torch.uint8) for tensor in whole])
+            gather = transport.gather_of([tensor.view(torch.uint8) for tensor in whole])()
             if gather is not None:
                 gather.wait()
             send = torch.randn(ranks, sizes[0], generator=generator).to(dtype)
@@ -100,7 +100,7 @@ def test_four_ranks_train_as_one_process_bit_for_bit(four):
 def _announced(process):
     transport = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
     with recorded_collectives() as calls:
-        transport.all_gather_slices([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])
+        transport.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
         send = torch.zeros(2, 100)
         transport.exchange(transport.receive_buffer(send), send)
     return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean, slice_of
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Transport
+from trainstep.parallel.sharding.transport import Collectives, Transport
 
 ALIGNMENT = 16
 """Elements at whose multiples a parameter starts in a buffer."""
@@ -59,6 +59,7 @@ class GradientBuffer:
         for parameter in parameters:
             self._starts[parameter] = self._size
             self._size += -(-self._shard_size(parameter) // ALIGNMENT) * ALIGNMENT
+        self._transport: Transport = Collectives(process_group)
         self._send: Tensor | None = None  # (ranks, size)
         self._written: set[ShardedParameter] = set()
 
@@ -102,7 +103,11 @@ class GradientBuffer:
         """Forget what has not been sent."""
         self._send, self._written = None, set()
 
-    def launch(self, stream: SideStream, transport: Transport) -> Reduction:
+    def connect(self, transport: Transport) -> None:
+        """Choose what carries gradients; once, before the first launch."""
+        self._transport = transport
+
+    def launch(self, stream: SideStream) -> Reduction:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
         assert self._send is not None
         send, written = self._send, self._written
@@ -117,7 +122,7 @@ class GradientBuffer:
         elif send.dtype == self._dtype:
             pending = self._reduce_scatter(send, result, stream)
         else:
-            pending = self._exchange(send, result, stream, transport)
+            pending = self._exchange(send, result, stream)
         rows = []
         for parameter in self._parameters:
             start = self._starts[parameter]
@@ -131,7 +136,8 @@ class GradientBuffer:
 
         return stream.run(lambda: reduce_scatter_mean([send], self._process_group), after=keep_own)
 
-    def _exchange(self, send: Tensor, result: Tensor, stream: SideStream, transport: Transport) -> Pending:
+    def _exchange(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
+        transport = self._transport
         receive = transport.receive_buffer(send)
 
         def add_up() -> None:

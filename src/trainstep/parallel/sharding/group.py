@@ -8,7 +8,6 @@ storage's memory back; the tensors stay, so what autograd saved for backward is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from trainstep.parallel.sharding.gradients import GradientBuffer
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Transport, padded
+from trainstep.parallel.sharding.transport import Start, Transport, padded
 
 if TYPE_CHECKING:
     from trainstep.parallel.sharding.schedule import Call
@@ -51,6 +50,7 @@ class ParameterGroup:
         self.users = 0
         self._process_group = process_group
         self._pending: Pending | None = None
+        self._all_gather: Start | None = None
         self._arrived: set[ShardedParameter] = set()
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
@@ -105,14 +105,19 @@ class ParameterGroup:
         """Of this rank's slices in a gather, each as a transport lays it out."""
         return sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
 
-    def gather(self, stream: SideStream, transport: Transport) -> None:
+    def connect(self, transport: Transport) -> None:
+        """Choose what carries parameters and gradients; once, before the first gather."""
+        if self._gathered_bytes and self._process_group.size() > 1:
+            self._all_gather = transport.gather_of(self._gathered_bytes)
+        for buffer in self.buffers:
+            buffer.connect(transport)
+
+    def gather(self, stream: SideStream) -> None:
         """Start gathering, unless it has been started."""
         if self.is_gathered:
             return
         self._storage.resize_(self.full_bytes)
-        communicates = self._gathered_bytes and self._process_group.size() > 1
-        start = partial(transport.all_gather_slices, self._gathered_bytes) if communicates else None
-        self._pending = stream.run(start, before=self._copy_own)
+        self._pending = stream.run(self._all_gather, before=self._copy_own)
 
     def _copy_own(self) -> None:
         with torch.no_grad():

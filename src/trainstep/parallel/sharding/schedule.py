@@ -23,7 +23,6 @@ from trainstep.parallel.sharding.gradients import Reduction, ReplicatedGradients
 from trainstep.parallel.sharding.group import ParameterGroup
 from trainstep.parallel.sharding.parameter import ShardedParameter
 from trainstep.parallel.sharding.streams import SideStream
-from trainstep.parallel.sharding.transport import Transport
 
 
 @dataclass(eq=False)
@@ -69,21 +68,14 @@ class Schedule:
     Args:
         groups: all groups of the wrapper.
         process_group: the ranks.
-        transport: what carries parameters and gradients.
         prefetch: how many uses ahead a group is gathered.
         device: of the parameters.
     """
 
     def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        process_group: dist.ProcessGroup,
-        transport: Transport,
-        prefetch: int,
-        device: torch.device,
+        self, groups: Sequence[ParameterGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
     ) -> None:
         self.groups = groups
-        self._transport = transport
         self.synchronise = True
         self._prefetch = prefetch
         self._device = device
@@ -120,9 +112,9 @@ class Schedule:
         else:
             call = Call(groups, self._pass, [self._pass.record(group) for group in groups])
         for group in groups:
-            group.gather(self._gathers, self._transport)
+            group.gather(self._gathers)
         for group in self._upcoming(call):
-            group.gather(self._gathers, self._transport)
+            group.gather(self._gathers)
         for group in groups:
             group.wait()
             group.users += 1
@@ -131,7 +123,7 @@ class Schedule:
     def gather_again(self, groups: Sequence[ParameterGroup]) -> None:
         """Backward computes activations again, and goes on through the same parameters."""
         for group in groups:
-            group.gather(self._gathers, self._transport)
+            group.gather(self._gathers)
             group.wait()
 
     def leave(self, call: Call, *, needs_backward: bool) -> None:
@@ -155,9 +147,9 @@ class Schedule:
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
         for group in call.groups:
-            group.gather(self._gathers, self._transport)
+            group.gather(self._gathers)
         for group in self._preceding(call):
-            group.gather(self._gathers, self._transport)
+            group.gather(self._gathers)
         for group in call.groups:
             group.wait()
 
@@ -226,7 +218,7 @@ class Schedule:
         ready = [buffer for buffer in group.buffers if buffer.holds_gradients]
         if ready:
             self._complete()
-            self._under_way = [buffer.launch(self._reductions, self._transport) for buffer in ready]
+            self._under_way = [buffer.launch(self._reductions) for buffer in ready]
 
     def _complete(self) -> None:
         for reduction in self._under_way:

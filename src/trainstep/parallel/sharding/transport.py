@@ -9,7 +9,9 @@ beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging bu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -36,8 +38,11 @@ for _name in ("all_gather", "all_to_all"):
     _library.impl(_name, lambda payload: None, "CompositeExplicitAutograd")
 
 
+Start = Callable[[], Waitable | None]
+
+
 class Transport(Protocol):
-    """Both calls run on the current stream or, if they return something, are under way until that is waited for."""
+    """What is started runs on the current stream or, if starting it returned something, until that is waited for."""
 
     name: TransportName
 
@@ -45,8 +50,9 @@ class Transport(Protocol):
     def uncounted_bytes(self) -> int:
         """Bytes it holds that torch's allocator does not count."""
 
-    def all_gather_slices(self, tensors: Sequence[Tensor]) -> Waitable | None:
-        """In every tensor (bytes), `slice_of` each rank becomes what that rank has there."""
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
+        rank has there. The tensors' storage may come and go in between."""
 
     def receive_buffer(self, send: Tensor) -> Tensor:
         """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
@@ -64,8 +70,8 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def all_gather_slices(self, tensors: Sequence[Tensor]) -> Waitable:
-        return all_gather_slices(tensors, self._group)
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        return lambda: all_gather_slices(tensors, self._group)
 
     def receive_buffer(self, send: Tensor) -> Tensor:
         return torch.empty_like(send)
@@ -85,7 +91,7 @@ class PeerCopies:
     Args:
         group: the ranks.
         device: of this rank.
-        slice_bytes: the most bytes of one rank's slices in a call of `all_gather_slices`, each rounded up to 256.
+        slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256.
         exchange_bytes: the most bytes in a call of `exchange`.
     """
 
@@ -104,22 +110,29 @@ class PeerCopies:
     def uncounted_bytes(self) -> int:
         return self._memory.uncounted
 
-    def all_gather_slices(self, tensors: Sequence[Tensor]) -> None:
-        torch.ops.trainstep_peer_copies.all_gather(tensors)
-        places, end = [], 0
-        for tensor in tensors:
-            size = tensor.numel() // self._ranks
-            places.append(slice(end, end + size))
-            end += padded(size)
-        own = self._memory.of(self._rank)
-        for tensor, place in zip(tensors, places, strict=True):
-            own[place].copy_(slice_of(tensor, self._rank, self._ranks))
-        self._memory.barrier(_GATHER)
-        for rank in self._others:
-            there = self._memory.of(rank)
-            for tensor, place in zip(tensors, places, strict=True):
-                slice_of(tensor, rank, self._ranks).copy_(there[place])
-        self._memory.barrier(_GATHER)
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        sizes = [tensor.numel() // self._ranks for tensor in tensors]
+        ends = list(accumulate(map(padded, sizes), initial=0))
+        places = [slice(end, end + size) for end, size in zip(ends, sizes, strict=False)]
+
+        @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
+        def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
+            """Of every tensor: the rank's slice in its outbox, and here in its place."""
+            outbox = self._memory.of(rank)
+            slices = [slice_of(tensor, rank, self._ranks) for tensor in tensors]
+            return list(zip([outbox[place] for place in places], slices, strict=True))
+
+        def start() -> None:
+            torch.ops.trainstep_peer_copies.all_gather(tensors)
+            for outbox, mine in pairs(self._rank):
+                outbox.copy_(mine)
+            self._memory.barrier(_GATHER)
+            for rank in self._others:
+                for outbox, theirs in pairs(rank):
+                    theirs.copy_(outbox)
+            self._memory.barrier(_GATHER)
+
+        return start
 
     def receive_buffer(self, send: Tensor) -> Tensor:
         return self._inbox_of(self._rank, send)
