@@ -14,9 +14,9 @@ from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 
-def parallel() -> Table:
+def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
-    rows = results("h200-parallel", "parallel")
+    rows = results(name, "parallel")
     columns = (
         case_column("scheme", "scheme"),
         median_column("step on the slowest rank (ms) [95 %]", "step"),
@@ -28,12 +28,12 @@ def parallel() -> Table:
         value_column("parameters off by (of their movement)", "update_error"),
         value_column("allowed", "update_allowed"),
     )
-    return tabulate("parallel", f"2.7B, context 512, batch 4 per GPU, bf16 autocast; {where(rows)}", columns, rows)
+    return tabulate(table, f"2.7B, context 512, batch 4 per GPU, bf16 autocast; {where(rows)}", columns, rows)
 
 
-def parallel_memory() -> Table:
+def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
-    rows = [_planned_anew(row) for row in results("h200-parallel", "parallel")]
+    rows = [_planned_anew(row) for row in results(name, "parallel")]
     points = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
     columns = (
         case_column("scheme", "scheme"),
@@ -50,7 +50,7 @@ def parallel_memory() -> Table:
         value_column("state", "before_step_optimizer_state_gib"),
         value_column("peak", "peak_gib"),
     )
-    return tabulate("parallel-memory", f"GiB; {where(rows)}", columns, rows)
+    return tabulate(table, f"GiB; {where(rows)}", columns, rows)
 
 
 def _planned_anew(row: Record) -> Record:
@@ -72,7 +72,11 @@ def _planned_anew(row: Record) -> Record:
 TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
+    "parallel-4gpus": partial(parallel, "parallel-4gpus", "h200-parallel-4gpus"),
+    "parallel-memory-4gpus": partial(parallel_memory, "parallel-memory-4gpus", "h200-parallel-4gpus"),
     "parallel-trace": partial(plain, "h200-parallel-trace", "parallel trace"),
     "collectives": partial(plain, "h200-collectives", "collective"),
+    "collectives-4gpus": partial(plain, "h200-collectives-4gpus", "collective"),
+    "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", "collective fit"),
     "collectives-fit": partial(plain, "h200-collectives", "collective fit"),
 }
