@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,7 +17,7 @@ from trainstep.attention.triton import dkdv, dq, forward
 from trainstep.attention.triton.hopper import dkdv as hopper_dkdv
 from trainstep.attention.triton.hopper import dq as hopper_dq
 from trainstep.attention.triton.hopper import forward as hopper_forward
-from trainstep.attention.triton.tuning import HopperTile, Tile, chunk_of
+from trainstep.attention.triton.tuning import HopperTile, Tile
 
 PORTABLE = {"forward": forward.forward_kernel, "dq": dq.dq_kernel, "dkdv": dkdv.dkdv_kernel}
 HOPPER = {"forward": hopper_forward.forward_kernel, "dq": hopper_dq.dq_kernel, "dkdv": hopper_dkdv.dkdv_kernel}
@@ -40,7 +39,7 @@ def compile_portable(
     constants = {
         "IS_CAUSAL": is_causal,
         "HEAD_DIM": head_dim,
-        "CHUNK": chunk_of(head_dim, torch.float32 if dtype == "fp32" else torch.bfloat16, precision),
+        "BLOCK_D": head_dim,
         "BLOCK_Q": tile.queries,
         "BLOCK_K": tile.keys,
         "PRECISION": precision,

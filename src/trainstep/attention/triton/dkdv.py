@@ -11,18 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.chunks import (
-    load_chunks,
-    multiply_each,
-    multiply_over_features,
-    scale_chunks,
-    store_chunks,
-    transpose_chunks,
-    zero_chunks,
-)
 from trainstep.attention.triton.launch import Arguments, Launcher
+from trainstep.attention.triton.multiply import multiply
 from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import Tile, chunk_of, multiply_precision
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
 
 @triton.jit
@@ -30,38 +22,40 @@ def _walk_queries(
     dk, dv, k, v,
     q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
     first, last, keys, n_queries, scale_log2,
-    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q to dk and Pᵀ dO to dv over the queries first, first + BLOCK_Q, … < last of one head.
 
     q_ptr … delta_ptr point at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
     """
     rows = tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
     q_offsets = rows[:, None] * stride_qn + dims[None, :]
     do_offsets = rows[:, None] * stride_don + dims[None, :]
-    nothing = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
+    nothing = tl.zeros([k.shape[0], BLOCK_Q], tl.float32)
     for start in tl.range(first, last, BLOCK_Q):
         start_long = tl.cast(start, tl.int64)
         row_mask = rows < n_queries - start
-        column, row_there = dims[None, :], row_mask[:, None]
-        q_start, do_start = q_ptr + start_long * stride_qn, do_ptr + start_long * stride_don
-        q = load_chunks(q_start, q_offsets, column, row_there, MASKED, HEAD_DIM, CHUNK)  # [BLOCK_Q, CHUNK] each
-        do = load_chunks(do_start, do_offsets, column, row_there, MASKED, HEAD_DIM, CHUNK)
+        mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & row_mask[:, None]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        q = load_tile(q_ptr + start_long * stride_qn + q_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
+        do = load_tile(do_ptr + start_long * stride_don + do_offsets, mask, PARTIAL)  # [BLOCK_Q, BLOCK_D]
         if MASKED:  # exp2(0 - inf) = 0: rows past the end add nothing
             lse = tl.load(lse_ptr + start + rows, mask=row_mask, other=float("inf"))
         else:
             lse = tl.load(lse_ptr + start + rows)
         delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
-        scores_t = multiply_over_features(k, transpose_chunks(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
+        scores_t = multiply(k, tl.trans(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
         if MASKED and IS_CAUSAL:
             scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
         p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
-        dv = multiply_each(p_t.to(do[0].dtype), do, dv, PRECISION)
-        dp_t = multiply_over_features(v, transpose_chunks(do), nothing, PRECISION)
+        dv = multiply(p_t.to(do.dtype), do, dv, PRECISION)
+        dp_t = multiply(v, tl.trans(do), nothing, PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
-        dk = multiply_each(ds_t.to(q[0].dtype), q, dk, PRECISION)
+        dk = multiply(ds_t.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
@@ -75,7 +69,7 @@ def dkdv_kernel(
     stride_dkb, stride_dkh, stride_dkn,
     stride_dvb, stride_dvh, stride_dvn,
     tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
-    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile, summed over the `group` query heads that read it."""
@@ -87,13 +81,12 @@ def dkdv_kernel(
     first_key_long = first_key.to(tl.int64)
 
     keys = tl.arange(0, BLOCK_K)
-    dims = tl.arange(0, CHUNK)
-    column, key_there = dims[None, :], (first_key + keys < n_keys)[:, None]
+    dims = tl.arange(0, BLOCK_D)
+    tile_mask = (first_key + keys < n_keys)[:, None] & (dims < HEAD_DIM)[None, :]
     k_ptr += batch * stride_kb + kv_head * stride_kh + first_key_long * stride_kn
     v_ptr += batch * stride_vb + kv_head * stride_vh + first_key_long * stride_vn
-    k_offsets, v_offsets = keys[:, None] * stride_kn + column, keys[:, None] * stride_vn + column
-    k = load_chunks(k_ptr, k_offsets, column, key_there, True, HEAD_DIM, CHUNK)  # [BLOCK_K, CHUNK] each
-    v = load_chunks(v_ptr, v_offsets, column, key_there, True, HEAD_DIM, CHUNK)
+    k = tl.load(k_ptr + keys[:, None] * stride_kn + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_K, BLOCK_D]
+    v = tl.load(v_ptr + keys[:, None] * stride_vn + dims[None, :], mask=tile_mask, other=0.0)
 
     # Queries below `first` see none of these keys; from `clear` on they see all of them; the last tile may be partial.
     # Keys past n_keys get gradients too, from their zero rows, which are not stored.
@@ -105,8 +98,8 @@ def dkdv_kernel(
         clear = tl.minimum(tl.cdiv(first_key + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q, n_queries)
         whole = tl.maximum(whole, clear)
 
-    dk = zero_chunks(BLOCK_K, HEAD_DIM, CHUNK)
-    dv = zero_chunks(BLOCK_K, HEAD_DIM, CHUNK)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for member in tl.range(0, group, num_stages=1):
         head = kv_head * group + member
         head_q_ptr = q_ptr + batch * stride_qb + head * stride_qh
@@ -116,25 +109,24 @@ def dkdv_kernel(
             dk, dv = _walk_queries(
                 dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
                 stride_qn, stride_don, first, clear, first_key + keys, n_queries, scale_log2,
-                True, True, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+                True, True, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
             )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             stride_qn, stride_don, clear, whole, first_key + keys, n_queries, scale_log2,
-            False, IS_CAUSAL, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             stride_qn, stride_don, whole, n_queries, first_key + keys, n_queries, scale_log2,
-            True, False, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+            True, False, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
 
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn
     dv_ptr += batch * stride_dvb + kv_head * stride_dvh + first_key_long * stride_dvn
-    dk_offsets = keys[:, None] * stride_dkn + column
-    store_chunks(dk_ptr, dk_offsets, scale_chunks(dk, scale), column, key_there, HEAD_DIM, CHUNK)
-    dv_offsets = keys[:, None] * stride_dvn + column
-    store_chunks(dv_ptr, dv_offsets, dv, column, key_there, HEAD_DIM, CHUNK)
+    dk = (dk * scale).to(dk_ptr.dtype.element_ty)
+    tl.store(dk_ptr + keys[:, None] * stride_dkn + dims[None, :], dk, mask=tile_mask)
+    tl.store(dv_ptr + keys[:, None] * stride_dvn + dims[None, :], dv.to(dv_ptr.dtype.element_ty), mask=tile_mask)
 
 
 def _arguments(
@@ -152,8 +144,7 @@ def _arguments(
         tiles_per_head, batch * kv_heads, kv_heads, group, n_queries, n_keys,
         section_heads(q.device, batch * kv_heads, 2 * n_queries * group * head_dim * q.element_size()),
         scale, scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, CHUNK=chunk_of(head_dim, q.dtype, precision),
-        BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
         PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

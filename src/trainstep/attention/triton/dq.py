@@ -12,18 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.chunks import (
-    load_chunks,
-    multiply_each,
-    multiply_over_features,
-    scale_chunks,
-    store_chunks,
-    transpose_chunks,
-    zero_chunks,
-)
 from trainstep.attention.triton.launch import Arguments, Launcher
-from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import Tile, chunk_of, multiply_precision
+from trainstep.attention.triton.multiply import multiply
+from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
 
 @triton.jit
@@ -31,28 +23,30 @@ def _walk_keys(
     dq, q, do, lse_log2, delta,
     k_ptr, v_ptr, stride_kn, stride_vn,
     first, last, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS K over the keys first, first + BLOCK_K, … < last; k_ptr and v_ptr point at key 0."""
-    dims = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[None, :] * stride_vn + dims[:, None]
-    nothing = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
     for start in tl.range(first, last, BLOCK_K):
         start_long = tl.cast(start, tl.int64)
-        present = (keys < n_keys - start)[None, :]
-        k_start, v_start = k_ptr + start_long * stride_kn, v_ptr + start_long * stride_vn
-        k_t = load_chunks(k_start, k_offsets, dims[:, None], present, MASKED, HEAD_DIM, CHUNK)  # [CHUNK, BLOCK_K] each
-        v_t = load_chunks(v_start, v_offsets, dims[:, None], present, MASKED, HEAD_DIM, CHUNK)
-        scores = multiply_over_features(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
+        mask = (dims < HEAD_DIM)[:, None]
+        if MASKED:
+            mask = mask & (keys < n_keys - start)[None, :]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
+        v_t = load_tile(v_ptr + start_long * stride_vn + v_offsets, mask, PARTIAL)
+        scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
-        dp = multiply_over_features(do, v_t, nothing, PRECISION)
+        dp = multiply(do, v_t, nothing, PRECISION)
         ds = p * (dp - delta[:, None])
-        dq = multiply_each(ds.to(k_t[0].dtype), transpose_chunks(k_t), dq, PRECISION)
+        dq = multiply(ds.to(k_t.dtype), tl.trans(k_t), dq, PRECISION)
     return dq
 
 
@@ -66,7 +60,7 @@ def dq_kernel(
     stride_dob, stride_doh, stride_don,
     stride_dqb, stride_dqh, stride_dqn,
     tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
-    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and delta (float32, contiguous like lse) of one query tile. Shapes and grid as in `forward_kernel`."""
@@ -79,22 +73,19 @@ def dq_kernel(
     first_row_long = first_row.to(tl.int64)
 
     rows = tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
     row_mask = first_row + rows < n_queries
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     q_ptr += batch * stride_qb + head * stride_qh + first_row_long * stride_qn
     o_ptr += batch * stride_ob + head * stride_oh + first_row_long * stride_on
     do_ptr += batch * stride_dob + head * stride_doh + first_row_long * stride_don
-    column, row_there = dims[None, :], row_mask[:, None]
-    o_offsets, do_offsets = rows[:, None] * stride_on + column, rows[:, None] * stride_don + column
-    o = load_chunks(o_ptr, o_offsets, column, row_there, True, HEAD_DIM, CHUNK)  # [BLOCK_Q, CHUNK] each
-    do = load_chunks(do_ptr, do_offsets, column, row_there, True, HEAD_DIM, CHUNK)
-    delta = tl.zeros([BLOCK_Q], tl.float32)
-    for i in tl.static_range(len(o)):
-        delta += tl.sum(o[i].to(tl.float32) * do[i].to(tl.float32), 1)
+    o = tl.load(o_ptr + rows[:, None] * stride_on + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
+    do = tl.load(do_ptr + rows[:, None] * stride_don + dims[None, :], mask=tile_mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_Q]
     row_offset = batch_head.to(tl.int64) * n_queries + first_row
     tl.store(delta_ptr + row_offset + rows, delta, mask=row_mask)
     lse = tl.load(lse_ptr + row_offset + rows, mask=row_mask, other=0.0)
-    q = load_chunks(q_ptr, rows[:, None] * stride_qn + column, column, row_there, True, HEAD_DIM, CHUNK)
+    q = tl.load(q_ptr + rows[:, None] * stride_qn + dims[None, :], mask=tile_mask, other=0.0)
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
@@ -108,19 +99,19 @@ def dq_kernel(
     whole = whole // BLOCK_K * BLOCK_K
 
     lse_log2 = lse * 1.4426950408889634  # log2(e)
-    dq = zero_chunks(BLOCK_Q, HEAD_DIM, CHUNK)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
-        False, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
-        True, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     dq_ptr += batch * stride_dqb + head * stride_dqh + first_row_long * stride_dqn
-    dq_offsets = rows[:, None] * stride_dqn + column
-    store_chunks(dq_ptr, dq_offsets, scale_chunks(dq, scale), column, row_there, HEAD_DIM, CHUNK)
+    dq = (dq * scale).to(dq_ptr.dtype.element_ty)
+    tl.store(dq_ptr + rows[:, None] * stride_dqn + dims[None, :], dq, mask=tile_mask)
 
 
 def _arguments(
@@ -137,8 +128,7 @@ def _arguments(
         tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
         section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
         scale, scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, CHUNK=chunk_of(head_dim, q.dtype, precision),
-        BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
         PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

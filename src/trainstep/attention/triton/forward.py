@@ -13,17 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.chunks import (
-    load_chunks,
-    multiply_each,
-    multiply_over_features,
-    scale_chunks,
-    store_chunks,
-    zero_chunks,
-)
 from trainstep.attention.triton.launch import Arguments, Launcher
-from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import Tile, chunk_of, multiply_precision
+from trainstep.attention.triton.multiply import multiply
+from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
+from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 
 
 @triton.jit
@@ -31,25 +24,29 @@ def _attend(
     acc, row_max, row_sum,
     q, k_ptr, v_ptr, stride_kn, stride_vn,
     first, last, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk over the keys first, first + BLOCK_K, … < last. k_ptr and v_ptr point at key 0.
 
     row_limit [BLOCK_Q]: the last key that each query sees; read only where MASKED.
     """
-    dims = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[:, None] * stride_vn + dims[None, :]
-    nothing = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
     for start in tl.range(first, last, BLOCK_K):
         start_long = tl.cast(start, tl.int64)
-        present = keys < n_keys - start
-        k_start, v_start = k_ptr + start_long * stride_kn, v_ptr + start_long * stride_vn
-        k_t = load_chunks(k_start, k_offsets, dims[:, None], present[None, :], MASKED, HEAD_DIM, CHUNK)
-        v = load_chunks(v_start, v_offsets, dims[None, :], present[:, None], MASKED, HEAD_DIM, CHUNK)
-        scores = multiply_over_features(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
+        k_mask = (dims < HEAD_DIM)[:, None]
+        v_mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            k_mask = k_mask & (keys < n_keys - start)[None, :]
+            v_mask = v_mask & (keys < n_keys - start)[:, None]
+        PARTIAL: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
+        k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, k_mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
+        v = load_tile(v_ptr + start_long * stride_vn + v_offsets, v_mask, PARTIAL)  # [BLOCK_K, BLOCK_D]
+        scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
         # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on.
@@ -57,7 +54,8 @@ def _attend(
         p = tl.exp2(scores * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
-        acc = multiply_each(p.to(v[0].dtype), v, scale_chunks(acc, shrink[:, None]), PRECISION)
+        acc = acc * shrink[:, None]
+        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -70,7 +68,7 @@ def forward_kernel(
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on,
     tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
-    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32.
@@ -86,11 +84,11 @@ def forward_kernel(
     first_row = tile * BLOCK_Q
 
     rows = tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
     row_mask = first_row + rows < n_queries
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     q_ptr += batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qn
-    q_offsets = rows[:, None] * stride_qn + dims[None, :]
-    q = load_chunks(q_ptr, q_offsets, dims[None, :], row_mask[:, None], True, HEAD_DIM, CHUNK)  # [BLOCK_Q, CHUNK] each
+    q = tl.load(q_ptr + rows[:, None] * stride_qn + dims[None, :], mask=tile_mask, other=0.0)  # [BLOCK_Q, BLOCK_D]
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
@@ -103,22 +101,21 @@ def forward_kernel(
         visible = tl.minimum(visible, first_row + BLOCK_Q)
     whole = whole // BLOCK_K * BLOCK_K
 
-    acc = zero_chunks(BLOCK_Q, HEAD_DIM, CHUNK)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
-        False, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
-        True, HEAD_DIM, CHUNK, BLOCK_Q, BLOCK_K, PRECISION,
+        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     o_ptr += batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_on
-    o = scale_chunks(acc, (1 / row_sum)[:, None])
-    o_offsets = rows[:, None] * stride_on + dims[None, :]
-    store_chunks(o_ptr, o_offsets, o, dims[None, :], row_mask[:, None], HEAD_DIM, CHUNK)
+    o = (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + rows[:, None] * stride_on + dims[None, :], o, mask=tile_mask)
     lse_ptr += batch_head.to(tl.int64) * n_queries + first_row
     tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=row_mask)  # ln 2: to base e
 
@@ -136,8 +133,7 @@ def _arguments(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
         section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()), scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, CHUNK=chunk_of(head_dim, q.dtype, precision),
-        BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
+        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
         PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

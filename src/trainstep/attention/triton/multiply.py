@@ -1,9 +1,4 @@
-"""Matrix products of tiles, at the precision float32 is to have on matrix units that multiply tf32.
-
-"tf32x3": each float32 is a sum of two tf32 numbers, big + small, and big·big + big·small + small·big leaves out
-less than float32 rounds off (Ootomo & Yokota 2022, after Markidis et al. 2018). Where big·small is NaN, as an infinite
-operand makes it, big·big alone counts, so that infinities come out as in ordinary float32.
-"""
+"""Matrix products of tiles, with the rounding that float32 operands need before they go to tf32 matrix units."""
 
 import triton
 import triton.language as tl
@@ -11,11 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b, accumulated in float32. PRECISION: "tf32" or "tf32x3", read for float32 operands only.
-
-    With "tf32x3" the sum over the inner dimension starts from zero and is added to acc afterwards: matrix units round
-    every addition toward zero, so that a long sum of theirs shrinks.
-    """
+    """acc + a b, accumulated in float32. PRECISION: "tf32" or "ieee", read for float32 operands only."""
     if a.dtype == tl.float32 and PRECISION == "tf32":
         a = _round_to_tf32(a)
         b = _round_to_tf32(b)
@@ -27,5 +18,4 @@ def _round_to_tf32(x):
     """The nearest number with ten bits of mantissa. The matrix unit only drops the other thirteen, which doubles the
     error and gives it a direction."""
     bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # adding to the bits of a NaN may make a zero of it
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

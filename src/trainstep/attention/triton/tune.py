@@ -34,24 +34,6 @@ TABLES = Path(tables.__file__)
 
 AnyTile = Tile | HopperTile
 
-_SMALL = tuple(
-    (*shape, stages)
-    for shape in ((64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 8))
-    for stages in (1, 2)
-)
-# Candidates of float32 in three products, head_dim → (rows a program keeps, rows that stream past them, warps, stages).
-# They compile for long, so what keeps a thousand bytes and more per thread in local memory has been left out.
-_EXACT = {
-    16: _SMALL,
-    32: _SMALL,
-    64: _SMALL,
-    128: (
-        (64, 16, 4, 1), (64, 16, 8, 1), (64, 16, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2),
-        (128, 16, 8, 1), (128, 32, 8, 1), (16, 16, 4, 1),
-    ),
-    256: ((64, 16, 8, 1), (64, 32, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -90,7 +72,7 @@ def tune(
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
             case = _Case.make(head_dim, dtype, is_causal, seq)
-            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype, head_dim)]
+            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype)]
             _compile_ahead(pool, head_dim, dtype, is_causal, trials)
             for kernel, tile in trials:
                 results.append(case.measure(kernel, tile, rep_ms))
@@ -101,17 +83,13 @@ def tune(
     return results
 
 
-def candidates(kernel: str, hopper: bool, dtype: torch.dtype, head_dim: int) -> Iterator[AnyTile]:
+def candidates(kernel: str, hopper: bool, dtype: torch.dtype) -> Iterator[AnyTile]:
     """The configurations worth timing; those that do not fit the GPU fail when measured and drop out."""
     if hopper:
         blocks = {"forward": (64, 128), "dq": (32, 64, 128), "dkdv": (32, 64)}[kernel]
         first_stages = 3 if kernel == "dq" else 2  # dq frees a slot only after it has seen the next but one filled
         for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
             yield HopperTile(consumers, block, stages, own)
-        return
-    if dtype == torch.float32 and multiply_precision(dtype) == "tf32x3":
-        for kept, streamed, *rest in _EXACT[block_of(head_dim)]:
-            yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), *rest)
         return
     sides = (16, 32, 64) if dtype == torch.float32 else (32, 64, 128)
     for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):

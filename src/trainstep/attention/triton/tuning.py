@@ -12,10 +12,6 @@ from torch import Tensor
 from trainstep.attention.triton import tables
 from trainstep.errors import UsageError
 
-FEATURES_PER_EXACT_PRODUCT = 32
-"""Few enough for the error budget of float32. Emulated with a matrix unit that rounds toward zero after every eight
-terms, errors reach 0.9 of it with 32 or 64 features in a product, 1.2 with 128 and 2.1 with 256."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -52,16 +48,10 @@ def block_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def chunk_of(head_dim: int, dtype: torch.dtype, precision: str) -> int:
-    """Features that one product of a portable kernel sums over: see `chunks`."""
-    exact = dtype == torch.float32 and precision == "tf32x3"
-    return min(block_of(head_dim), FEATURES_PER_EXACT_PRODUCT) if exact else block_of(head_dim)
-
-
 def multiply_precision(dtype: torch.dtype) -> str:
     """How kernels multiply: float32 as PyTorch's own matrix products do under the current setting."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "tf32x3"
+        return "ieee"
     return "tf32"  # 16-bit operands are multiplied as they are; this names nothing there
 
 
