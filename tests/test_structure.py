@@ -13,6 +13,7 @@ PACKAGE = Path(trainstep.__file__).parent
 
 MAY_IMPORT = {
     "errors": set(),
+    "held_folder": {"errors"},
     "config": {"errors"},
     "hardware": {"config", "errors"},
     "plan": {"config", "hardware", "errors"},
@@ -43,6 +44,7 @@ MAY_IMPORT = {
         "config",
         "errors",
         "hardware",
+        "held_folder",
         "measure",
         "model",
         "parallel",

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, RecordWriter, by_case, frame, of_kind, read_records
+from trainstep.report.records import Record, RecordWriter, by_case, frame, of_kind, read_records, write_whole
 
 
 def record(**changes):
@@ -36,6 +36,23 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert found.values == {"a": None, "b": None}
     assert found.samples == {"step": [None]}
     json.loads(writer.path.read_text())  # strict JSON
+
+
+def test_what_is_written_whole_is_there_or_not(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("before")
+
+    def cut_short():
+        yield record()
+        assert path.read_text() == "before"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, cut_short())
+    assert path.read_text() == "before"
+    write_whole(path, [record(), record(kind="rung")])
+    assert read_records(path) == [record(), record(kind="rung")]
+    assert [each.name for each in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 def test_a_former_run_is_kept(tmp_path):

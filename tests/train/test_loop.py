@@ -10,8 +10,10 @@ import torch
 
 from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
 from trainstep.errors import UsageError
+from trainstep.held_folder import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.report.records import read_records
+from trainstep.train.folder import check_not_of_others, open_folder
 from trainstep.train.loop import _Run
 
 
@@ -109,6 +111,35 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_precision_that_the_device_lacks_starts_nothing(tmp_path):
+    with pytest.raises(UsageError, match="tf32 needs an NVIDIA GPU"):
+        alone(config(step={"precision": "tf32"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_was_killed_in_its_first_moments(tmp_path):
+    (tmp_path / "run" / "checkpoints" / ".step-00000004.writing").mkdir(parents=True)
+    (tmp_path / "run" / ".run.json").write_text('{"ident')
+    check_not_of_others(tmp_path / "run")
+    assert open_folder(tmp_path / "run", {"a": 1}, steps=12, resume_from=None).is_new
+    assert names(tmp_path / "run") == []
+
+
+def test_settings_that_never_made_an_update_do_not_bind_the_folder(tmp_path):
+    open_folder(tmp_path, {"step.context": 4096}, steps=12, resume_from=None)
+    (tmp_path / "metrics.jsonl").write_text("")  # it ran out of memory in the first update
+    assert open_folder(tmp_path, {"step.context": 32}, steps=12, resume_from=None).is_new
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UsageError, match=r"step\.context: 32 → 64"):
+        open_folder(tmp_path, {"step.context": 64}, steps=12, resume_from=None)
+
+
+def test_a_file_of_the_file_system_among_the_checkpoints(unfinished):
+    (unfinished / "checkpoints" / ".nfs00000012").write_text("")
+    assert alone(config(), unfinished).is_finished
+    assert (unfinished / "checkpoints" / ".nfs00000012").exists()
+
+
 def damage_missing(folder):
     next(folder.glob("*.distcp")).unlink()
     return ".distcp is missing"
@@ -188,9 +219,7 @@ def test_a_signal_ends_the_run_after_an_update_that_is_saved(finished, tmp_path,
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path):
-    from trainstep.train.folder import locked
-
-    with locked(tmp_path / "run"), pytest.raises(UsageError, match="another process is training"):
+    with held_folder(tmp_path / "run", "a test is"), pytest.raises(UsageError, match="another process is training"):
         alone(config(), tmp_path / "run")
 
 

@@ -59,8 +59,9 @@ class Sweep(Common):
         """Run what is not finished, print and write."""
         from trainstep.bench.sweep.grid_file import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
-        from trainstep.bench.sweep.resume import RETRIED, is_finished, only_sweep, places_of, sweep_records
+        from trainstep.bench.sweep.resume import RETRIED, is_finished, places_of, sweep_records
         from trainstep.cli import parse
+        from trainstep.held_folder import held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             raise UsageError(
@@ -80,7 +81,7 @@ class Sweep(Common):
         if self.executor == "slurm":
             require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
-        with only_sweep(out), _ended_like_ctrl_c():
+        with held_folder(out, "another sweep is running"), _ended_like_ctrl_c():
             finished = sum(is_finished(place, retried) for place in places)
             to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
             print(f"{len(places)} cases of {grid.cases[0].command}: {finished} finished before, {to_run}", flush=True)

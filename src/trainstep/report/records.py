@@ -73,6 +73,21 @@ class RecordWriter:
         self._file.close()
 
 
+def write_whole(path: Path, records: Iterable[Record]) -> None:
+    """Write records so that the file appears with all of them or not at all, whenever the process is killed.
+
+    Raises:
+        UsageError: the folder or the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}")
+    draft.unlink(missing_ok=True)
+    writer = RecordWriter(draft)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    draft.replace(path)
+
+
 def _jsonable(value: Any) -> Any:
     """Six significant digits, more than any clock here has; NaN and infinity, which JSON lacks, as null."""
     if isinstance(value, dict):

@@ -25,6 +25,7 @@ from trainstep.errors import UsageError
 
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
+_HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 def tidy(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
-    for path in folder.glob(".*"):
-        shutil.rmtree(path)
+    for path in folder.iterdir():
+        if _HIDDEN.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def set_aside(folder: Path, after: int) -> list[str]:

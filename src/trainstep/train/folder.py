@@ -1,21 +1,23 @@
-"""The folder of a run: what may start in it, and where it goes on from. Nothing there is ever overwritten."""
+"""The folder of a run: what may start in it, and where it goes on from. No other run, and no file of another's, is ever
+touched there."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.train.checkpoints import Checkpoint, open_checkpoint, set_aside, steps_in, tidy
+from trainstep.held_folder import LOCK
+from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
 from trainstep.train.config import Scalar, differences
+from trainstep.train.metrics import read_metrics
 
 RUN = "run.json"
 """What the run is: written once, at its start."""
+_DRAFT = f".{RUN}"
+CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 RESULTS = "results.jsonl"
 """Written at the run's end, and so the sign of it."""
@@ -41,8 +43,8 @@ def open_folder(out: Path, identity: Mapping[str, Scalar], *, steps: int, resume
         UsageError: the folder holds another run or something else, cannot be written, or its newest checkpoint is
             damaged; or `resume_from` is no checkpoint of it.
     """
-    checkpoints = out / "checkpoints"
-    if not (out / RUN).exists():
+    checkpoints = out / CHECKPOINTS
+    if not (out / RUN).exists() or not _has_trained(out):
         _begin(out, identity, resume_from)
         return Start(is_new=True, checkpoint=None)
     try:
@@ -51,48 +53,33 @@ def open_folder(out: Path, identity: Mapping[str, Scalar], *, steps: int, resume
         raise UsageError(f"{out / RUN} cannot be read ({error}); choose another --out") from error
     _check_same(out, identity, theirs)
     tidy(checkpoints)
-    found = steps_in(checkpoints)
-    aside: list[str] = []
-    checkpoint: Checkpoint | None
+    by_name = {name_of(step): step for step in steps_in(checkpoints)}
     if resume_from is not None:
-        chosen = Path(resume_from).name
-        if chosen not in [f"step-{step:08d}" for step in found]:
-            names = ", ".join(f"step-{step:08d}" for step in found) or "none"
+        chosen = by_name.get(Path(resume_from).name)
+        if chosen is None:
+            names = ", ".join(by_name) or "none"
             raise UsageError(f"--resume-from is {resume_from!r}; the checkpoints in {checkpoints} are: {names}")
-        checkpoint = open_checkpoint(checkpoints, int(chosen.removeprefix("step-")))
-        aside = set_aside(checkpoints, checkpoint.step)
-        if aside:
-            (out / RESULTS).unlink(missing_ok=True)
+    elif by_name:
+        chosen = max(by_name.values())
     else:
-        checkpoint = open_checkpoint(checkpoints, found[-1]) if found else None
-    if checkpoint is None:
         return Start(is_new=False, checkpoint=None)
+    checkpoint = open_checkpoint(checkpoints, chosen)
     _check_same(checkpoint.path, identity, checkpoint.note.get("identity", {}))
-    finished = checkpoint.step == steps and (out / RESULTS).exists()
+    if chosen < max(by_name.values()):
+        (out / RESULTS).unlink(missing_ok=True)  # before its checkpoint is, or what goes on would look finished
+    aside = set_aside(checkpoints, chosen)
+    finished = chosen == steps and (out / RESULTS).exists()
     return Start(is_new=False, checkpoint=checkpoint, is_finished=finished, aside=tuple(aside))
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Keep other processes of this host out of the folder.
-
-    Raises:
-        UsageError: another process trains here, or the folder cannot be made.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise UsageError(f"another process is training in {out}; wait for it, or choose another --out") from error
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+def check_not_of_others(out: Path) -> None:
+    """Raise `UsageError` where the folder holds no run but something else. It leaves the folder as it is."""
+    if (out / RUN).exists() or not out.is_dir():
+        return
+    if others := sorted({path.name for path in out.iterdir()} - {LOCK, _DRAFT, CHECKPOINTS}):
+        raise UsageError(
+            f"{out} holds no run but other files ({', '.join(others[:3])}); choose a new folder with --out"
+        )
 
 
 def check_shared(out: Path) -> None:
@@ -101,17 +88,19 @@ def check_shared(out: Path) -> None:
         raise UsageError(f"{out / RUN}, which rank 0 has, is not here; give an --out that all hosts share")
 
 
+def _has_trained(out: Path) -> bool:
+    """Whether a run got as far as its first update. One that did not, as its settings cannot be run, binds nobody."""
+    return bool(steps_in(out / CHECKPOINTS) or read_metrics(out / METRICS))
+
+
 def _begin(out: Path, identity: Mapping[str, Scalar], resume_from: str | None) -> None:
     if resume_from is not None:
         raise UsageError(f"--resume-from is {resume_from!r}, but {out} holds no run to go on with")
-    if out.exists() and any(out.iterdir()):
-        names = ", ".join(sorted(path.name for path in out.iterdir())[:3])
-        raise UsageError(f"{out} holds no run but other files ({names}); choose a new folder with --out")
     try:
-        (out / "checkpoints").mkdir(parents=True)
-        temporary = out / f".{RUN}"
-        temporary.write_text(json.dumps({"identity": dict(identity)}, indent=1), encoding="utf-8")
-        temporary.rename(out / RUN)
+        (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        tidy(out / CHECKPOINTS)
+        (out / _DRAFT).write_text(json.dumps({"identity": dict(identity)}, indent=1), encoding="utf-8")
+        (out / _DRAFT).rename(out / RUN)
     except OSError as error:
         raise UsageError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
 

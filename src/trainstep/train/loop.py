@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainstep.held_folder import held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import Process
-from trainstep.report.records import RecordWriter
+from trainstep.report.records import write_whole
 from trainstep.schemes import uncounted_bytes
 from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
 from trainstep.train.build import build_training_step
 from trainstep.train.checkpoints import Checkpoint, CheckpointWriter, name_of
 from trainstep.train.config import RunConfig, Scalar
 from trainstep.train.data import TokenData, open_data
-from trainstep.train.folder import METRICS, RESULTS, Start, check_shared, locked, open_folder
+from trainstep.train.folder import CHECKPOINTS, METRICS, RESULTS, Start, check_not_of_others, check_shared, open_folder
 from trainstep.train.meter import Meter
 from trainstep.train.metrics import MetricsWriter, read_metrics
 from trainstep.train.progress import Show, as_summary
@@ -36,6 +37,7 @@ from trainstep.train.results import run_record
 from trainstep.train.samples import write_samples
 from trainstep.train.state import form_of, load_training_state, training_state
 from trainstep.train.stopping import StopSignals
+from trainstep.training_step import check_precision
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ def train(
             became infinite or NaN. Mostly an `AgreedError`, which every rank raises alike.
     """
     on_first_rank(process, lambda: config.check(process.world_size))
+    on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
     tokens = on_all_ranks(process, lambda: _checked_data(data, config, process))
     identity = config.identity(on_first_rank(process, tokens.describe))
     with ExitStack() as stack:
-        on_first_rank(process, lambda: stack.enter_context(locked(out)))
+        on_first_rank(process, lambda: check_not_of_others(out))
+        on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
         start = on_first_rank(
             process, lambda: open_folder(out, identity, steps=config.train.steps, resume_from=resume_from)
         )
@@ -113,9 +117,7 @@ class _Run:
         self.done = 0
         self.stopping = False
         self.step = build_training_step(config, process)
-        self.writer = CheckpointWriter(
-            out / "checkpoints", keep=config.train.keep, group=dist.new_group(backend="gloo")
-        )
+        self.writer = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=dist.new_group(backend="gloo"))
         if checkpoint is not None:
             load_training_state(checkpoint, self.step.replica, process, self.writer.group)
             self.done = self.writer.last = checkpoint.step
@@ -169,7 +171,7 @@ class _Run:
         self.writer.wait()
         last = self.writer.last
         good = "there is no checkpoint yet" if last is None else (
-            f"the last good checkpoint is {self.out / 'checkpoints' / name_of(last)}"
+            f"the last good checkpoint is {self.out / CHECKPOINTS / name_of(last)}"
         )  # fmt: skip
         raise AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
@@ -204,9 +206,7 @@ class _Run:
         dist.all_gather_object(peaks, mine, group=self.process.group)
         if self.process.rank == 0:
             record = run_record(self.config, self.process, read_metrics(self.out / METRICS), max(peaks) or None)
-            writer = RecordWriter(self.out / RESULTS)
-            writer.write(record)
-            writer.close()
+            write_whole(self.out / RESULTS, [record])
             self.show.line(f"{as_summary(record.values)} → {self.out}")
 
 

@@ -18,9 +18,11 @@ from trainstep.bench.sweep.case import Case, Place, flags
 from trainstep.bench.sweep.grid_file import load_grid
 from trainstep.bench.sweep.here import run_here, visible_gpus
 from trainstep.bench.sweep.jobs import Resources, run_jobs
-from trainstep.bench.sweep.resume import is_finished, only_sweep, places_of
+from trainstep.bench.sweep.resume import is_finished, places_of
 from trainstep.cli import main, parse
+from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
+from trainstep.held_folder import held_folder
 from trainstep.report.compare import compare
 from trainstep.report.records import read_records
 
@@ -238,8 +240,13 @@ def test_processes_are_started_by_torchrun(tmp_path):
 
 
 def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
-    with only_sweep(tmp_path), pytest.raises(UsageError, match="another sweep is running"), only_sweep(tmp_path):
-        pass
+    file = tmp_path / "grid.toml"
+    file.write_text('command = "bench step"\n[axes]\nsize = ["tiny"]\n')
+    with (
+        held_folder(tmp_path / "out", "a test is"),
+        pytest.raises(UsageError, match=r"another sweep is running in .*out; wait for it"),
+    ):
+        Sweep(file=file, out=tmp_path / "out").run()
 
 
 @pytest.mark.usefixtures("_repository")

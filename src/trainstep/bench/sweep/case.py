@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, RecordWriter, Scalar, read_records
+from trainstep.report.records import Record, Scalar, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[str, ...]] = {
     "analyze": ("rung",),
@@ -114,13 +114,7 @@ class Place:
     def keep(self, rows: Sequence[Record]) -> None:
         """Write the rows; with this the case is finished."""
         assert rows, "a finished case has a row"
-        draft = self.folder / "rows.draft.jsonl"
-        draft.unlink(missing_ok=True)
-        writer = RecordWriter(draft)
-        for row in rows:
-            writer.write(row)
-        writer.close()
-        draft.replace(self._kept)
+        write_whole(self._kept, rows)
 
     def clear(self) -> None:
         """Forget an earlier run, so that nothing of it can pass for this one's."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainstep.bench.sweep.case import Place
 from trainstep.bench.sweep.grid_file import Grid
-from trainstep.errors import UsageError
 from trainstep.report.records import Record, Status
 
 Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
@@ -47,23 +45,3 @@ def sweep_records(
     with contextlib.closing(execute(pending)) as ended:
         for place in ended:
             yield from rows(place)
-
-
-@contextlib.contextmanager
-def only_sweep(out: Path) -> Iterator[None]:
-    """Hold the folder, so that two sweeps never run the same cases.
-
-    Raises:
-        UsageError: another sweep holds it, or it cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("w")
-    except OSError as error:
-        raise UsageError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"another sweep is running in {out}; wait for it, or choose another --out") from error
-        yield
