@@ -58,6 +58,8 @@ def test_toml_starts_from_a_size(tmp_path):
         ("[model]\nd_model = true\n", "expected a value of type int"),
         ("[model]\nnum_heads = 7\n", "does not divide into 7 heads"),
         ("[step]\nprecision = 'fp8'\n", "'fp8'; expected one of 'fp32'"),
+        ("[step]\nseed = -1\n", "seed is -1; expected 0 or more"),
+        ("step = 3\n", r"step is 3; expected a table, written \[step\]"),
         ("[training]\n", "unknown table or key 'training'"),
         ("[model\n", "cannot read the configuration"),
     ],

@@ -133,6 +133,8 @@ class StepConfig:
         for name in ("batch", "context", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
+        if self.seed < 0:
+            raise UsageError(f"seed is {self.seed}; expected 0 or more")
         blocks_per_checkpoint(self.checkpointing)
 
 
@@ -188,6 +190,9 @@ def load_toml(path: Path) -> FileConfig:
         raise UsageError(f"cannot read the configuration {path}: {error}") from error
     if unknown := sorted(set(tables) - {"model", "step", "train"}):
         raise UsageError(f"{path}: unknown table or key {unknown[0]!r}; expected [model], [step] and [train]")
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {name} is {table!r}; expected a table, written [{name}]")
     model = dict(tables.get("model", {}))
     base = resolve_size(str(model.pop("size", "tiny")))
     return FileConfig(

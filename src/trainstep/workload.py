@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
-from trainstep.model.text import load_tokens, token_batches
+from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer
 
 
@@ -75,7 +75,7 @@ def builtin_source(name: str, model: ModelConfig, data: Path | None = None) -> W
 
 
 def _build_builtin(model: ModelConfig, data: Path | None, step: StepConfig) -> Workload:
-    tokens = load_tokens(data, model.vocab_size)
+    tokens = load_tokens(data, model.vocab_size, max_text_bytes=MAX_TEXT_BYTES)
     batches = token_batches(tokens, batch=step.batch, context=step.context, vocab_size=model.vocab_size, seed=step.seed)
     return builtin_workload(model, step, batches)
 

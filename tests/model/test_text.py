@@ -23,6 +23,14 @@ def test_a_file_is_its_bytes(tmp_path):
     assert load_tokens(path, 10_000).tobytes() == "naïve ☃".encode()
 
 
+def test_as_much_text_as_is_asked_for(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    assert load_tokens(tmp_path / "a.txt", 256, max_text_bytes=4).tobytes() == b"aaaa"
+    assert load_tokens(tmp_path, 256, max_text_bytes=14).tobytes() == b"a" * 10 + b"bbbb"
+    assert len(load_tokens(tmp_path, 256)) == 30
+
+
 def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("second")

@@ -1,4 +1,6 @@
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +99,14 @@ def test_losses_of_the_same_steps_are_held_against_each_other():
     assert only.loss_difference == pytest.approx(0.05)
     table = comparison_table([only], "")
     assert dict(zip(table.columns, table.rows[0], strict=True))["losses differ by"] == "0.050"
+    (broken,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, None, 1.0])])  # NaN, as it is read
+    assert broken.loss_difference == math.inf
+    assert "inf" in comparison_table([broken], "").rows[0]
+    (nan,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, math.nan, 1.0])])
+    assert nan.loss_difference == math.inf
+    other = training(90.0, [4.0, 2.1])
+    (seeds,) = compare([training(100.0, [4.0])], [replace(other, case={**other.case, "seed": 7})])
+    assert seeds.loss_difference is None, "other batches and weights"
     (without,) = compare([step(100.0)], [step(90.0)])
     assert without.loss_difference is None
     assert "losses differ by" not in comparison_table([without], "").columns

@@ -45,6 +45,9 @@ def test_a_summary_leaves_out_what_was_not_measured():
     assert as_summary(values | {"peak_gib": None}) == (
         "validation loss 2.0000  median of 7 updates: 123.5 ms, 5,000 tokens/s"
     )
+    assert (
+        as_summary({"validation_loss": 2.0, "n": 0, "utilisation": None, "peak_gib": None}) == "validation loss 2.0000"
+    )
     assert as_summary(values | {"utilisation": 0.4, "peak_gib": 12.3}).endswith(
         "utilisation 40.0 %  peak 12.3 GiB on a rank"
     )

@@ -58,10 +58,11 @@ class Train(BuiltinModel):
             if process.rank == 0:
                 raise mistake
             return 2
-        by = outcome.stopped_by
-        if by is None or outcome.is_finished:
+        if outcome.is_finished:
             return 0
-        show.line(f"{by.name}: stopped after update {outcome.step}, which is saved; start again to go on")
+        by = outcome.stopped_by
+        why = "another rank was told to stop" if by is None else by.name
+        show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return INTERRUPTED if by is signal.SIGINT else 0
 
 

@@ -20,11 +20,16 @@ from trainstep.errors import UsageError
 
 Tokens = npt.NDArray[np.integer]
 MAX_TEXT_BYTES = 32 * 2**20
-"""Text beyond this is not read: a benchmark needs real text, not all of it."""
+"""Text beyond this is not read for a benchmark: it needs real text, not all of it."""
 
 
-def load_tokens(data: Path | None, vocab_size: int) -> Tokens:
+def load_tokens(data: Path | None, vocab_size: int, *, max_text_bytes: int | None = None) -> Tokens:
     """Token ids (n,) of a text file, a folder of text files, a `.bin` file, or the standard library's source (None).
+
+    Args:
+        data: where they are.
+        vocab_size: of the model.
+        max_text_bytes: of text, read no more than this; None reads all.
 
     Raises:
         UsageError: nothing there, nothing in it, not UTF-8, a broken `.bin`, or a vocabulary too small for bytes.
@@ -35,7 +40,7 @@ def load_tokens(data: Path | None, vocab_size: int) -> Tokens:
         return _map_token_file(data, vocab_size)
     if vocab_size < 256:
         raise UsageError(f"text is tokenised by bytes, which needs vocab_size >= 256, not {vocab_size}")
-    return np.frombuffer(_read_text(data), dtype=np.uint8)
+    return np.frombuffer(_read_text(data, max_text_bytes), dtype=np.uint8)
 
 
 def _map_token_file(path: Path, vocab_size: int) -> Tokens:
@@ -49,25 +54,25 @@ def _map_token_file(path: Path, vocab_size: int) -> Tokens:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _read_text(data: Path | None) -> bytes:
+def _read_text(data: Path | None, limit: int | None) -> bytes:
     if data is not None and data.is_file():
-        text = _read_some(data, MAX_TEXT_BYTES)
+        text = _read_some(data, limit)
         if _is_utf8(text):
             return _non_empty(text, data)
         raise UsageError(f"{data} is not UTF-8 text; give text, or a .bin file of token ids")
     folder = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
     files = sorted(folder.glob("*.py")) if data is None else sorted(p for p in folder.rglob("*") if p.is_file())
-    text = b""
+    collected = bytearray()
     for file in files:
-        if len(text) >= MAX_TEXT_BYTES:
+        if limit is not None and len(collected) >= limit:
             break
-        content = _read_some(file, MAX_TEXT_BYTES - len(text))
+        content = _read_some(file, None if limit is None else limit - len(collected))
         if _is_utf8(content):  # a folder may hold images beside its text
-            text += content
-    return _non_empty(text, folder)
+            collected += content
+    return _non_empty(bytes(collected), folder)
 
 
-def _read_some(path: Path, limit: int) -> bytes:
+def _read_some(path: Path, limit: int | None) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Comparison:
     old_ms: float
     new_ms: float
     loss_difference: float | None
-    """The largest relative difference of the training losses, step by step; None where a file has none."""
+    """The largest relative difference of the training losses, step by step; None where they cannot be compared."""
     verdict: str
 
 
@@ -62,9 +63,7 @@ def compare(
     shared = [key for key in before if key in after]
     if not shared:
         differing = _differing(old, new)
-        advice = f"; they differ in {', '.join(differing)}: --across {','.join(differing)} compares them" * bool(
-            differing
-        )
+        advice = f"; they differ in {', '.join(differing)}: --across {','.join(differing)} compares them"
         raise UsageError(
             "the two files have no measured case in common "
             f"(the first has {len(before)} cases, the second {len(after)}){advice if differing else ''}"
@@ -143,9 +142,21 @@ def _median(passes: Sequence[Sequence[float]]) -> float:
 
 
 def _loss_difference(old: Record, new: Record) -> float | None:
-    """Both start from the same seed, so their steps, warm-up included, see the same batches from the same weights."""
+    """Of one seed, steps see the same batches from the same weights, warm-up included.
+
+    Infinite if a loss is not finite. None where a file has no losses, or where the seeds differ.
+    """
+    if old.case.get("seed") != new.case.get("seed"):
+        return None
     pairs = zip(old.samples.get("training_loss", ()), new.samples.get("training_loss", ()), strict=False)
-    return max((abs(a - b) / abs(a) if a else abs(b) for a, b in pairs), default=None)
+    return max((_apart(a, b) for a, b in pairs), default=None)
+
+
+def _apart(old: float | None, new: float | None) -> float:
+    """The relative difference of two losses; records have None for one that is not finite."""
+    if old is None or new is None or not math.isfinite(old - new):
+        return math.inf
+    return abs(old - new) / abs(old) if old else abs(new)
 
 
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:

@@ -205,7 +205,8 @@ class _Run:
         mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica) if on_gpu else 0
         dist.all_gather_object(peaks, mine, group=self.process.group)
         if self.process.rank == 0:
-            record = run_record(self.config, self.process, read_metrics(self.out / METRICS), max(peaks) or None)
+            rows = read_metrics(self.out / METRICS)
+            record = run_record(self.config, self.process, rows, self.meter.first, max(peaks) or None)
             write_whole(self.out / RESULTS, [record])
             self.show.line(f"{as_summary(record.values)} → {self.out}")
 

@@ -63,10 +63,11 @@ def as_line(row: Mapping[str, Any]) -> str:
 
 def as_summary(values: Mapping[str, Any]) -> str:
     """A finished run's record for the terminal."""
-    parts = [
-        f"validation loss {values['validation_loss']:.4f}",
-        f"median of {values['n']} updates: {values['step_ms']:.4g} ms, {values['tokens_per_s']:,.0f} tokens/s",
-    ]
+    parts = [f"validation loss {values['validation_loss']:.4f}"]
+    if values["n"]:
+        parts.append(
+            f"median of {values['n']} updates: {values['step_ms']:.4g} ms, {values['tokens_per_s']:,.0f} tokens/s"
+        )
     if values["utilisation"] is not None:
         parts.append(f"utilisation {100 * values['utilisation']:.1f} %")
     if values["peak_gib"] is not None:

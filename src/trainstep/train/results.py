@@ -21,31 +21,35 @@ POINTS = 50
 
 
 def run_record(
-    config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], peak_bytes: int | None
+    config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
 ) -> Record:
-    """One row for a finished run.
+    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
+
+    Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
 
     Args:
-        config: what was trained.
+        config: what was trained, as last started.
         process: any of the ranks that trained last.
         rows: the metrics, every update once.
-        peak_bytes: the most memory that a rank held; None where it is not counted.
+        first: the update from which the last start went on; if it was the last one, there is no speed and no memory.
+        peak_bytes: the most memory that a rank held since; None where it is not counted.
     """
-    steady = [row for row in rows if row["since_start"] > WARMUP] or list(rows)
-    times = summarize([row["step_ms"] for row in steady])
+    mine = [row for row in rows if row["step"] > first]
+    steady = [row for row in mine if row["since_start"] > WARMUP] or mine
+    times = summarize([row["step_ms"] for row in steady]) if steady else None
     tokens = config.train.global_batch * config.step.context
     utilisations = [row["utilisation"] for row in steady if row["utilisation"] is not None]
     validations = [row for row in rows if row["validation_loss"] is not None]
     values: dict[str, Scalar] = {
         "n": len(steady),
-        **times.columns("step"),
-        "tokens_per_s": 1e3 * tokens / times.median,
+        **({} if times is None else times.columns("step")),
+        "tokens_per_s": None if times is None else 1e3 * tokens / times.median,
         "utilisation": float(np.median(utilisations)) if utilisations else None,
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
         "validation_loss": validations[-1]["validation_loss"] if validations else None,
         "tokens": rows[-1]["tokens"],
-        "peak_gib": None if peak_bytes is None else peak_bytes / GIB,
+        "peak_gib": None if peak_bytes is None or not mine else peak_bytes / GIB,
     }
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     curve = [rows[at] for at in chosen]

@@ -354,6 +354,8 @@ BAD = [
     (HEAD + "[axes]\nbatch = []", "an empty grid, as [axes] batch has no values"),
     (HEAD + "[axes]\nbatch = 3", "[axes] batch is 3; expected a list"),
     (HEAD + "[axes]\nbatch = [1, 1]", "[axes] batch has 1 twice"),
+    (HEAD + '[axes]\nbatch = [1, "1"]', "[axes] batch has 1 twice"),
+    (HEAD + "[axes]\nlearning-rate = [1.0]\nlearning_rate = [2.0]", "[axes] spells one flag in two ways"),
     (HEAD + "[axes]\nbatch = [0]", "[axes] batch: batch is 0; expected a positive number"),
     (HEAD + "[axes]\nbatchs = [1]", "[axes] batchs = 1: Unrecognized options: --batchs"),
     (HEAD + '[axes]\nbatch = ["many"]', "[axes] batch = 'many': Error parsing --batch"),

@@ -68,7 +68,8 @@ def load_grid(path: Path, parse: Parser) -> Grid:
             raise UsageError(f"{path}: an empty grid, as {where} has no values; give it at least one")
         for value in values:
             _check(path, where, command, name, value, parse)
-        if repeated := [value for value in values if values.count(value) > 1]:
+        told = [str(value) for value in values]  # 1 and "1" make one command
+        if repeated := [value for value in values if values.count(value) > 1 or told.count(str(value)) > 1]:
             raise UsageError(f"{path}: {where} has {repeated[0]!r} twice; give each value once")
     timeout = tables.get("timeout")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
@@ -81,7 +82,10 @@ def _table(tables: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"{path}: {name} is {table!r}; expected a table, written [{name}]")
-    return {key.lstrip("-").replace("-", "_"): value for key, value in table.items()}
+    spelled = {key.lstrip("-").replace("-", "_"): value for key, value in table.items()}
+    if len(spelled) < len(table):
+        raise UsageError(f"{path}: [{name}] spells one flag in two ways among {', '.join(table)}; give it once")
+    return spelled
 
 
 def _check(path: Path, where: str, command: str, name: str, value: Scalar, parse: Parser) -> None:
