@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ class PeerMemory:
         group: the ranks, all of one host.
         device: of this rank: a GPU of its own, or the CPU.
 
+    Raises:
+        OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
+
     Attributes:
         nbytes: of each rank's buffer.
         uncounted: of these, the bytes that `torch.cuda.memory_allocated` does not know of (all or none; it depends on
@@ -43,10 +48,12 @@ class PeerMemory:
             from torch.distributed import _symmetric_memory as symmetric_memory
 
             before = torch.cuda.memory_allocated(device)
-            self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            with _agreed(group):
+                self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
             if torch.cuda.memory_allocated(device) > before:
                 self.uncounted = 0
-            handle = symmetric_memory.rendezvous(self._own, group)
+            with _agreed(group):
+                handle = symmetric_memory.rendezvous(self._own, group)
             self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
             self._handle = handle
             self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
@@ -103,12 +110,25 @@ def _boot() -> str:
 
 def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    descriptor, path = tempfile.mkstemp(prefix="trainstep-", dir=folder)
-    os.close(descriptor)
-    os.truncate(path, nbytes)
-    paths = [path] * group.size()
-    dist.all_gather_object(paths, path, group=group)
-    mapped = [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in paths]
-    dist.barrier(group)
-    os.unlink(path)  # the mappings stay, and nothing is left behind however the processes end
-    return mapped
+    with tempfile.NamedTemporaryFile(prefix="trainstep-", dir=folder) as own:  # without its name the mappings stay
+        with _agreed(group):
+            os.posix_fallocate(own.fileno(), 0, nbytes)  # or writing where there is no room would be a bus error
+        paths = [own.name] * group.size()
+        dist.all_gather_object(paths, own.name, group=group)
+        with _agreed(group):
+            return [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in paths]
+
+
+@contextmanager
+def _agreed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Every rank goes on from here, or none does: what one fails with, all raise. Inside, no rank waits for another
+    that may have failed before."""
+    failure: str | None = None
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # of the driver, or where a container lets no memory be shared
+        failure = f"rank {group.rank()}: {error}"
+    failures = [failure] * group.size()
+    dist.all_gather_object(failures, failure, group=group)
+    if first := next((each for each in failures if each is not None), None):
+        raise OSError(first)

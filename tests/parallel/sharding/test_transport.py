@@ -145,24 +145,33 @@ def test_copies_are_refused_on_two_hosts(two):
 
 
 def _one_rank_cannot(process):
-    """What is said when rank 1 is let share no memory."""
-    made = PeerMemory.__init__
+    """What is said when rank 1 has no room in shared memory, or cannot map what another rank has; and if they still
+    understand each other."""
+    said = []
+    for module, name in ((os, "posix_fallocate"), (torch, "from_file")):
+        works = getattr(module, name)
 
-    def refuse(memory, *arguments):
-        made(memory, *arguments)
+        def refuse(*_, name=name, **__):
+            raise OSError(28, f"no room for {name}")
+
         if process.rank == 1:
-            raise RuntimeError("no permission")
-
-    PeerMemory.__init__ = refuse
-    try:
-        _choose(process, "peer-copies", False)
-    except UsageError as error:
-        return str(error)
-    finally:
-        PeerMemory.__init__ = made
-    return None
+            setattr(module, name, refuse)
+        try:
+            _choose(process, "peer-copies", False)
+        except UsageError as error:
+            said.append(str(error))
+        finally:
+            setattr(module, name, works)
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=process.group)
+        said.append(total.item())
+    return said
 
 
 def test_all_ranks_hear_of_one_that_cannot_share(two):
-    for message in two.run(_one_rank_cannot):
-        assert "rank 1: no permission" in message
+    before = set(os.listdir("/dev/shm"))
+    for no_room, sum_after, unmapped, sum_in_the_end in two.run(_one_rank_cannot):
+        assert "rank 1: [Errno 28] no room for posix_fallocate" in no_room
+        assert "rank 1: [Errno 28] no room for from_file" in unmapped
+        assert (sum_after, sum_in_the_end) == (2, 2)
+    assert set(os.listdir("/dev/shm")) == before, "nothing is left behind"
