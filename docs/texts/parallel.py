@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from tables.source import figure, one
 
+from trainstep.plan.communication import Link, best_bucket_bytes
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.numbers import number
@@ -89,7 +90,10 @@ def buckets() -> str:
     """Bucket sizes, and the model of the best one."""
     sizes = (1, 10, 100, 1000)
     told = ", ".join(f"{size:,} MB {in_ms(step_ms(f'bucketed-{size}'))}" for size in sizes)
+    small = [step_ms(f"bucketed-{size}") for size in (1, 10, 25)]
+    assert max(small) < 1.01 * min(small), "nothing changes"
     best = min(sizes, key=lambda size: step_ms(f"bucketed-{size}"))
+    assert best == max(sizes), "large calls are said to be the fastest"
     fit = one("h200-collectives", "collective fit", collective="all-reduce")
     return (
         f"{told}; torch's DistributedDataParallel with its 25 MB {in_ms(step_ms('torch-ddp'))}. From 1 to 25 MB "
@@ -110,8 +114,8 @@ def gradient_bytes() -> float:
 
 def best_bucket_mb(fit: Record) -> float:
     """√(s·w·o) in MB, for the gradients of 2.7B in float32."""
-    rate, overhead = figure(fit, "bus_gb_s") * 1e9, figure(fit, "overhead_us") * 1e-6
-    return (gradient_bytes() * rate * overhead) ** 0.5 / 1e6
+    link = Link(figure(fit, "overhead_us") * 1e-6, figure(fit, "bus_gb_s") * 1e9)
+    return best_bucket_bytes(gradient_bytes(), 2, link) / 1e6
 
 
 def accounting() -> str:
