@@ -66,6 +66,24 @@ def references(
     return exact, {name: 2 * relative_error(plain[name], exact[name]) + rounding for name in exact}
 
 
+def assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
+    function: Function, allowed: float, device: str = "cpu"
+) -> None:
+    """Key 5 holds -inf where all queries are positive, so it gets no weight; query 3 holds the NaN of all ones.
+
+    allowed: of other rows' largest difference, relative to the largest value. `function` is full attention, scale 0.2.
+    """
+    q, k, v, _ = Case(40, 40, 40, heads=1, kv_heads=1).inputs(torch.float32, device)
+    q[..., 0] = q[..., 0].abs()
+    k[0, 0, 5, 0] = -float("inf")
+    q[0, 0, 3, 7] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    o, expected = function(q, k, v), attention_eager(q, k, v, False, 0.2)
+    assert expected.isnan().any(-1).nonzero().tolist() == [[0, 0, 3]]
+    assert torch.equal(o.isnan(), expected.isnan())
+    finite = expected.isfinite()
+    assert (o - expected)[finite].abs().max() <= allowed * expected[finite].abs().max()
+
+
 def assert_within_budget(
     actual: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float
 ) -> None:

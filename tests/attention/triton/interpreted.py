@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.attention.budget import Case, assert_within_budget
+from tests.attention.budget import (
+    Case,
+    assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
+    assert_within_budget,
+)
 from trainstep.attention.triton.dkdv import launch_dkdv
 from trainstep.attention.triton.dq import launch_dq
 from trainstep.attention.triton.forward import launch_forward
@@ -61,6 +65,18 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
     actual = run(q, k, v, do, True, 0.25, SQUARE)
     assert actual["lse"].abs().max() > 1e4
     assert all(x.isfinite().all() for x in actual.values())
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("highest", 1e-5), ("high", 2e-3)])
+def test_nan_and_infinity(precision: str, allowed: float) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
+            lambda q, k, v: run(q, k, v, q, False, 0.2, SQUARE)["o"], allowed
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

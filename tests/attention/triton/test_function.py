@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.attention.budget import Case, assert_within_budget, value_and_gradients
+from tests.attention.budget import (
+    Case,
+    assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
+    assert_within_budget,
+    value_and_gradients,
+)
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
 from trainstep.attention.triton.function import backward_op, forward_op
 from trainstep.errors import UsageError
@@ -96,6 +101,26 @@ def test_scores_of_ten_thousand_stay_finite(dtype: torch.dtype) -> None:
     q, k, v, do = Case(300, 300, 64, magnitude=1e4).inputs(dtype, "cuda")
     assert forward_op(q, k, v, True, 0.125)[1].abs().max() > 1e4
     assert all(x.isfinite().all() for x in value_and_gradients(flash(True), q, k, v, do).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "allowed"), [("highest", 1e-5), ("high", 2e-3)])
+def test_nan_and_infinity_in_float32(precision: str, allowed: float) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(flash(False, 0.2), allowed, "cuda")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [1000, 4096])
+def test_float32_stays_within_the_budget_of_long_sums(length: int, head_dim: int) -> None:
+    q, k, v, do = Case(length, length, head_dim, heads=1, kv_heads=1).inputs(torch.float32, "cuda")
+    actual = value_and_gradients(flash(True), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, head_dim**-0.5)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,9 @@ TABLES = Path(tables.__file__)
 
 AnyTile = Tile | HopperTile
 
+# Of float32 in three products: rows a program keeps, rows that stream past them, warps. They compile for long.
+_THREE_PRODUCTS = ((64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 8))
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -72,7 +75,7 @@ def tune(
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
             case = _Case.make(head_dim, dtype, is_causal, seq)
-            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype)]
+            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype, head_dim)]
             _compile_ahead(pool, head_dim, dtype, is_causal, trials)
             for kernel, tile in trials:
                 results.append(case.measure(kernel, tile, rep_ms))
@@ -83,13 +86,17 @@ def tune(
     return results
 
 
-def candidates(kernel: str, hopper: bool, dtype: torch.dtype) -> Iterator[AnyTile]:
+def candidates(kernel: str, hopper: bool, dtype: torch.dtype, head_dim: int) -> Iterator[AnyTile]:
     """The configurations worth timing; those that do not fit the GPU fail when measured and drop out."""
     if hopper:
         blocks = {"forward": (64, 128), "dq": (32, 64, 128), "dkdv": (32, 64)}[kernel]
         first_stages = 3 if kernel == "dq" else 2  # dq frees a slot only after it has seen the next but one filled
         for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
             yield HopperTile(consumers, block, stages, own)
+        return
+    if dtype == torch.float32 and multiply_precision(dtype, head_dim) == "tf32x3":
+        for (kept, streamed, warps), stages in itertools.product(_THREE_PRODUCTS, (1, 2)):
+            yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), warps, stages)
         return
     sides = (16, 32, 64) if dtype == torch.float32 else (32, 64, 128)
     for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
@@ -205,6 +212,6 @@ def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]
         if isinstance(best.tile, HopperTile):
             hopper[best.kernel, max(64, block_of(best.head_dim)), best.is_causal] = astuple(best.tile)
         else:
-            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32)
+            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32, best.head_dim)
             portable[arch][best.kernel, precision, block_of(best.head_dim), best.is_causal] = astuple(best.tile)
     return portable, hopper
