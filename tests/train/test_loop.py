@@ -168,6 +168,20 @@ def test_a_damaged_checkpoint_stops_the_run_and_names_an_older_one(finished, unf
     assert "step-00000008" in names(unfinished), "written again"
 
 
+def test_a_restart_does_not_go_back_again(unfinished):
+    """torchrun starts dead workers with the same words, --resume-from among them."""
+    alone(config(), unfinished, resume_from="step-00000004", stop_after=10)
+    assert names(unfinished)[-3:] == ["step-00000004", "step-00000008", "step-00000010"]
+    identity = json.loads((unfinished / "run.json").read_text())["identity"]
+
+    def start(name, **options):
+        return open_folder(unfinished, identity, steps=12, resume_from=name, **options).checkpoint.step
+
+    assert start("step-00000004", is_restart=True) == 10
+    assert start("step-00000008", is_restart=True) == 8, "the start before died before it went back"
+    assert start("step-00000004") == 4, "a command that is given anew goes back"
+
+
 def test_a_checkpoint_with_scrambled_content_is_an_error(unfinished):
     path = next((unfinished / "checkpoints" / "step-00000008").glob("*.distcp"))
     path.write_bytes(os.urandom(path.stat().st_size))

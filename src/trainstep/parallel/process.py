@@ -136,6 +136,11 @@ def bind_device(device: str, local_rank: int) -> torch.device:
     return bound
 
 
+def is_restart() -> bool:
+    """Whether torchrun gives this command again, to all processes, because one of them died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def torchrun_command(processes: int = 2) -> str:
     """The command that starts this very command line under torchrun."""
     return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep.cli", *sys.argv[1:]])

@@ -36,8 +36,18 @@ class Start:
     """Later checkpoints that were renamed."""
 
 
-def open_folder(out: Path, identity: Mapping[str, Scalar], *, steps: int, resume_from: str | None) -> Start:
+def open_folder(
+    out: Path, identity: Mapping[str, Scalar], *, steps: int, resume_from: str | None, is_restart: bool = False
+) -> Start:
     """Find out where the run in `out` is, or begin one there. For one process; it alone changes the folder.
+
+    Args:
+        out: the folder.
+        identity: what the run's curve depends on.
+        steps: updates in all.
+        resume_from: a checkpoint's name to go back to; None for the newest.
+        is_restart: whether torchrun gives the command a second time, because a worker died. If it went back to
+            `resume_from` before, it does not again, and what was saved since is gone on from.
 
     Raises:
         UsageError: the folder holds another run or something else, cannot be written, or its newest checkpoint is
@@ -54,6 +64,8 @@ def open_folder(out: Path, identity: Mapping[str, Scalar], *, steps: int, resume
     _check_same(out, identity, theirs)
     tidy(checkpoints)
     by_name = {name_of(step): step for step in steps_in(checkpoints)}
+    if is_restart and resume_from is not None and _went_back(checkpoints, resume_from):
+        resume_from = None
     if resume_from is not None:
         chosen = by_name.get(Path(resume_from).name)
         if chosen is None:
@@ -70,6 +82,15 @@ def open_folder(out: Path, identity: Mapping[str, Scalar], *, steps: int, resume
     aside = set_aside(checkpoints, chosen)
     finished = chosen == steps and (out / RESULTS).exists()
     return Start(is_new=False, checkpoint=checkpoint, is_finished=finished, aside=tuple(aside))
+
+
+def _went_back(checkpoints: Path, resume_from: str) -> bool:
+    """Whether the newest checkpoint was written after this command had gone back to the one it names."""
+    newest = steps_in(checkpoints)[-1:]
+    try:
+        return any(open_checkpoint(checkpoints, step).note.get("resumed_from") == resume_from for step in newest)
+    except UsageError:  # damaged: that is why an older one is named
+        return False
 
 
 def check_not_of_others(out: Path) -> None:

@@ -14,19 +14,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainstep.held_folder import held_folder
 from trainstep.measure.environment import device_name
-from trainstep.parallel.process import Process
+from trainstep.parallel.process import Process, is_restart
 from trainstep.report.records import write_whole
 from trainstep.schemes import uncounted_bytes
 from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
 from trainstep.train.build import build_training_step
 from trainstep.train.checkpoints import Checkpoint, CheckpointWriter, name_of
-from trainstep.train.config import RunConfig, Scalar
+from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData, open_data
 from trainstep.train.folder import CHECKPOINTS, METRICS, RESULTS, Start, check_not_of_others, check_shared, open_folder
 from trainstep.train.meter import Meter
@@ -77,13 +78,17 @@ def train(
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
         start = on_first_rank(
-            process, lambda: open_folder(out, identity, steps=config.train.steps, resume_from=resume_from)
+            process,
+            lambda: open_folder(
+                out, identity, steps=config.train.steps, resume_from=resume_from, is_restart=is_restart()
+            ),
         )
         on_all_ranks(process, lambda: check_shared(out))
         show.line(_beginning(start, config, process, out))
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
-        run = _Run(config, tokens, out, process, show, identity, start.checkpoint)
+        note = {"identity": identity, "world_size": process.world_size, "resumed_from": resume_from}
+        run = _Run(config, tokens, out, process, show, note, start.checkpoint)
         writers: list[MetricsWriter] = []  # rank 0's
         tensorboard = config.train.tensorboard
         on_first_rank(
@@ -109,11 +114,11 @@ class _Run:
         out: Path,
         process: Process,
         show: Show,
-        identity: Mapping[str, Scalar],
+        note: Mapping[str, Any],
         checkpoint: Checkpoint | None,
     ) -> None:
         self.config, self.tokens, self.out, self.process, self.show = config, tokens, out, process, show
-        self.identity = identity
+        self.note = note
         self.done = 0
         self.stopping = False
         self.step = build_training_step(config, process)
@@ -188,13 +193,8 @@ class _Run:
         return float(loss) / self.process.world_size
 
     def _save(self) -> None:
-        note = {
-            "identity": dict(self.identity),
-            "form": form_of(self.step.replica),
-            "world_size": self.process.world_size,
-            "tokens": self.done * self.meter.tokens,
-        }
-        self.writer.save(self.done, training_state(self.step.replica), note)
+        note = {"form": form_of(self.step.replica), "tokens": self.done * self.meter.tokens}
+        self.writer.save(self.done, training_state(self.step.replica), {**self.note, **note})
 
     def finish(self) -> None:
         """After the last update: samples of text, and the run's record."""
@@ -229,9 +229,8 @@ def _beginning(start: Start, config: RunConfig, process: Process, out: Path) -> 
         f"{config.step.precision} → {out}"
     )
     if start.checkpoint is not None:
-        what += (
-            f"\nresumed from {start.checkpoint.path.name}, written by {start.checkpoint.note.get('world_size')} ranks"
-        )
+        writers = start.checkpoint.note.get("world_size")
+        what += f"\nresumed from {start.checkpoint.path.name}, written by {writers} rank{'s'[: writers != 1]}"
     elif not start.is_new:
         what += "\nthe run was begun before, but has no checkpoint yet: from the first update again"
     if start.aside:
