@@ -116,7 +116,13 @@ def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
         paths = [own.name] * group.size()
         dist.all_gather_object(paths, own.name, group=group)
         with _agreed(group):
-            return [torch.from_file(each, shared=True, size=nbytes, dtype=torch.uint8) for each in paths]
+            return [_mapped(Path(path), nbytes) for path in paths]
+
+
+def _mapped(path: Path, nbytes: int) -> Tensor:
+    if not path.exists():  # in a container with a /dev/shm of its own; from_file would make it, for this rank alone
+        raise FileNotFoundError(f"{path}, which another rank has, is not here")
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
 @contextmanager

@@ -36,8 +36,8 @@ class Checkpoint:
     step: int
     """Updates made when it was taken."""
     note: Mapping[str, Any]
-    """`identity`, `form` of the optimizer's state, `world_size`, `tokens` trained on, `resumed_from` (what its command was
-    told to go back to), `files` with their sizes."""
+    """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
+    was told to go back to; `files` with their sizes."""
 
 
 def steps_in(folder: Path) -> list[int]:
