@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import plain, results, where
+from tables.source import plain, results, setting, where
 from trainstep.bench.parallel_plan import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.report.columns import case_column, median_column, value_column
@@ -28,7 +28,7 @@ def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
         value_column("parameters off by (of their movement)", "update_error"),
         value_column("allowed", "update_allowed"),
     )
-    return tabulate(table, f"2.7B, context 512, batch 4 per GPU, bf16 autocast; {where(rows)}", columns, rows)
+    return tabulate(table, f"{setting(rows)}; {where(rows)}", columns, rows)
 
 
 def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel") -> Table:

@@ -49,6 +49,14 @@ def where(rows: list[Record]) -> str:
     )
 
 
+def setting(rows: list[Record]) -> str:
+    """`2.7B, context 512, batch 4 per GPU, bf16 autocast`: what all rows of data parallel training have in common."""
+    names = ("workload", "context", "batch", "precision")
+    ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
+    autocast = " autocast" if precision in ("bf16", "fp16") else ""
+    return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
+
+
 def plain(name: str, kind: str, *, brief: bool = True) -> Table:
     """All records of one kind in docs/results/NAME.jsonl, as the files have them."""
     rows = results(name, kind)

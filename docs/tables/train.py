@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import plain, results, where
-from trainstep.report.numbers import number
+from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Table
 
 SHOWN = 12
@@ -21,7 +21,7 @@ def curves() -> Table:
     shown = sorted({round(index * (len(steps) - 1) / (SHOWN - 1)) for index in range(SHOWN)})
     lines = []
     for index in shown:
-        losses = [float(loss) for row in rows if isinstance(loss := row.series["loss"][index], float)]
+        losses = [numeric(row.series["loss"][index]) for row in rows]
         apart = (max(losses) - min(losses)) / min(losses)
         lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
     columns = ("update", *(f"loss, {row.case['scheme']}" for row in rows), "apart, relative")

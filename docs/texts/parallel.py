@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tables.source import figure, one
+from tables.source import figure, one, setting
 
 from trainstep.plan.communication import Link, best_bucket_bytes
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
@@ -56,7 +56,7 @@ def naive() -> str:
     row = scheme("naive")
     spent = figure(row, "communication_ms")
     return (
-        f"2.7B, context 512, batch 4 per GPU, bf16 autocast: the step takes {in_ms(step_ms('naive'))} with one "
+        f"{setting([row])}: the step takes {in_ms(step_ms('naive'))} with one "
         f"all-reduce per parameter after backward, and {in_ms(step_ms('single'))} without communication. "
         f"{in_ms(spent)}, {100 * spent / step_ms('naive'):.0f}% of the step, is communication, in "
         f"{figure(row, 'collectives'):.0f} calls that send {in_gib(figure(row, 'sent_gib'))} from each rank."
