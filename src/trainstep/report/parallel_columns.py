@@ -16,7 +16,7 @@ PARALLEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             case_column("scheme", "scheme"),
             Column("n", lambda row: number(row.values.get("n")), setting=True),
             median_column("step (ms) [95 %]", "step"),
-            value_column("exposed (ms)", "exposed_ms"),
+            value_column("beyond single (ms)", "exposed_ms"),
             value_column("tokens/s", "tokens_per_s"),
             value_column("collectives", "collectives"),
             value_column("sent (GiB)", "sent_gib"),
