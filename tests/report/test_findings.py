@@ -116,6 +116,16 @@ def test_noise(changes, text):
     assert bool(text) is bool(found)
 
 
+def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after():
+    """Seen on two busy cores: a rung that takes 150 ms, measured as 3,051 ms [224–3,392]."""
+    quiet = rung("baseline", "baseline", step_low_ms=48.0, step_high_ms=60.0)
+    disturbed = rung("bf16", "slower", False, step_ms=3051.0, step_low_ms=224.0, step_high_ms=3392.0, gain=0.05)
+    assert said([quiet], "noise") == ""
+    sentence = said([quiet, disturbed, rung("few samples")], "noise")
+    assert "while 1 of 2 rungs were measured" in sentence
+    assert "at worst 224 ms to 3,392 ms around 3,051 ms" in sentence
+
+
 @pytest.mark.parametrize(("low", "high", "remarked"), [(0.9, 1.1, False), (0.4, 0.6, True), (None, None, False)])
 def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high, remarked):
     control = Record(

@@ -8,6 +8,7 @@ from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.formula_findings import formula_findings
 from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
+from trainstep.report.noise_findings import noise_findings
 from trainstep.report.numbers import number, numeric
 from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.plan_findings import plan_findings
@@ -19,8 +20,6 @@ LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
 COLD_MEAN_EXCESS = 0.05
 """Leaving out warm-up is remarked on when it changes the mean by more than this share."""
-NOISY_INTERVAL = 0.10
-"""A median whose interval is wider than this share of it was measured on a noisy machine."""
 LOW_UTILISATION = 0.35
 """Below this share of the matmul ceiling a step leaves much to win."""
 
@@ -207,44 +206,6 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _noise(records: Sequence[Record]) -> list[Finding]:
-    step = analysed_step(records)
-    if step is None or step.values.get("step_low_ms") is None:
-        return []
-    low, median, high = (numeric(step.values[name]) for name in ("step_low_ms", "step_ms", "step_high_ms"))
-    width = (high - low) / median
-    throttle = step.values.get("throttled_by")
-    found = []
-    if width > NOISY_INTERVAL:
-        found.append(
-            Finding(
-                "noise",
-                f"The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
-                "Small differences need more --steps or a quieter machine.",
-            )
-        )
-    if throttle not in (None, "nothing"):
-        found.append(Finding("noise", f"The GPU was slowed by its {throttle} while it was measured."))
-    return found
-
-
-def _control(records: Sequence[Record]) -> list[Finding]:
-    found = []
-    for row in of_kind(records, "control"):
-        low, high = row.values.get("ratio_low"), row.values.get("ratio_high")
-        if low is None or numeric(low) <= 1 <= numeric(high):
-            continue
-        found.append(
-            Finding(
-                "noise",
-                f"The machine changed while it was measured: the baseline took {in_ms(row.values['first_ms'])} at the "
-                f"start of the ladder and {in_ms(row.values['again_ms'])} at its end. Speed-ups are no more certain "
-                "than that; run again on a quieter machine.",
-            )
-        )
-    return found
-
-
 _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _gain,
     _dominance,
@@ -259,6 +220,5 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _rejected,
     memory_findings,
     plan_findings,
-    _noise,
-    _control,
+    lambda records: noise_findings(analysed_step(records), records),
 )
