@@ -90,7 +90,7 @@ def _top(profile: Record) -> list[str]:
         sentence = (
             f"In {words}, the kernel that takes most time is {brief_name(name)} "
             f"({profile.values[f'top_{where}_kernel_family']}): {_percent(numeric(share))} of the kernel time, "
-            f"{in_ms(spent)} in {numeric(calls):.0f} calls"
+            f"{in_ms(spent)} in {_calls(calls)}"
         )
         most = profile.values[f"most_called_{where}_kernel"]
         if most != name:
@@ -98,6 +98,10 @@ def _top(profile: Record) -> list[str]:
             sentence += f". Called most often, {often:.0f} times, is {brief_name(most)}"
         found.append(f"{sentence}.")
     return found
+
+
+def _calls(number: Scalar) -> str:
+    return "1 call" if f"{numeric(number):.0f}" == "1" else f"{numeric(number):.0f} calls"
 
 
 def brief_name(kernel: Scalar) -> str:
@@ -135,8 +139,9 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
         return []
     fewer = numeric(scores["main_tflop"]) / numeric(softmax["main_tflop"])
     ratio = numeric(scores["main_ms"]) / numeric(softmax["main_ms"])
-    times = f"{ratio:.1f}× less" if ratio >= 1 else f"{1 / ratio:.1f}× more"
-    sentence = f"Softmax takes {times} time than the score product with {fewer:.0f}× fewer FLOPs"
+    factor = max(ratio, 1 / ratio)
+    times = f"{factor:.1f}× {'less' if ratio > 1 else 'more'} time than" if factor >= 1.05 else "as much time as"
+    sentence = f"Softmax takes {times} the score product with {fewer:.0f}× fewer FLOPs"
     if fewer < 2 * ratio:  # as slow as its arithmetic is small
         return [f"{sentence}."]
     moved = numeric(softmax["main_gb_s"]) if softmax.get("main_gb_s") else None

@@ -26,7 +26,7 @@ def summary(records: Sequence[Record]) -> Section | None:
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
-            topic = _TOPICS.get(finding.topic, finding.topic)
+            topic = _TOPICS.get(finding.topic, finding.topic[:1].upper() + finding.topic[1:])
             topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
         blocks.append(Sentences(topics))
     return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
