@@ -22,7 +22,7 @@ from trainstep.report.sweep_axes import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
-    from trainstep.report.records import Record
+    from trainstep.report.records import Record, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,13 @@ class Sweep(Common):
         if self.dry_run:
             for place in places:
                 print("finished" if is_finished(place, retried) else "to run", shlex.join(place.case.words), sep="  ")
+            print(_count(places, retried))
             return 0
         if self.executor == "slurm":
             require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         with held_folder(out, "another sweep is running"), _ended_like_ctrl_c():
-            finished = sum(is_finished(place, retried) for place in places)
-            to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
-            print(f"{len(places)} cases of {grid.cases[0].command}: {finished} finished before, {to_run}", flush=True)
+            print(_count(places, retried), flush=True)
 
             def execute(pending: Sequence[Place]) -> Generator[Place, None, None]:
                 return self._execute(pending, out, timeout_s)
@@ -103,6 +102,15 @@ class Sweep(Common):
             return run_here(pending, jobs=jobs, gpus=visible_gpus() if jobs > 1 else (), timeout_s=timeout_s)
         asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
         return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
+
+
+def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
+    """How many cases there are, and how many of them are left."""
+    from trainstep.bench.sweep.resume import is_finished
+
+    finished = sum(is_finished(place, retried) for place in places)
+    to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
+    return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"
 
 
 def _told(records: Iterator[Record], axes: Sequence[str], total: int) -> Iterator[Record]:

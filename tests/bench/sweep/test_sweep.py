@@ -91,6 +91,7 @@ def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, 
         ["mode forward ", "seed 4"],
         ["mode step ", "seed 2"],
     ]
+    assert lines[-1] == "12 cases of bench step: 10 finished before, 2 to run"
 
 
 def wait_for(condition, what, seconds=180):
@@ -358,6 +359,7 @@ BAD = [
     (HEAD + "[axes]\nlearning-rate = [1.0]\nlearning_rate = [2.0]", "[axes] spells one flag in two ways"),
     (HEAD + "[axes]\nbatch = [0]", "[axes] batch: batch is 0; expected a positive number"),
     (HEAD + "[axes]\nbatchs = [1]", "[axes] batchs = 1: Unrecognized options: --batchs"),
+    (HEAD + "[axes]\nnum-heads = [4]", "[axes] num_heads = 4: Unrecognized or misplaced options: --num-heads 4\n"),
     (HEAD + '[axes]\nbatch = ["many"]', "[axes] batch = 'many': Error parsing --batch"),
     (HEAD + '[axes]\nprecision = ["fp32", "fp8"]', "[axes] precision = 'fp8': Error parsing --precision"),
     (HEAD + '[axes]\nsize = ["huge"]', "[axes] size: unknown size 'huge'"),

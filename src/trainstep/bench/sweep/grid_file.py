@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,4 +119,7 @@ def _said(told: str) -> str:
     lines = [line.strip() for line in told.splitlines()]
     rules = [index for index, line in enumerate(lines) if line and not line.strip("-")]
     first, second = rules[:2] if len(rules) > 1 else (-1, len(lines))
-    return " ".join(line for line in lines[first + 1 : second] if line) or "the command does not take it"
+    words = " ".join(line for line in lines[first + 1 : second] if line)
+    if words.startswith("Unrecognized"):  # what another subcommand takes: the parser says after each word which took it
+        words = re.sub(r" \(applied to [^)]*\)| Arguments are applied to .*", "", words)
+    return words or "the command does not take it"
