@@ -101,3 +101,14 @@ def test_every_format_is_written(tmp_path):
     written = write_tables([step("fp32", 20.0)], tmp_path / "tables")
     assert sorted(path.name for path in written) == ["step.csv", "step.md", "step.tex", "step.typ"]
     assert all(path.stat().st_size > 50 for path in written)
+
+
+def test_a_single_row_in_a_terminal_has_its_settings_in_the_caption_and_its_failure_in_the_row():
+    case = {"workload": "m", "precision": "bf16", "compile": "off", "mode": "step"}
+    (measured,) = make_tables([Record("step", case, {"step_ms": 5.0})], brief=True)
+    assert measured.caption == "Time of one step and its phases, ms (precision bf16, compile off, mode step)"
+    assert (measured.columns[0], measured.rows[0][0]) == ("workload", "m")
+    assert "precision" not in measured.columns
+    failed = Record("step", case, status="failed", reason="no room")
+    assert make_table("step", [failed], brief=True).rows == (("m", "failed: no room"),)
+    assert "precision" in make_table("step", [failed]).columns, "files keep them as columns"

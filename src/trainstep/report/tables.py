@@ -51,7 +51,9 @@ def make_tables(records: Sequence[Record], *, brief: bool = False) -> list[Table
 def make_table(kind: str, rows: Sequence[Record], *, brief: bool = False) -> Table:
     """The table of records of one kind, with the columns of that kind."""
     caption, columns = (CAPTION, sweep_columns(rows)) if kind == "sweep" else ALL_COLUMNS[kind]
-    table = tabulate(kind.replace(" ", "-"), caption, [column for column in columns if column.brief or not brief], rows)
+    table = tabulate(
+        kind.replace(" ", "-"), caption, [column for column in columns if column.brief or not brief], rows, brief=brief
+    )
     longest = BRIEF_ROWS.get(kind, len(rows))
     if not brief or len(rows) <= longest:
         return table
@@ -80,12 +82,20 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
     )
 
 
-def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Record]) -> Table:
-    """The rows' cells under the given columns, without the empty ones; shared settings move to the caption."""
+def tabulate(
+    name: str, caption: str, columns: Sequence[Column], rows: Sequence[Record], *, brief: bool = False
+) -> Table:
+    """The rows' cells under the given columns, without the empty ones; shared settings move to the caption.
+
+    The settings of a single row are columns in a file, where they are looked for. In a terminal (`brief`) they would
+    leave too little width for what was measured: only the first stays, and the outcome of a row that failed.
+    """
     shown = {column: cells for column in columns if set(cells := [column.cell(row) for row in rows]) - {"–", ""}}
-    common = {
-        column: cells[0] for column, cells in shown.items() if column.setting and len(rows) > 1 and len(set(cells)) == 1
-    }
+    common = {column: cells[0] for column, cells in shown.items() if column.setting and len(set(cells)) == 1}
+    if len(rows) == 1:
+        is_ok = rows[0].status == "ok"
+        common = {column: text for column, text in list(common.items())[1:] if column.title != "outcome" or is_ok}
+        common = common if brief else {}
     kept = {column: cells for column, cells in shown.items() if column not in common}
     stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if text != "ok")
     return Table(
