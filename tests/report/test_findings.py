@@ -122,7 +122,7 @@ def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after
     disturbed = rung("bf16", "slower", False, step_ms=3051.0, step_low_ms=224.0, step_high_ms=3392.0, gain=0.05)
     assert said([quiet], "noise") == ""
     sentence = said([quiet, disturbed, rung("few samples")], "noise")
-    assert "while 1 of 2 rungs were measured" in sentence
+    assert "Unsteady times in 1 of 2 rungs" in sentence
     assert "at worst 224 ms to 3,392 ms around 3,051 ms" in sentence
 
 
