@@ -168,19 +168,11 @@ def choose_transport(
     obstacle = obstacle_to_sharing(group, device)
     if obstacle is not None and asked == "auto":
         return Collectives(group)
-    copies: PeerCopies | None = None
-    failure: str | None = None
     if obstacle is None:
         try:
-            copies = PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
-        except (RuntimeError, OSError) as error:  # of the driver, or where a container lets no memory be shared
-            failure = f"rank {group.rank()}: {error}"
-        failures: list[str | None] = [failure] * group.size()
-        dist.all_gather_object(failures, failure, group=group)
-        failure = next((each for each in failures if each is not None), None)
-        if copies is not None and failure is None:
-            return copies
-        obstacle = f"memory cannot be shared between the ranks ({failure})"
+            return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+        except OSError as error:  # which every rank has
+            obstacle = f"memory cannot be shared between the ranks ({error})"
     if asked == "peer-copies":
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
     warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
