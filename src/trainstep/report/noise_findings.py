@@ -55,8 +55,9 @@ def _wild_rows(records: Sequence[Record], kind: str, many: str) -> list[Finding]
     return [
         Finding(
             "noise",
-            f"Unsteady times in {len(wild)} of {len(rows)} {many}: 95 % intervals span more than half of the median, at "
-            f"worst {low} to {high} around {median}. Something else may have run; measure again before believing them.",
+            f"Unsteady times in {len(wild)} of {len(rows)} {many}: 95 % intervals span more than half of the median, "
+            f"at worst {low} to {high} around {median}. Something else may have run; measure again before "
+            "believing them.",
         )
     ]
 
