@@ -22,6 +22,7 @@ CHECKED: Mapping[str, tuple[str, ...]] = {
     "h200-memory": ("peak",),
     "h200-checkpointing": ("checkpointing",),
     "h200-parallel": ("parallel",),
+    "h200-parallel-4gpus": ("parallel",),
 }
 """Files whose rows of these kinds are predicted; those that are not there yet are left out."""
 

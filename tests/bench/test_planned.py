@@ -77,7 +77,10 @@ def test_calibrations_that_say_nothing():
 def test_predictions_hold_for_sizes_that_were_not_calibrated_on():
     """The bars: step time within 20 %, memory within 5 %, on every step that H200s measured."""
     machine = calibrated([row for path in CALIBRATION for row in read_records(path)])
-    kept = ("h200-step-sizes", "h200-analyze-2.7B", "h200-memory", "h200-checkpointing", "h200-parallel")
+    kept = (
+        *("h200-step-sizes", "h200-analyze-2.7B", "h200-memory", "h200-checkpointing"),
+        *("h200-parallel", "h200-parallel-4gpus"),
+    )
     files = [path for name in kept if (path := RESULTS / f"{name}.jsonl").exists()]
     rows = list(checked([row for path in files for row in read_records(path)], machine))
     assert len(rows) >= 30

@@ -230,7 +230,9 @@ STRATEGY_OF_SCHEME: dict[str, Strategy] = {
     "single": "single",
     "bucketed-25": "ddp",
     "sharded-optimizer": "sharded optimizer",
+    "sharded-optimizer-1000": "sharded optimizer",
     "fsdp": "fsdp",
+    "fsdp-collectives": "fsdp",
 }
 """Schemes of `trainstep bench parallel` that are planned."""
 

@@ -103,10 +103,9 @@ class _PackedGather:
         self._tensors, self._sizes, self._world_size = tensors, [part.numel() for part in parts], group.size()
         packed = torch.cat(list(parts))
         self._gathered = packed.new_empty(self._world_size * packed.numel())
-        self._work = dist.all_gather_into_tensor(self._gathered, packed, group=group, async_op=True)
+        self._work = group._allgather_base(self._gathered, packed)
 
     def wait(self) -> None:
-        assert self._work is not None, "an asynchronous call by a member of the group returns its work"
         self._work.wait()
         for rank, row in enumerate(self._gathered.view(self._world_size, -1)):
             for tensor, part in zip(self._tensors, row.split(self._sizes), strict=True):
