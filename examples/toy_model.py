@@ -1,6 +1,6 @@
 """The classic question of mixed precision, which dtype does everything have under autocast, on the smallest model:
 
-    trainstep dtypes --workload examples.toy_model:workload --precision fp16,bf16
+trainstep dtypes --workload examples.toy_model:workload --precision fp16,bf16
 """
 
 from __future__ import annotations
