@@ -26,7 +26,7 @@ PARALLEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
                 for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
                 for column in (
                     value_column(f"{title} (GiB)", f"{when}_gib"),
-                    value_column(f"{title} by plan", f"predicted_{when}_gib"),
+                    value_column(f"{title} by plan (GiB)", f"predicted_{when}_gib"),
                     *(
                         value_column(f"{title}: {kind} (GiB)", f"{when}_{name}_gib", brief=False)
                         for kind, name in (
