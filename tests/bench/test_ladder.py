@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import trainstep.bench.ladder as ladder
 from trainstep.bench.ladder import Gradients, Rung, climb, compare_gradients, error_budget, rungs_for
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.report.findings import recommended_flags
+from trainstep.report.noise_findings import noise_findings
 from trainstep.workload import WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
@@ -112,6 +114,29 @@ def test_the_first_rung_is_measured_again_at_the_end(monkeypatch):
     assert control.values["first_ms"] == pytest.approx(first.values["step_ms"])
     assert control.values["ratio"] == pytest.approx(control.values["again_ms"] / control.values["first_ms"])
     assert control.values["ratio_low"] < control.values["ratio"] < control.values["ratio_high"]
+
+
+def test_an_unsteady_rung_is_measured_once_more(monkeypatch):
+    measured = []
+    original = ladder.measure_training_step
+
+    def disturbed(step, *arguments):
+        found = original(step, *arguments)
+        measured.append(step.config.attention)
+        factors = [1, 1, 1, 1, 9, 9, 9, 9] if len(measured) == 2 else [1] * 8  # the second of all, and that alone
+        steps = [
+            dataclasses.replace(each, wall_ms=10.0 * factor)
+            for each, factor in zip(found.timing.steps, factors, strict=True)
+        ]
+        return dataclasses.replace(found, timing=dataclasses.replace(found.timing, steps=tuple(steps)))
+
+    monkeypatch.setattr(ladder, "measure_training_step", disturbed)
+    records = climb_with(monkeypatch, [Rung("fused attention", {"attention": "sdpa"})])
+    assert measured == ["eager", "sdpa", "sdpa", "eager"], "the last is the control"
+    assert [record.values["attempts"] for record in records] == [1, 2]
+    assert records[1].values["step_ms"] == 10.0
+    (said,) = [finding.sentence for finding in noise_findings(None, records)]
+    assert "Measured twice, since the first times were unsteady: fused attention" in said
 
 
 def test_budget_grows_with_depth_and_with_the_formats_rounding():

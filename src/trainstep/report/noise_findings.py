@@ -18,6 +18,7 @@ def noise_findings(step: Record | None, records: Sequence[Record]) -> list[Findi
     """What to say about noise: of the step that was taken apart, of single rows, and of the baseline measured twice."""
     return [
         *_step(step),
+        *_measured_again(records),
         *_wild_rows(records, "rung", "rungs"),
         *_wild_rows(records, "sweep", "rows"),
         *_control(records),
@@ -58,6 +59,19 @@ def _wild_rows(records: Sequence[Record], kind: str, many: str) -> list[Finding]
             f"Unsteady times in {len(wild)} of {len(rows)} {many}: 95 % intervals span more than half of the median, "
             f"at worst {low} to {high} around {median}. Something else may have run; measure again before "
             "believing them.",
+        )
+    ]
+
+
+def _measured_again(records: Sequence[Record]) -> list[Finding]:
+    rungs = of_kind(records, "rung")
+    again = [str(row.case["rung"]) for row in rungs if row.values.get("attempts") == 2]
+    if not again:
+        return []
+    return [
+        Finding(
+            "noise",
+            f"Measured twice, since the first times were unsteady: {', '.join(again)}. The second ones are shown.",
         )
     ]
 
