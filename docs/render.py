@@ -25,6 +25,7 @@ import texts.attention
 import texts.kernels
 import texts.memory
 import texts.parallel
+import texts.parallel_findings
 import texts.steps
 import texts.tour
 from tables.source import RESULTS, NotMeasuredError
@@ -62,7 +63,15 @@ TABLES = {
 """Name in a page → what makes the table."""
 TEXTS = {
     name: text
-    for subject in (texts.steps, texts.kernels, texts.memory, texts.attention, texts.parallel, texts.tour)
+    for subject in (
+        texts.steps,
+        texts.kernels,
+        texts.memory,
+        texts.attention,
+        texts.parallel,
+        texts.parallel_findings,
+        texts.tour,
+    )
     for name, text in subject.TEXTS.items()
 }
 """Name in a page → what makes its paragraphs, with an empty line between two."""

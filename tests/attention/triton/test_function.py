@@ -115,7 +115,8 @@ def test_nan_and_infinity_in_float32(precision: str, allowed: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("length", "head_dim"), [(1000, 64), (4096, 64), (1000, 128), (1000, 256)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [1000, 4096])
 def test_float32_stays_within_the_budget_of_long_sums(length: int, head_dim: int) -> None:
     q, k, v, do = Case(length, length, head_dim, heads=1, kv_heads=1).inputs(torch.float32, "cuda")
     actual = value_and_gradients(flash(True), q, k, v, do)
