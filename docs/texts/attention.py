@@ -119,12 +119,13 @@ def float32() -> str:
     wide = [both(impl, 128, longest) for impl in ("flash-triton", "eager", "sdpa-efficient")]
     assert wide[0] > wide[1] > wide[2]
     return (
-        '**In float32** under PyTorch\'s default matmul precision ("highest"), up to head_dim 64 our products are three '
-        "on the TF32 matrix units, as in SDPA's memory-efficient kernels, within the error budget of float32. Ours is "
-        f"faster than those from {', '.join(since)} tokens on; at {longest:,} it takes {', '.join(told)}. From head_dim "
-        "128 on, three products would be over the budget; ours are exact there, on the ordinary cores, and slower than "
-        f"eager ({in_ms(wide[0])} against {in_ms(wide[1])} at {longest:,} tokens; SDPA's {in_ms(wide[2])}). SDPA's are "
-        "the ones to use. (`auto`'s table was measured before this change, and takes SDPA's for float32 everywhere.)"
+        '**In float32** under PyTorch\'s default matmul precision ("highest"), up to head_dim 64 our products are '
+        "three on the TF32 matrix units, as in SDPA's memory-efficient kernels, within the error budget of float32. "
+        f"Ours is faster than those from {', '.join(since)} tokens on; at {longest:,} it takes {', '.join(told)}. "
+        "From head_dim 128 on, three products would be over the budget; ours are exact there, on the ordinary "
+        f"cores, and slower than eager ({in_ms(wide[0])} against {in_ms(wide[1])} at {longest:,} tokens; SDPA's "
+        f"{in_ms(wide[2])}). SDPA's are the ones to use. (`auto`'s table was measured before this change, and takes "
+        "SDPA's for float32 everywhere.)"
     )
 
 
