@@ -24,6 +24,8 @@ CASES = [
     Case(40, 70, 32),
     Case(40, 40, 8),
     Case(40, 40, 20),
+    Case(40, 50, 128, heads=1, kv_heads=1),
+    Case(40, 50, 200, heads=1, kv_heads=1),
     Case(50, 50, 16, heads=4, kv_heads=2, batch=2),
 ]
 

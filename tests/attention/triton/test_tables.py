@@ -8,14 +8,7 @@ import torch
 from tests.attention.triton.aot import Compiled, compile_hopper, compile_portable
 from trainstep.attention.triton.tables import HOPPER, PORTABLE
 from trainstep.attention.triton.tune import candidates
-from trainstep.attention.triton.tuning import (
-    MOST_FEATURES_IN_TF32X3,
-    HopperTile,
-    Tile,
-    architecture,
-    hopper_tile_for,
-    multiply_precision,
-)
+from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
 from trainstep.errors import UsageError
 
 # Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
@@ -46,8 +39,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
     # A kernel that the compiler found to be undefined is a trap, which compiles and fits as well.
-    products = {row: "fma" if row[1] == "ieee" else "mma" for row in compiled}
-    assert not [row for row, c in compiled.items() if products[row] not in c.ptx or "st.global" not in c.ptx]
+    assert not [row for row, c in compiled.items() if "mma" not in c.ptx or "st.global" not in c.ptx]
     if arch == "sm_90":  # where the portable kernels run in 16 bits there: up to head_dim 32
         small = {row: c for row, c in compiled.items() if row[1] == "16-bit" and row[2] <= 32}
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
@@ -70,7 +62,7 @@ def test_the_tables_are_complete() -> None:
             (k, p, d, c)
             for k in kernels
             for d in (16, 32, 64, 128, 256)
-            for p in ("16-bit", "tf32", "tf32x3" if d <= MOST_FEATURES_IN_TF32X3 else "ieee")
+            for p in ("16-bit", "tf32", "tf32x3")
             for c in causal
         }
     assert set(HOPPER) == {(k, d, c) for k in kernels for d in (64, 128, 256) for c in causal}
@@ -99,8 +91,8 @@ def test_float32_multiplies_as_pytorch_is_set_to() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert [multiply_precision(torch.float32, d) for d in (8, 64, 65, 256)] == ["tf32x3", "tf32x3", "ieee", "ieee"]
+        assert multiply_precision(torch.float32) == "tf32x3"
         torch.set_float32_matmul_precision("high")
-        assert multiply_precision(torch.float32, 64) == multiply_precision(torch.float32, 256) == "tf32"
+        assert multiply_precision(torch.float32) == "tf32"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -157,4 +157,4 @@ def launch_dkdv(
     scale: float, tile: Tile,
 ) -> None:  # fmt: skip
     """Fill dk and dv (like k and v) from the same tensors and the delta that `launch_dq` returned."""
-    launcher((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, multiply_precision(q.dtype, q.shape[-1]))
+    launcher((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, multiply_precision(q.dtype))

@@ -142,5 +142,5 @@ def launch_dq(
 ) -> Tensor:  # fmt: skip
     """Fill dq (like q) from four-dimensional tensors and what the forward left; return delta (like lse)."""
     delta = torch.empty_like(lse)
-    launcher((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile, multiply_precision(q.dtype, q.shape[-1]))
+    launcher((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile, multiply_precision(q.dtype))
     return delta

@@ -145,4 +145,4 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
 ) -> None:
     """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
-    launcher((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype, q.shape[-1]))
+    launcher((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype))

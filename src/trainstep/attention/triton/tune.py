@@ -36,6 +36,10 @@ AnyTile = Tile | HopperTile
 
 # Of float32 in three products: rows a program keeps, rows that stream past them, warps. They compile for long.
 _THREE_PRODUCTS = ((64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 8))
+_WIDE_THREE_PRODUCTS = (
+    (16, 32, 4), (16, 32, 8), (32, 16, 4), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 16, 4), (64, 16, 8), (64, 32, 4),
+    (64, 32, 8), (128, 32, 8),
+)  # from head_dim 128 on  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,9 @@ def candidates(kernel: str, hopper: bool, dtype: torch.dtype, head_dim: int) -> 
         for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
             yield HopperTile(consumers, block, stages, own)
         return
-    if dtype == torch.float32 and multiply_precision(dtype, head_dim) == "tf32x3":
-        for (kept, streamed, warps), stages in itertools.product(_THREE_PRODUCTS, (1, 2)):
+    if dtype == torch.float32 and multiply_precision(dtype) == "tf32x3":
+        shapes = _THREE_PRODUCTS if head_dim <= 64 else _WIDE_THREE_PRODUCTS
+        for (kept, streamed, warps), stages in itertools.product(shapes, (1, 2)):
             yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), warps, stages)
         return
     sides = (16, 32, 64) if dtype == torch.float32 else (32, 64, 128)
@@ -212,6 +217,6 @@ def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]
         if isinstance(best.tile, HopperTile):
             hopper[best.kernel, max(64, block_of(best.head_dim)), best.is_causal] = astuple(best.tile)
         else:
-            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32, best.head_dim)
+            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32)
             portable[arch][best.kernel, precision, block_of(best.head_dim), best.is_causal] = astuple(best.tile)
     return portable, hopper

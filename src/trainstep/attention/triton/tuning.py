@@ -12,10 +12,6 @@ from torch import Tensor
 from trainstep.attention.triton import tables
 from trainstep.errors import UsageError
 
-MOST_FEATURES_IN_TF32X3 = 64
-"""Up to which head_dim three TF32 products stay within float32's error budget. A matrix unit rounds its sums toward
-zero; emulated with a rounding after every eight terms, errors reach 0.9 of the budget at 64, 1.2 at 128, 2.1 at 256."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -52,10 +48,10 @@ def block_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def multiply_precision(dtype: torch.dtype, head_dim: int) -> str:
+def multiply_precision(dtype: torch.dtype) -> str:
     """How kernels multiply: float32 as exactly as PyTorch's own matrix products under the current setting."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "tf32x3" if block_of(head_dim) <= MOST_FEATURES_IN_TF32X3 else "ieee"
+        return "tf32x3"
     return "tf32"  # 16-bit operands are multiplied as they are; this names nothing there
 
 
@@ -68,7 +64,7 @@ def architecture(capability: tuple[int, int]) -> str:
 def tile_for(kernel: str, q: Tensor, is_causal: bool) -> Tile:
     """The portable configuration of `kernel` ("forward", "dq" or "dkdv") for q's device, dtype and head_dim."""
     capability = torch.cuda.get_device_capability(q.device)
-    precision = multiply_precision(q.dtype, q.shape[-1]) if q.dtype == torch.float32 else "16-bit"
+    precision = multiply_precision(q.dtype) if q.dtype == torch.float32 else "16-bit"
     return _portable(architecture(capability), kernel, precision, block_of(q.shape[-1]), is_causal)
 
 
