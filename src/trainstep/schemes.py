@@ -13,7 +13,8 @@ from trainstep.errors import UnsupportedError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
 from trainstep.parallel.sharding.transport import TransportName
-from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, recipe
+from trainstep.precision import AUTOCAST_DTYPES
+from trainstep.training_step import MakeOptimizer, Replica, recipe
 
 
 def data_parallel(

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from trainstep.blocks import find_blocks
 from trainstep.checkpointing import apply as apply_checkpointing
-from trainstep.config import Precision, StepConfig, StepMode
+from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.measure.phases import PhaseContext, no_phases
+from trainstep.precision import autocast, cast_parameters, check_precision, matmul_precision
 from trainstep.workload import Workload, WorkloadSource, resolve_device
-
-AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -66,7 +64,7 @@ class TrainingStep:
         check_precision(config.precision, self.device)
         self.module = workload.module.to(self.device)
         if config.precision == "bf16-pure":
-            _cast_parameters(self.module, torch.bfloat16)
+            cast_parameters(self.module, torch.bfloat16)
         apply_checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
@@ -93,9 +91,9 @@ class TrainingStep:
 
     def __call__(self, batch: Any, *, mode: StepMode = "step", phase: PhaseContext = no_phases) -> Tensor | None:
         """Take one step; return the detached loss (None in mode "forward", which runs without gradients)."""
-        with _matmul_precision(self.config.precision):
+        with matmul_precision(self.config.precision):
             if mode == "forward":
-                with torch.no_grad(), self._autocast(), phase("forward"):
+                with torch.no_grad(), autocast(self.config.precision, self.device), phase("forward"):
                     self._forward(self.replica.module, batch)
                 return None
             loss = self._differentiate(batch, phase)
@@ -110,7 +108,7 @@ class TrainingStep:
 
     def accumulate(self, parts: Sequence[Any]) -> Tensor:
         """One step on a batch that comes in parts of one size, one after another; returns the detached mean loss."""
-        with _matmul_precision(self.config.precision):
+        with matmul_precision(self.config.precision):
             loss = self._add_up(parts)
             self._update()
         return loss
@@ -122,7 +120,7 @@ class TrainingStep:
             This rank's detached mean loss, and the norm of the mean gradient over all ranks before it was scaled.
         """
         assert self.scaler is None, "scaled gradients would have to be unscaled first"
-        with _matmul_precision(self.config.precision):
+        with matmul_precision(self.config.precision):
             loss = self._add_up(parts)
             clip = self.replica.clip_gradients or functools.partial(
                 nn.utils.clip_grad_norm_, list(self.module.parameters())
@@ -148,7 +146,7 @@ class TrainingStep:
 
         In fp16 the scale is lowered until nothing overflows, as the scaler does over the first steps of training.
         """
-        with _matmul_precision(self.config.precision):
+        with matmul_precision(self.config.precision):
             loss = self._differentiate(batch, no_phases)
             while self.scaler is not None and self._overflows(self.scaler):
                 self.optimizer.zero_grad(set_to_none=True)
@@ -177,16 +175,16 @@ class TrainingStep:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Inside, the module runs in the step's precision, without gradients."""
-        with _matmul_precision(self.config.precision), torch.no_grad(), self._autocast():
+        with matmul_precision(self.config.precision), torch.no_grad(), autocast(self.config.precision, self.device):
             yield
 
     def differentiable_loss(self, batch: Any) -> Tensor:
         """Forward and loss alone: the unscaled loss with its graph, for instruments that look at what forward keeps."""
-        with _matmul_precision(self.config.precision):
+        with matmul_precision(self.config.precision):
             return self._loss_of(batch, no_phases)
 
     def _loss_of(self, batch: Any, phase: PhaseContext) -> Tensor:
-        with self._autocast():
+        with autocast(self.config.precision, self.device):
             with phase("forward"):
                 outputs = self._forward(self.replica.module, batch)
             with phase("loss"):
@@ -208,25 +206,10 @@ class TrainingStep:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = AUTOCAST_DTYPES.get(self.config.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     """Build the source's workload and make it ready to step."""
     return TrainingStep(source.build(config), config)
-
-
-def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise `UnsupportedError` where the device has no hardware for the precision."""
-    if precision == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise UnsupportedError(f"tf32 needs an NVIDIA GPU of compute capability 8.0 or later, not {device}")
-    if precision in ("bf16", "bf16-pure") and device.type == "cuda":
-        with torch.cuda.device(device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(device)
-                raise UnsupportedError(f"{precision}: {name} has no bfloat16 units; use --precision fp16")
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -248,13 +231,6 @@ def _forever(workload: Workload) -> Iterator[Any]:
             yield batch
         if empty:
             raise UsageError("the workload's batches are empty, or an iterator that was used up; give a list or loader")
-
-
-def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters only: buffers, such as rotary tables, keep the precision their authors chose."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def recipe(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -286,14 +262,3 @@ def _compile(module: nn.Module, config: StepConfig) -> None:
         )
     for block in blocks:
         block.compile()
-
-
-@contextmanager
-def _matmul_precision(precision: Precision) -> Iterator[None]:
-    """float32 matmuls on TF32 units for "tf32", in full float32 otherwise; the process's setting is put back."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

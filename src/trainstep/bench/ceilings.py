@@ -11,8 +11,8 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import Precision
 from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
+from trainstep.precision import check_precision
 from trainstep.report.records import Record
-from trainstep.training_step import check_precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
 

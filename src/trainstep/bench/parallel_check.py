@@ -22,7 +22,8 @@ from trainstep.bench.parallel_schemes import full_parameters
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
-from trainstep.training_step import AUTOCAST_DTYPES, TrainingStep, map_tensors
+from trainstep.precision import AUTOCAST_DTYPES
+from trainstep.training_step import TrainingStep, map_tensors
 from trainstep.workload import Workload, WorkloadSource
 
 STEPS = 5

@@ -22,8 +22,9 @@ from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
 from trainstep.parallel.sharding.transport import TransportName
+from trainstep.precision import AUTOCAST_DTYPES
 from trainstep.schemes import check_shardable, data_parallel, fully_sharded, sharded_optimizer
-from trainstep.training_step import AUTOCAST_DTYPES, MakeOptimizer, Replica, alone, recipe
+from trainstep.training_step import MakeOptimizer, Replica, alone, recipe
 
 _DDP: dict[str, tuple[float, bool]] = {"naive": (0, False), "flat": (math.inf, False), "overlapped": (0, True)}
 """Name → (bucket_mb, overlap); `bucketed-N` is (N, True)."""

@@ -11,7 +11,7 @@ from trainstep.commands.grids import commas
 from trainstep.commands.options import Common
 from trainstep.commands.output import console_for_output
 
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 Part = Literal["tiles", "choice"]
 
 
@@ -25,8 +25,8 @@ class Tune(Common):
     """tiles: the configurations of our kernels; choice: what impl=auto stands for."""
     head_dim: commas(int) = (16, 32, 64, 128, 256)  # type: ignore[valid-type]
     """Features per head to measure."""
-    dtype: commas(Dtype) = ("bf16", "fp32")  # type: ignore[valid-type]
-    """Types to measure; 16-bit types share their tiles."""
+    dtype: commas(Dtype) = ("bf16", "fp32", "tf32")  # type: ignore[valid-type]
+    """Types to measure. 16-bit types share their tiles; tf32 is float32 on TF32 units, for tiles only."""
     dry_run: FlagCreatePairsOff[bool] = False
     """Measure and print, and leave the tables as they are."""
 
@@ -37,11 +37,10 @@ class Tune(Common):
         from trainstep.bench.attention import DTYPES
 
         console = console_for_output()
-        dtypes = [DTYPES[name] for name in self.dtype]
         if "tiles" in self.part:
             tune.tune(
                 head_dims=self.head_dim,
-                dtypes=dtypes,
+                dtypes=self.dtype,
                 progress=lambda done: console.print(
                     f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal} {done.tile}: "
                     + (done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"),
@@ -53,7 +52,7 @@ class Tune(Common):
         if "choice" in self.part:
             measure_choice.measure(
                 head_dims=self.head_dim,
-                dtypes=dtypes,
+                dtypes=[DTYPES[name] for name in self.dtype if name in DTYPES],
                 progress=lambda line: console.print(line, markup=False, highlight=False),
                 write=None if self.dry_run else measure_choice.TABLE,
             )

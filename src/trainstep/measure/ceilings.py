@@ -14,6 +14,7 @@ import torch
 from trainstep.config import Precision
 from trainstep.measure.phases import PhaseContext
 from trainstep.measure.timing import device_clock, time_steps
+from trainstep.precision import matmul_precision
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,8 @@ def _matmul_tflops(device: torch.device, precision: Precision, size: int) -> flo
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
+    with matmul_precision(precision):
         milliseconds = _best_ms(lambda: torch.mm(a, b, out=out), device)
-    finally:
-        torch.set_float32_matmul_precision(before)
     return 2 * size**3 / milliseconds / 1e9
 
 

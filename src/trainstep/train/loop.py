@@ -22,6 +22,7 @@ import torch.distributed as dist
 from trainstep.held_folder import held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import Process, is_restart
+from trainstep.precision import check_precision
 from trainstep.report.records import write_whole
 from trainstep.schemes import uncounted_bytes
 from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
@@ -38,7 +39,6 @@ from trainstep.train.results import run_record
 from trainstep.train.samples import write_samples
 from trainstep.train.state import form_of, load_training_state, training_state
 from trainstep.train.stopping import StopSignals
-from trainstep.training_step import check_precision
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from tests.attention.budget import (
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
 from trainstep.attention.triton.function import backward_op, forward_op
+from trainstep.config import Precision
 from trainstep.errors import UsageError
+from trainstep.precision import matmul_precision
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [
@@ -104,14 +106,10 @@ def test_scores_of_ten_thousand_stay_finite(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "allowed"), [("highest", 1e-5), ("high", 2e-3)])
-def test_nan_and_infinity_in_float32(precision: str, allowed: float) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("tf32", 2e-3)])
+def test_nan_and_infinity_in_float32(precision: Precision, allowed: float) -> None:
+    with matmul_precision(precision):
         assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(flash(False, 0.2), allowed, "cuda")
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.gpu
@@ -121,6 +119,16 @@ def test_float32_stays_within_the_budget_of_long_sums(length: int, head_dim: int
     q, k, v, do = Case(length, length, head_dim, heads=1, kv_heads=1).inputs(torch.float32, "cuda")
     actual = value_and_gradients(flash(True), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, True, head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])  # each has tiles of its own
+def test_float32_on_tf32_units_stays_within_the_budget(head_dim: int, is_causal: bool) -> None:
+    q, k, v, do = Case(1000, 1000, head_dim).inputs(torch.float32, "cuda")
+    with matmul_precision("tf32"):
+        actual = value_and_gradients(flash(is_causal), q, k, v, do)
+        assert_within_budget(actual, q, k, v, do, is_causal, head_dim**-0.5)
 
 
 @pytest.mark.gpu
@@ -183,16 +191,11 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 def test_float32_follows_the_matmul_precision() -> None:
-    q, k, v, do = Case(300, 300, 64).inputs(torch.float32, "cuda")
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
+    q, k, v, _ = Case(300, 300, 64).inputs(torch.float32, "cuda")
+    with matmul_precision("fp32"):
         exact = flash_attention(q, k, v)
-        torch.set_float32_matmul_precision("high")
+    with matmul_precision("tf32"):
         rounded = flash_attention(q, k, v)
-        assert_within_budget(value_and_gradients(flash(True), q, k, v, do), q, k, v, do, True, 0.125)
-    finally:
-        torch.set_float32_matmul_precision(before)
     error = (rounded - exact).norm() / exact.norm()
     assert 1e-5 < error < 2e-3  # tf32 keeps 10 bits of each operand
 

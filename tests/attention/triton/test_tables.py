@@ -10,6 +10,7 @@ from trainstep.attention.triton.tables import HOPPER, PORTABLE
 from trainstep.attention.triton.tune import candidates
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
 from trainstep.errors import UsageError
+from trainstep.precision import matmul_precision
 
 # Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
 # held to what 8.6, 8.9 and 12.0 have, the least since 8.0).
@@ -88,11 +89,7 @@ def test_look_up() -> None:
 
 
 def test_float32_multiplies_as_pytorch_is_set_to() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
+    with matmul_precision("fp32"):
         assert multiply_precision(torch.float32) == "tf32x3"
-        torch.set_float32_matmul_precision("high")
+    with matmul_precision("tf32"):
         assert multiply_precision(torch.float32) == "tf32"
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -25,20 +25,29 @@ from torch import Tensor
 
 from trainstep.attention.triton import tables
 from trainstep.attention.triton.dispatch import runs_hopper_kernels
-from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of, multiply_precision
+from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of
+from trainstep.config import Precision
 from trainstep.errors import UsageError
+from trainstep.precision import matmul_precision
 
 KERNELS = ("forward", "dq", "dkdv")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 TABLES = Path(tables.__file__)
 
+DTYPES: dict[Precision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
+
 AnyTile = Tile | HopperTile
 
-# Of float32 in three products: rows a program keeps, rows that stream past them, warps. They compile for long.
-_THREE_PRODUCTS = ((64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (128, 32, 8))
-_WIDE_THREE_PRODUCTS = (
-    (16, 32, 4), (16, 32, 8), (32, 16, 4), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 16, 4), (64, 16, 8), (64, 32, 4),
-    (64, 32, 8), (128, 32, 8),
+# Of float32: rows a program keeps, rows that stream past them, warps. On Hopper four warps multiply 64 rows: eight that
+# share 64 only repeat each other's work, or read beyond the tile (lab log).
+_FLOAT32 = ((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8))
+_WIDE_FLOAT32 = (
+    (16, 32, 4), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 16, 4), (64, 32, 4), (64, 64, 4), (128, 32, 8),
 )  # from head_dim 128 on  # fmt: skip
 
 
@@ -47,7 +56,7 @@ class Measurement:
     """One candidate on one case: its median time, or why it has none."""
 
     kernel: str
-    dtype: str
+    dtype: Precision
     head_dim: int
     is_causal: bool
     tile: AnyTile
@@ -60,7 +69,7 @@ class Measurement:
 def tune(
     *,
     head_dims: Iterable[int] = HEAD_DIMS,
-    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float32),
+    dtypes: Iterable[Precision] = ("bf16", "fp32", "tf32"),
     kernels: Iterable[str] = KERNELS,
     seq: int = 8192,
     rep_ms: int = 60,
@@ -69,8 +78,13 @@ def tune(
 ) -> list[Measurement]:
     """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length `seq`; return all measurements.
 
-    float32 is tuned as `torch.get_float32_matmul_precision` says now. `progress` is called after each measurement. The
-    fastest tile of each case replaces its row in `write` (not written where None). Raises UsageError without a GPU.
+    dtypes are keys of `DTYPES`; float32 is there twice: as it is multiplied under torch's matmul precision "highest"
+    (fp32) and under "high" (tf32). `progress` is called after each measurement. The fastest tile of each case replaces
+    its row in `write` (not written where None) when the case is done.
+
+    Raises:
+        UsageError: there is no GPU.
+        RuntimeError: a candidate left the GPU in an error that this process cannot leave; the message names it.
     """
     if not torch.cuda.is_available():
         raise UsageError("tuning measures on a GPU, and torch finds none")
@@ -78,15 +92,20 @@ def tune(
     kernels = tuple(kernels)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
-            case = _Case.make(head_dim, dtype, is_causal, seq)
-            trials = [(kernel, tile) for kernel in kernels for tile in candidates(kernel, case.hopper, dtype, head_dim)]
-            _compile_ahead(pool, head_dim, dtype, is_causal, trials)
-            for kernel, tile in trials:
-                results.append(case.measure(kernel, tile, rep_ms))
-                progress(results[-1])
-    if write is not None:
-        portable, hopper = _updated(results)
-        write_tables(portable, hopper, write)
+            with matmul_precision(dtype):
+                case = _Case.make(head_dim, dtype, is_causal, seq)
+                trials = [
+                    (kernel, tile)
+                    for kernel in kernels
+                    for tile in candidates(kernel, case.hopper, DTYPES[dtype], head_dim)
+                ]
+                _compile_ahead(pool, head_dim, dtype, is_causal, trials)
+                for kernel, tile in trials:
+                    results.append(case.measure(kernel, tile, rep_ms))
+                    progress(results[-1])
+                    _check_gpu(results[-1])
+            if write is not None:
+                write_tables(*_updated(results), write)
     return results
 
 
@@ -98,12 +117,11 @@ def candidates(kernel: str, hopper: bool, dtype: torch.dtype, head_dim: int) -> 
         for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
             yield HopperTile(consumers, block, stages, own)
         return
-    if dtype == torch.float32 and multiply_precision(dtype) == "tf32x3":
-        shapes = _THREE_PRODUCTS if head_dim <= 64 else _WIDE_THREE_PRODUCTS
-        for (kept, streamed, warps), stages in itertools.product(shapes, (1, 2)):
+    if dtype == torch.float32:
+        for (kept, streamed, warps), stages in itertools.product(_FLOAT32 if head_dim <= 64 else _WIDE_FLOAT32, (1, 2)):
             yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), warps, stages)
         return
-    sides = (16, 32, 64) if dtype == torch.float32 else (32, 64, 128)
+    sides = (32, 64, 128)
     for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
         yield Tile(queries, keys, warps, stages)
 
@@ -137,17 +155,18 @@ class _Case:
     k: Tensor
     v: Tensor
     do: Tensor
+    dtype: Precision
     is_causal: bool
     hopper: bool
 
     @classmethod
-    def make(cls, head_dim: int, dtype: torch.dtype, is_causal: bool, seq: int) -> "_Case":
+    def make(cls, head_dim: int, dtype: Precision, is_causal: bool, seq: int) -> "_Case":
         shape = (1, max(1, 2048 // head_dim), seq, head_dim)
-        q, k, v, do = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-        return cls(q, k, v, do, is_causal, runs_hopper_kernels(q))
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4))
+        return cls(q, k, v, do, dtype, is_causal, runs_hopper_kernels(q))
 
     def measure(self, kernel: str, tile: AnyTile, rep_ms: int) -> Measurement:
-        about = (kernel, str(self.q.dtype).removeprefix("torch."), self.q.shape[-1], self.is_causal, tile)
+        about = (kernel, self.dtype, self.q.shape[-1], self.is_causal, tile)
         try:
             time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=rep_ms, return_mode="median")
         except Exception as error:
@@ -186,23 +205,31 @@ def _merit(result: Measurement) -> float:
     return result.time_ms * (1.1 if result.spills else 1.0)
 
 
+def _check_gpu(latest: Measurement) -> None:
+    """After an illegal access every later call of the process fails, and would look like an unfit candidate."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        tile = f"{latest.kernel} {latest.dtype} head_dim {latest.head_dim} {latest.tile}"
+        raise RuntimeError(f"{tile} broke the GPU's context; take it out of `candidates` and tune again") from error
+
+
 def _compile_ahead(
-    pool: ProcessPoolExecutor, head_dim: int, dtype: torch.dtype, is_causal: bool, trials: list[tuple[str, AnyTile]]
+    pool: ProcessPoolExecutor, head_dim: int, dtype: Precision, is_causal: bool, trials: list[tuple[str, AnyTile]]
 ) -> None:
-    precision = torch.get_float32_matmul_precision()
-    jobs = [(head_dim, dtype, is_causal, kernel, tile, precision) for kernel, tile in trials]
+    jobs = [(head_dim, dtype, is_causal, kernel, tile) for kernel, tile in trials]
     try:
         list(pool.map(_compile, jobs, chunksize=max(1, len(jobs) // (4 * (os.cpu_count() or 1)))))
     except BrokenProcessPool:
         return  # a candidate took its process along: what is not compiled yet is when it is measured
 
 
-def _compile(job: tuple[int, torch.dtype, bool, str, AnyTile, str]) -> None:
+def _compile(job: tuple[int, Precision, bool, str, AnyTile]) -> None:
     """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
-    head_dim, dtype, is_causal, kernel, tile, precision = job
-    torch.set_float32_matmul_precision(precision)
+    head_dim, dtype, is_causal, kernel, tile = job
     try:
-        _Case.make(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
+        with matmul_precision(dtype):
+            _Case.make(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
     except Exception:
         return  # it fails again, and is reported, when it is measured
 
@@ -217,6 +244,6 @@ def _updated(results: list[Measurement]) -> tuple[dict[str, Any], dict[Any, Any]
         if isinstance(best.tile, HopperTile):
             hopper[best.kernel, max(64, block_of(best.head_dim)), best.is_causal] = astuple(best.tile)
         else:
-            precision = "16-bit" if best.dtype != "float32" else multiply_precision(torch.float32)
+            precision = {"fp32": "tf32x3", "tf32": "tf32"}.get(best.dtype, "16-bit")
             portable[arch][best.kernel, precision, block_of(best.head_dim), best.is_causal] = astuple(best.tile)
     return portable, hopper
