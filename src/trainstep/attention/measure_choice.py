@@ -1,6 +1,7 @@
 """Measure which implementation is fastest on this GPU, and write the table from which `choose` answers."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     write: Path | None = TABLE,
 ) -> dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]]:
-    """Time forward + backward of every candidate at 16,384 tokens and width 2048; return and write the fastest.
+    """Time forward + backward of every candidate at 16,384 tokens and width 2048; return the table with the fastest.
 
-    FlexAttention is left out, since it compiles anew for every shape. Raises UsageError without a GPU.
+    It is written (unless `write` is None) after each dtype, head_dim and masking. FlexAttention is left out, since it
+    compiles anew for every shape. Raises UsageError without a GPU.
     """
     if not torch.cuda.is_available():
         raise UsageError("choosing an implementation takes measurements on a GPU, and torch finds none")
@@ -44,8 +46,8 @@ def measure(
             if not rows or rows[-1][1] != name:
                 rows.append((length if rows else 0, name))
         table[f"sm_{major}{minor}", str(dtype).removeprefix("torch."), head_dim, is_causal] = tuple(rows)
-    if write is not None:
-        write_table(table, write)
+        if write is not None:
+            write_table(table, write)
     return table
 
 
@@ -67,7 +69,9 @@ def _time_ms(impl: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: b
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attention(q, k, v, is_causal=is_causal, impl=impl), (q, k, v), do)
 
-    try:
-        return float(triton.testing.do_bench(step, warmup=10, rep=rep_ms, return_mode="median"))
-    except UsageError:
-        return float("inf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of every reason why a backend cannot run
+        try:
+            return float(triton.testing.do_bench(step, warmup=10, rep=rep_ms, return_mode="median"))
+        except UsageError:
+            return float("inf")
