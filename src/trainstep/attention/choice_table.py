@@ -29,4 +29,7 @@ FASTEST: dict[tuple[str, str, int, bool], tuple[tuple[int, str], ...]] = {
     ("sm_90", "float16", 16, True): ((0, "flash-triton"),),
     ("sm_90", "bfloat16", 32, False): ((0, "flash-triton"),),
     ("sm_90", "bfloat16", 32, True): ((0, "flash-triton"),),
+    ("sm_90", "float16", 32, False): ((0, "flash-triton"),),
+    ("sm_90", "float16", 32, True): ((0, "flash-triton"),),
+    ("sm_90", "float32", 256, True): ((0, "sdpa-efficient"),),
 }
