@@ -126,9 +126,10 @@ def float32() -> str:
     assert [*own, *others] == list(chosen)
     return (
         '**In float32** under PyTorch\'s default matmul precision ("highest") our products are three on the TF32 '
-        "matrix units, as in SDPA's memory-efficient kernels, and longer sums are taken in parts, which keeps them within the "
-        f"error budget of float32. One head, forward and backward at {longest:,} tokens, ours against SDPA's: "
-        f"{', '.join(faster)}. Beyond that SDPA's is faster: {', '.join(slower)}. With a whole batch to fill the GPU "
+        "matrix units, as in SDPA's memory-efficient kernels, and longer sums are taken in parts, which keeps them "
+        "within the error budget of float32. One head, forward and backward at "
+        f"{longest:,} tokens, ours against SDPA's: {', '.join(faster)}. "
+        f"Beyond that SDPA's is faster: {', '.join(slower)}. With a whole batch to fill the GPU "
         f"`auto` takes ours up to head_dim {own[-1]} and SDPA's at {' and '.join(map(str, others))}."
     )
 
