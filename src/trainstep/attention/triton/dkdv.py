@@ -2,7 +2,7 @@
 
 A program walks over the queries of every head of its group. It works on transposed scores, Sᵀ = K Qᵀ, so that P and
 dS leave the matrix unit in the layout in which dV and dK need them. Tiles that the diagonal or the end of the queries
-cuts are masked; the others, most of them, are not.
+cuts are masked, in a walk of their own; the others, most of them, are not.
 """
 
 import math
@@ -21,20 +21,24 @@ from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
 def _walk_queries(
     dk, dv, k, v,
     q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
-    first, last, keys, n_queries, scale_log2,
+    first, n_steps, gap, resume, keys, n_queries, scale_log2,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dSᵀ Q to dk and Pᵀ dO to dv over the queries first, first + BLOCK_Q, … < last of one head.
+    """Add dSᵀ Q to dk and Pᵀ dO to dv over n_steps tiles of one head's queries.
 
-    q_ptr … delta_ptr point at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
+    They start at first, first + BLOCK_Q, … < gap; if MASKED, one more may follow at `resume`. q_ptr … delta_ptr point
+    at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
     """
     rows = tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, BLOCK_D)
     q_offsets = rows[:, None] * stride_qn + dims[None, :]
     do_offsets = rows[:, None] * stride_don + dims[None, :]
     nothing = tl.zeros([k.shape[0], BLOCK_Q], tl.float32)
-    for start in tl.range(first, last, BLOCK_Q):
+    for step in tl.range(0, n_steps):
+        start = first + step * BLOCK_Q
+        if MASKED:
+            start = tl.where(start < gap, start, resume)
         start_long = tl.cast(start, tl.int64)
         row_mask = rows < n_queries - start
         mask = (dims < HEAD_DIM)[None, :]
@@ -97,6 +101,8 @@ def dkdv_kernel(
         first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, n_queries)
         clear = tl.minimum(tl.cdiv(first_key + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q, n_queries)
         whole = tl.maximum(whole, clear)
+    n_cut = tl.cdiv(clear - first, BLOCK_Q) + tl.cdiv(n_queries - whole, BLOCK_Q)
+    n_whole = (whole - clear) // BLOCK_Q
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
@@ -105,21 +111,15 @@ def dkdv_kernel(
         head_q_ptr = q_ptr + batch * stride_qb + head * stride_qh
         head_do_ptr = do_ptr + batch * stride_dob + head * stride_doh
         row_offset = (batch * kv_heads * group + head) * n_queries
-        if IS_CAUSAL:
-            dk, dv = _walk_queries(
-                dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-                stride_qn, stride_don, first, clear, first_key + keys, n_queries, scale_log2,
-                True, True, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
-            )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, clear, whole, first_key + keys, n_queries, scale_log2,
-            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, first, n_cut, clear, whole, first_key + keys, n_queries, scale_log2,
+            True, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, whole, n_queries, first_key + keys, n_queries, scale_log2,
-            True, False, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, clear, n_whole, whole, whole, first_key + keys, n_queries, scale_log2,
+            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
 
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn
