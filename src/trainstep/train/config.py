@@ -14,10 +14,10 @@ from typing import Literal
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.report.records import Scalar
+from trainstep.train.schedule import learning_rate
 
 Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
-Scalar = str | int | float | bool | None
-
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -81,6 +81,14 @@ class TrainConfig:
         """Updates of warm-up."""
         return round(self.warmup * self.steps)
 
+    def validates_after(self, step: int) -> bool:
+        """Whether update number `step` is followed by a validation."""
+        return step % self.eval_every == 0 or step == self.steps
+
+    def saves_after(self, step: int) -> bool:
+        """Whether update number `step` is followed by a checkpoint."""
+        return step % self.save_every == 0 or step == self.steps
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -92,6 +100,21 @@ class RunConfig:
     step: StepConfig
     """Its batch is that of one rank and one pass; its learning rate is the schedule's peak."""
     train: TrainConfig
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens that an update trains on, over all ranks."""
+        return self.train.global_batch * self.step.context
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of update number `step`, from 1 on."""
+        return learning_rate(
+            step,
+            peak=self.step.learning_rate,
+            warmup=self.train.warmup_steps,
+            steps=self.train.steps,
+            floor=self.train.min_learning_rate,
+        )
 
     def scheme(self, world_size: int) -> Scheme:
         """The scheme that this number of ranks trains with."""

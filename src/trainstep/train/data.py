@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.model.text import Tokens, cut_sequences, load_tokens
-from trainstep.train.config import RunConfig, Scalar
+from trainstep.report.records import Scalar
+from trainstep.train.config import RunConfig
 
 _PIECES = 64
 """Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from trainstep.errors import UsageError
 from trainstep.held_folder import LOCK
+from trainstep.report.records import Scalar
 from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
-from trainstep.train.config import Scalar, differences
+from trainstep.train.config import differences
 from trainstep.train.metrics import read_metrics
 
 RUN = "run.json"

@@ -126,7 +126,8 @@ class _Run:
         if checkpoint is not None:
             load_training_state(checkpoint, self.step.replica, process, self.writer.group)
             self.done = self.writer.last = checkpoint.step
-        self.meter = Meter(config, process, self.done)
+        self.first = self.done
+        self.meter = Meter(config, process, self.first)
         if self.meter.peak_flops is None:
             show.line(f"utilisation is left out: no peak is known of {device_name(process.device)}")
 
@@ -139,8 +140,7 @@ class _Run:
             loss, norm = self._update()
             if (before := readings.post(self.done, loss, norm, stop=signals.received is not None)) is not None:
                 self._account(before, None, writers)
-            is_last = self.done == train.steps
-            validate, save = (is_last or self.done % every == 0 for every in (train.eval_every, train.save_every))
+            validate, save = train.validates_after(self.done), train.saves_after(self.done)
             if validate or save or self.stopping:
                 reading = readings.take()
                 assert reading is not None, "the update was just sent off"
@@ -157,7 +157,7 @@ class _Run:
         rank, world_size = self.process.rank, self.process.world_size
         parts = self.tokens.training_parts(self.done, rank, world_size, self.config.step.batch)
         for group in self.step.optimizer.param_groups:
-            group["lr"] = self.meter.learning_rate(self.done)
+            group["lr"] = self.config.learning_rate(self.done)
         return self.step.clipped([self.step.place(part) for part in parts], self.config.train.clip_norm)
 
     def _account(self, reading: Reading, validation_loss: float | None, writers: list[MetricsWriter]) -> None:
@@ -180,8 +180,8 @@ class _Run:
         )  # fmt: skip
         raise AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
-            f"learning rate {self.meter.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, and "
-            f"nothing of it is saved; {good}. A lower --learning-rate, a longer --warmup or a wider --precision "
+            f"learning rate {self.config.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "
+            f"and nothing of it is saved; {good}. A lower --learning-rate, a longer --warmup or a wider --precision "
             "may help, as a new run with another --out"
         )
 
@@ -193,7 +193,7 @@ class _Run:
         return float(loss) / self.process.world_size
 
     def _save(self) -> None:
-        note = {"form": form_of(self.step.replica), "tokens": self.done * self.meter.tokens}
+        note = {"form": form_of(self.step.replica), "tokens": self.done * self.config.tokens_per_update}
         self.writer.save(self.done, training_state(self.step.replica), {**self.note, **note})
 
     def finish(self) -> None:
@@ -206,7 +206,7 @@ class _Run:
         dist.all_gather_object(peaks, mine, group=self.process.group)
         if self.process.rank == 0:
             rows = read_metrics(self.out / METRICS)
-            record = run_record(self.config, self.process, rows, self.meter.first, max(peaks) or None)
+            record = run_record(self.config, self.process, rows, self.first, max(peaks) or None)
             write_whole(self.out / RESULTS, [record])
             self.show.line(f"{as_summary(record.values)} → {self.out}")
 

@@ -37,13 +37,12 @@ def run_record(
     mine = [row for row in rows if row["step"] > first]
     steady = [row for row in mine if row["since_start"] > WARMUP] or mine
     times = summarize([row["step_ms"] for row in steady]) if steady else None
-    tokens = config.train.global_batch * config.step.context
     utilisations = [row["utilisation"] for row in steady if row["utilisation"] is not None]
     validations = [row for row in rows if row["validation_loss"] is not None]
     values: dict[str, Scalar] = {
         "n": len(steady),
         **({} if times is None else times.columns("step")),
-        "tokens_per_s": None if times is None else 1e3 * tokens / times.median,
+        "tokens_per_s": None if times is None else 1e3 * config.tokens_per_update / times.median,
         "utilisation": float(np.median(utilisations)) if utilisations else None,
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
