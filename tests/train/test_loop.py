@@ -13,8 +13,9 @@ from trainstep.errors import UsageError
 from trainstep.held_folder import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.report.records import read_records
-from trainstep.train.folder import check_not_of_others, open_folder
+from trainstep.train.folder import open_folder
 from trainstep.train.loop import _Run
+from trainstep.train.resume import Asked
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +118,6 @@ def test_a_precision_that_the_device_lacks_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_that_was_killed_in_its_first_moments(tmp_path):
-    (tmp_path / "run" / "checkpoints" / ".step-00000004.writing").mkdir(parents=True)
-    (tmp_path / "run" / ".run.json").write_text('{"ident')
-    check_not_of_others(tmp_path / "run")
-    assert open_folder(tmp_path / "run", {"a": 1}, steps=12, resume_from=None).is_new
-    assert names(tmp_path / "run") == []
-
-
-def test_settings_that_never_made_an_update_do_not_bind_the_folder(tmp_path):
-    open_folder(tmp_path, {"step.context": 4096}, steps=12, resume_from=None)
-    (tmp_path / "metrics.jsonl").write_text("")  # it ran out of memory in the first update
-    assert open_folder(tmp_path, {"step.context": 32}, steps=12, resume_from=None).is_new
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UsageError, match=r"step\.context: 32 → 64"):
-        open_folder(tmp_path, {"step.context": 64}, steps=12, resume_from=None)
-
-
 def test_a_file_of_the_file_system_among_the_checkpoints(unfinished):
     (unfinished / "checkpoints" / ".nfs00000012").write_text("")
     assert alone(config(), unfinished).is_finished
@@ -175,7 +159,7 @@ def test_a_restart_does_not_go_back_again(unfinished):
     identity = json.loads((unfinished / "run.json").read_text())["identity"]
 
     def start(name, **options):
-        return open_folder(unfinished, identity, steps=12, resume_from=name, **options).checkpoint.step
+        return open_folder(unfinished, identity, Asked(12, name, **options)).step
 
     assert start("step-00000004", is_restart=True) == 10
     assert start("step-00000008", is_restart=True) == 8, "the start before died before it went back"

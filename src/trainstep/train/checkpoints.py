@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,16 +85,15 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename the checkpoints of later steps than `after`, so that training may come there again; returns new names."""
+def set_aside(folder: Path, steps: Iterable[int]) -> list[str]:
+    """Rename the checkpoints of these steps, so that training may come there again; returns their new names."""
     renamed = []
-    for step in steps_in(folder):
-        if step > after:
-            number = 1
-            while (target := folder / f"aside-{number}-{name_of(step)}").exists():
-                number += 1
-            (folder / name_of(step)).rename(target)
-            renamed.append(target.name)
+    for step in steps:
+        number = 1
+        while (target := folder / f"aside-{number}-{name_of(step)}").exists():
+            number += 1
+        (folder / name_of(step)).rename(target)
+        renamed.append(target.name)
     return renamed
 
 

@@ -19,6 +19,7 @@ from trainstep.train.schedule import learning_rate
 
 Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
 
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How a run trains: its length, its batch, its schedule, its scheme, and what it keeps."""

@@ -30,12 +30,13 @@ from trainstep.train.build import build_training_step
 from trainstep.train.checkpoints import Checkpoint, CheckpointWriter, name_of
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData, open_data
-from trainstep.train.folder import CHECKPOINTS, METRICS, RESULTS, Start, check_not_of_others, check_shared, open_folder
+from trainstep.train.folder import CHECKPOINTS, RESULTS, Start, check_not_of_others, check_shared, open_folder
 from trainstep.train.meter import Meter
-from trainstep.train.metrics import MetricsWriter, read_metrics
+from trainstep.train.metrics import METRICS, MetricsWriter, read_metrics
 from trainstep.train.progress import Show, as_summary
 from trainstep.train.readings import Reading, Readings
 from trainstep.train.results import run_record
+from trainstep.train.resume import Asked
 from trainstep.train.samples import write_samples
 from trainstep.train.state import form_of, load_training_state, training_state
 from trainstep.train.stopping import StopSignals
@@ -77,12 +78,8 @@ def train(
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
-        start = on_first_rank(
-            process,
-            lambda: open_folder(
-                out, identity, steps=config.train.steps, resume_from=resume_from, is_restart=is_restart()
-            ),
-        )
+        asked = Asked(config.train.steps, resume_from, is_restart())
+        start = on_first_rank(process, lambda: open_folder(out, identity, asked))
         on_all_ranks(process, lambda: check_shared(out))
         show.line(_beginning(start, config, process, out))
         if start.is_finished:

@@ -10,6 +10,9 @@ from typing import Any
 
 from trainstep.errors import UsageError
 
+METRICS = "metrics.jsonl"
+"""The file's name in the run's folder."""
+
 Row = Mapping[str, Any]
 """`step`, `loss`, `learning_rate`, `gradient_norm`, `step_ms`, `tokens_per_s`, `utilisation`, `validation_loss`, …"""
 
@@ -61,8 +64,8 @@ class MetricsWriter:
                     "with --no-tensorboard"
                 ) from error
             self._events = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
-        cut_metrics(out / "metrics.jsonl", step)
-        self._file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        cut_metrics(out / METRICS, step)
+        self._file = (out / METRICS).open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         """Append one row."""
