@@ -22,10 +22,13 @@ import tables.steps
 import tables.tour
 import tables.train
 import texts.attention
+import texts.attention_findings
 import texts.kernels
 import texts.memory
+import texts.memory_findings
 import texts.parallel
 import texts.parallel_findings
+import texts.profile_findings
 import texts.steps
 import texts.tour
 from tables.source import RESULTS, NotMeasuredError
@@ -66,8 +69,11 @@ TEXTS = {
     for subject in (
         texts.steps,
         texts.kernels,
+        texts.profile_findings,
         texts.memory,
+        texts.memory_findings,
         texts.attention,
+        texts.attention_findings,
         texts.parallel,
         texts.parallel_findings,
         texts.tour,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from tables.source import figure, one, results
 
 from texts.wording import span, times
-from trainstep.attention.choice_table import FASTEST
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.records import Record
 
@@ -25,35 +24,44 @@ def eager() -> str:
         f"and {in_gib(figure(row, 'before_backward_gib'))}"
         for row in rows
     )
+    held = [figure(row, "before_backward_gib") for row in rows]
+    growth = [held[1] / held[0], held[2] / held[1]]
+    assert 12 < growth[0] < growth[1] < 16
     broken = naive(32768, 128)
     assert broken.status == "out of memory"
     return (
         f"Batch 8, fp32, head_dim 64: forward, backward, and memory before backward: {told}. Four times the length "
-        "takes sixteen times the memory. At 32,768 tokens and head_dim 128 it is out of memory: one score matrix is 8 "
-        f"· 32,768² · 4 bytes = 32 GiB, four are alive at the peak of backward, and with the rest that makes "
+        f"takes {span(growth)} times the memory, near the sixteen of the scores alone. At 32,768 tokens and head_dim "
+        "128 it is out of memory: one score matrix is 8 · 32,768² · 4 bytes = 32 GiB, four are alive at the peak of "
+        "backward, and with the rest that makes "
         f"{in_gib(figure(broken, 'predicted_peak_gib'))}. What is kept for backward grows with the square of the "
         "length. To be rid of it, never write the scores to memory: compute them again in backward, tile by tile."
     )
 
 
-def compiled() -> str:
-    """What torch.compile makes of the eager formula."""
-    rows = results("h200-attention-naive", "attention")
-    gains: dict[int, list[float]] = {}
-    for row in rows:
+def compiled_gains() -> dict[int, dict[int, float]]:
+    """Length → head_dim → how many times less time compiled code takes, forward and backward, where both fit."""
+    gains: dict[int, dict[int, float]] = {}
+    for row in results("h200-attention-naive", "attention"):
         if row.case["impl"] == "eager" and row.status == "ok":
             seq, head_dim = int(row.case["seq"] or 0), int(row.case["head_dim"] or 0)
             other = naive(seq, head_dim, "eager-compiled")
-            if other.status == "ok":
-                gains.setdefault(seq, []).append(figure(row, "both_ms") / figure(other, "both_ms"))
-    short, long = [*gains[256], *gains[1024]], [*gains[4096], *gains[8192], *gains[16384]]
-    assert min(long) > 1
-    assert min(short) < 1
+            gains.setdefault(seq, {})[head_dim] = figure(row, "both_ms") / figure(other, "both_ms")
+    return gains
+
+
+def compiled() -> str:
+    """What torch.compile makes of the eager formula."""
+    gains = compiled_gains()
+    short, long = (
+        [gain for seq in seqs for gain in gains[seq].values()] for seqs in ((256, 1024), (4096, 8192, 16384))
+    )
+    assert min(long) > 1 > max(short)
     pair = [figure(naive(16384, 64, impl), "peak_gib") for impl in ("eager", "eager-compiled")]
     return (
-        f"Forward and backward together take {span(gain for gain in long)} times less time from 4,096 tokens on, and "
-        f"the peak at 16,384 falls from {in_gib(pair[0])} to {in_gib(pair[1])}. At 256 and 1,024 tokens the ratio is "
-        f"{span(short)}: mostly slower, because a compiled call costs the host more than these kernels take."
+        f"Forward and backward together are {span(long)} times faster from 4,096 tokens on, and the "
+        f"peak at 16,384 falls from {in_gib(pair[0])} to {in_gib(pair[1])}. At 256 and 1,024 tokens the ratio is "
+        f"{span(short)}: it is slower, because a compiled call costs the host more than these kernels take."
     )
 
 
@@ -101,43 +109,9 @@ def leaderboard() -> str:
     )
 
 
-def float32() -> str:
-    """Three TF32 products, beside SDPA's memory-efficient kernels and the eager formula; what `auto` takes."""
-
-    def both(impl: str, head_dim: int, seq: int) -> float:
-        case = {"dtype": "fp32", "head_dim": head_dim, "seq": seq}
-        return figure(one("h200-attention-flash", "attention", impl=impl, **case), "both_ms")
-
-    seqs = sorted({int(str(row.case["seq"])) for row in results("h200-attention-flash", "attention")})
-    longest = seqs[-1]
-    faster, slower = [], []
-    for head_dim in (16, 32, 64, 128):
-        ours, theirs, plain = (both(impl, head_dim, longest) for impl in ("flash-triton", "sdpa-efficient", "eager"))
-        assert ours < plain
-        told = f"{in_ms(ours)} against {in_ms(theirs)} at head_dim {head_dim}"
-        if ours < theirs:
-            lost = [n for n in seqs if both("flash-triton", head_dim, n) >= both("sdpa-efficient", head_dim, n)]
-            faster.append(f"{told} (faster from {min(n for n in seqs if n > max(lost)):,} on)")
-        else:
-            slower.append(f"{told} (eager {in_ms(plain)})")
-    chosen = {d: {impl for _, impl in FASTEST["sm_90", "float32", d, True]} for d in (16, 32, 64, 128, 256)}
-    own = [d for d, impls in chosen.items() if impls == {"flash-triton"}]
-    others = [d for d, impls in chosen.items() if impls == {"sdpa-efficient"}]
-    assert [*own, *others] == list(chosen)
-    return (
-        '**In float32** under PyTorch\'s default matmul precision ("highest") our products are three on the TF32 '
-        "matrix units, as in SDPA's memory-efficient kernels, and longer sums are taken in parts, which keeps them "
-        "within the error budget of float32. One head, forward and backward at "
-        f"{longest:,} tokens, ours against SDPA's: {', '.join(faster)}. "
-        f"Beyond that SDPA's is faster: {', '.join(slower)}. With a whole batch to fill the GPU "
-        f"`auto` takes ours up to head_dim {own[-1]} and SDPA's at {' and '.join(map(str, others))}."
-    )
-
-
 TEXTS: Mapping[str, Callable[[], str]] = {
     "attention-eager": eager,
     "attention-compiled": compiled,
     "attention-flash": flash,
     "attention-leaderboard": leaderboard,
-    "attention-float32": float32,
 }
