@@ -11,7 +11,8 @@ from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel.process import join_group_or_alone
 from trainstep.train.agreement import AgreedError
 from trainstep.train.config import RunConfig, TrainConfig
-from trainstep.train.loop import _Run, train
+from trainstep.train.learner import Learner
+from trainstep.train.loop import train
 from trainstep.train.progress import Show
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2)
@@ -41,20 +42,20 @@ def on_rank(process, run, out, *, stop_after=None, data=TEXT, by=signal.SIGTERM,
 
 
 @contextmanager
-def _signalled(step, number):
+def _signalled(step, by):
     """At the start of an update this process gets a signal."""
-    update = _Run._update
+    update = Learner.update
 
-    def interrupted(self):
-        if self.done == step:
-            os.kill(os.getpid(), number)
-        return update(self)
+    def interrupted(self, number):
+        if number == step:
+            os.kill(os.getpid(), by)
+        return update(self, number)
 
-    _Run._update = interrupted
+    Learner.update = interrupted
     try:
         yield
     finally:
-        _Run._update = update
+        Learner.update = update
 
 
 def alone(run, out, **options):

@@ -14,7 +14,7 @@ from trainstep.held_folder import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.report.records import read_records
 from trainstep.train.folder import open_folder
-from trainstep.train.loop import _Run
+from trainstep.train.learner import Learner
 from trainstep.train.resume import Asked
 
 
@@ -189,15 +189,15 @@ def test_a_name_that_is_no_checkpoint(copy, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
-    update = _Run._update
+    update = Learner.update
 
-    def poisoned(self):
-        if self.done == 7:
+    def poisoned(self, number):
+        if number == 7:
             with torch.no_grad():
                 next(self.step.module.parameters()).fill_(torch.nan)
-        return update(self)
+        return update(self, number)
 
-    monkeypatch.setattr(_Run, "_update", poisoned)
+    monkeypatch.setattr(Learner, "update", poisoned)
     with pytest.raises(UsageError, match=r"update 7: the loss is nan .* learning rate 0.00\d+ in fp32.*step-00000004"):
         alone(config(), tmp_path / "run")
     assert names(tmp_path / "run") == ["step-00000004"], "nothing bad was saved"

@@ -26,6 +26,13 @@ def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
 
 
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(None, step=0, tensorboard=True) as writer:
+        writer.write({"step": 1, "loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensorboard_reads_the_curves_without_what_was_cut(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

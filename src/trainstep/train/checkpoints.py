@@ -104,12 +104,13 @@ class CheckpointWriter:
         folder: where, seen by all ranks.
         keep: how many of the newest stay.
         group: a Gloo group of all ranks that nothing else uses, since it is used from a thread; `close` ends it.
+        last: the step of the checkpoint that the run goes on from; None where there is none.
     """
 
-    def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup) -> None:
-        self._folder, self._keep, self.group = folder, keep, group
+    def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup, last: int | None) -> None:
+        self.folder, self._keep, self.group = folder, keep, group
         self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
-        self.last: int | None = None
+        self.last = last
         """Step of the last checkpoint that is complete, as far as this process has seen."""
 
     def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
@@ -143,7 +144,10 @@ class CheckpointWriter:
                 "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
             )
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise UsageError(f"checkpoint {name_of(step)} could not be written: {reason}; {before}") from error
+            raise UsageError(
+                f"checkpoint {name_of(step)} could not be written: {reason}; {before}. See that there is room in "
+                f"{self.folder}, then give the same command again to go on"
+            ) from error
         self.last = step
 
     def close(self) -> None:
@@ -155,11 +159,11 @@ class CheckpointWriter:
         hidden = self._hidden(step)
         files = {path.name: path.stat().st_size for path in sorted(hidden.iterdir())}
         (hidden / NOTE).write_text(json.dumps({"step": step, **note, "files": files}, indent=1), encoding="utf-8")
-        hidden.rename(self._folder / name_of(step))
-        for old in steps_in(self._folder)[: -self._keep]:
-            leaving = self._folder / f".{name_of(old)}.removed"
-            (self._folder / name_of(old)).rename(leaving)  # at once: half a folder never has a checkpoint's name
+        hidden.rename(self.folder / name_of(step))
+        for old in steps_in(self.folder)[: -self._keep]:
+            leaving = self.folder / f".{name_of(old)}.removed"
+            (self.folder / name_of(old)).rename(leaving)  # at once: half a folder never has a checkpoint's name
             shutil.rmtree(leaving)
 
     def _hidden(self, step: int) -> Path:
-        return self._folder / f".{name_of(step)}.writing"
+        return self.folder / f".{name_of(step)}.writing"

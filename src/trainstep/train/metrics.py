@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, a line per update, and TensorBoard's event files. Written by rank 0."""
+"""The metrics of a run: `metrics.jsonl`, a line per update, and TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from trainstep.errors import UsageError
 
@@ -45,7 +45,8 @@ class MetricsWriter:
     """Appends rows to `metrics.jsonl`, each flushed at once, and to TensorBoard's files. Used as a context manager.
 
     Args:
-        out: the run's folder; rows after `step` are removed from what is there.
+        out: the run's folder; rows after `step` are removed from what is there. None, as on all ranks but the first,
+            writes nothing.
         step: the update that the run goes on from; 0 at its start.
         tensorboard: whether to write event files too.
 
@@ -53,8 +54,11 @@ class MetricsWriter:
         UsageError: `tensorboard`, and the package is not installed.
     """
 
-    def __init__(self, out: Path, *, step: int, tensorboard: bool) -> None:
+    def __init__(self, out: Path | None, *, step: int, tensorboard: bool) -> None:
         self._events: Any = None
+        self._file: TextIO | None = None
+        if out is None:
+            return
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -69,8 +73,9 @@ class MetricsWriter:
 
     def write(self, row: Row) -> None:
         """Append one row."""
-        self._file.write(json.dumps(dict(row)) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(dict(row)) + "\n")
+            self._file.flush()
         if self._events is not None:
             for name in CURVES:
                 if row.get(name) is not None:
@@ -82,6 +87,7 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._events is not None:
             self._events.close()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainstep.train.config import RunConfig
+from trainstep.train.folder import Start
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +47,27 @@ class Show:
             self._bar = (progress, progress.add_task("", total=steps, completed=done))
             yield
         self._bar = None
+
+
+def as_beginning(start: Start, config: RunConfig, world_size: int, out: Path) -> str:
+    """A run's first line for the terminal: what is trained how, and from where."""
+    if start.is_finished:
+        return f"the run in {out} is finished: all {config.train.steps} updates are made; nothing to do"
+    ranks, passes = world_size, config.passes(world_size)
+    how = f"{ranks} rank{'s'[: ranks != 1]} × {passes} pass{'es' if passes > 1 else ''} × batch {config.step.batch}"
+    what = (
+        f"{config.name}: {config.model.num_parameters:,} parameters, {config.train.steps} updates of "
+        f"{config.train.global_batch} × {config.step.context} tokens ({how}), {config.scheme(ranks)}, "
+        f"{config.step.precision} → {out}"
+    )
+    if start.checkpoint is not None:
+        writers = start.checkpoint.note.get("world_size")
+        what += f"\nresumed from {start.checkpoint.path.name}, written by {writers} rank{'s'[: writers != 1]}"
+    elif not start.is_new:
+        what += "\nthe run was begun before, but has no checkpoint yet: from the first update again"
+    if start.aside:
+        what += f"\nset aside: {', '.join(start.aside)}"
+    return what
 
 
 def as_line(row: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ read when the next update has been given to the device, so the device never idle
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class Reading:
     """Whether some rank was told to stop by the end of this update."""
     seconds: float
     """From the end of the update before, or from `restart`, to this one's end."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether neither the loss nor the gradient is infinite or NaN."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class Readings:
