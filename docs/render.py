@@ -30,6 +30,7 @@ import texts.parallel
 import texts.parallel_findings
 import texts.profile_findings
 import texts.steps
+import texts.theory
 import texts.tour
 from tables.source import RESULTS, NotMeasuredError
 
@@ -76,6 +77,7 @@ TEXTS = {
         texts.attention_findings,
         texts.parallel,
         texts.parallel_findings,
+        texts.theory,
         texts.tour,
     )
     for name, text in subject.TEXTS.items()

@@ -55,6 +55,50 @@ def test_every_text_is_on_a_page(render):
     assert shown == set(render.__globals__["TEXTS"])
 
 
+HISTORY = {"decisions.md", "lab-log.md", "lab-log-attention.md"}
+FIGURE = re.compile(r"\d ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%|times)(?!\w)")
+"""What a measurement looks like. MB and s are left out: here they are settings, such as a bucket's size."""
+DEFINITIONS = {
+    "README.md": ("95 % interval by order statistics", "the 2 % that runs differ by"),
+    "attention.md": ("takes 5.364 ms on an H100",),  # published by others, with its source
+    "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
+    "theory.md": ("1 µs within a node, 5 µs between nodes: assumptions", "20 % too fast, FSDP 14 % ([lab log]"),
+}
+"""Page → what may stay typed by hand: definitions, assumptions, and figures that name the source they come from."""
+
+
+def typed_by_hand(text):
+    """`text` in one line, without what is made and without code."""
+    text = re.sub(r"<!-- (?:table|text): .*?<!-- end -->", " ", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`]*`", " ", text, flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+def figures_of(text, allowed):
+    """The measurements in `text` outside of the phrases `allowed`, each with the words before it."""
+    for phrase in allowed:
+        text = text.replace(phrase, "")
+    return [text[max(0, found.start() - 50) : found.end()] for found in FIGURE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
+def test_no_measured_figure_is_typed_by_hand(page):
+    """It would be free to contradict docs/results/ after the next measurement."""
+    text, allowed = typed_by_hand(page.read_text("utf-8")), DEFINITIONS.get(page.name, ())
+    assert [phrase for phrase in allowed if phrase not in text] == [], "not on the page: take it out of DEFINITIONS"
+    assert figures_of(text, allowed) == [], (
+        f"{page.name} has figures outside of made blocks: make the paragraph in docs/texts/, or add the phrase to "
+        "DEFINITIONS if it is no measurement of ours"
+    )
+
+
+def test_a_measured_figure_is_recognised():
+    made = "<!-- text: a -->\n1 ms\n<!-- end -->"
+    typed = f"Forward takes\n12.3 ms, 1.6 times as long, and 5 GiB.\n{made}\n`2 ms`, 25 MB in 4 msgs"
+    found = figures_of(typed_by_hand(typed), ["5 GiB"])
+    assert [each.split()[-2:] for each in found] == [["12.3", "ms"], ["1.6", "times"]]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8")):

@@ -10,6 +10,14 @@ from trainstep.bench.calibration import calibrated
 from trainstep.bench.planned import checked
 from trainstep.plan.alternate_ring import alternate_seconds
 from trainstep.plan.communication import Link, collective_seconds
+from trainstep.plan.machine import (
+    ATTAINABLE,
+    INTERFERENCE,
+    LINK_OVERHEAD_S,
+    NETWORK_OVERHEAD_S,
+    OPTIMIZER_FRACTION,
+)
+from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from trainstep.report.numbers import number
 from trainstep.report.records import Record, of_kind, read_records
@@ -111,10 +119,55 @@ def plan_rings() -> Table:
     return Table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, tuple(rows))
 
 
+def plan_rates() -> Table:
+    """What a second is computed from, and where each part comes from without a calibration."""
+    products = [ATTAINABLE[precision] for precision in ("fp32", "tf32", "half")]
+    wide, fp32 = (TILES[name] for name in ("wide", "fp32"))
+    slower = [speed for _, _, speed in (*wide, *fp32) if speed < 1]
+    rows = (
+        (
+            "rate of products, per precision",
+            f"ceiling rows of a calibration; else {min(products)} to {max(products)} of the datasheet, as on an H200",
+        ),
+        ("rate of a copy", f"the same; else {ATTAINABLE['copy']} of the datasheet"),
+        (
+            "the optimizer's fraction of a copy's rate",
+            f"the best step of the calibration; else {OPTIMIZER_FRACTION['adamw-foreach']} (foreach), "
+            f"{OPTIMIZER_FRACTION['adamw-fused']} (fused)",
+        ),
+        (
+            "launching a block, forward and backward",
+            "steps of the calibration whose forward was bound by launching; else not counted",
+        ),
+        (
+            "bytes between products",
+            "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
+        ),
+        (
+            "tiles and the speed of smaller ones",
+            f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × {fp32[0][1]} (float32), and smaller "
+            f"at {min(slower)} to {max(slower)}",
+        ),
+        ("fused attention", f"{FUSED_ATTENTION} of the rate of products, assumed from long sequences on an H200"),
+        (
+            "links",
+            f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe and "
+            f"{LINK_OVERHEAD_S * 1e6:.0f} µs a call",
+        ),
+        (
+            "slowed by hidden communication",
+            f"{INTERFERENCE} of its time, from data parallel training on two H200s",
+        ),
+        ("network", f"--network-gb-s; {NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured"),
+    )
+    return Table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "plan-check": plan_check,
     "plan-errors": plan_errors,
     "plan-exercise": plan_exercise,
     "plan-mesh": plan_mesh,
     "plan-rings": plan_rings,
+    "plan-rates": plan_rates,
 }

@@ -8,7 +8,7 @@ from tables.source import figure, one, setting
 
 from trainstep.plan.communication import Link, best_bucket_bytes
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
-from trainstep.report.finding import in_gib, in_ms
+from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
 from trainstep.report.records import Record
 
@@ -29,7 +29,7 @@ def beyond(name: str) -> float:
 
 
 def all_reduce() -> str:
-    """All-reduce by size: NCCL on two GPUs, Gloo on 2, 4 and 6 processes."""
+    """All-reduce by size: NCCL on two and four GPUs, Gloo on 2, 4 and 6 processes."""
     nccl = [
         one("h200-collectives", "collective", collective="all-reduce", size_mb=float(mb)) for mb in (1, 10, 100, 1000)
     ]
@@ -37,6 +37,13 @@ def all_reduce() -> str:
         f"{row.case['size_mb']:,.0f} MB {in_ms(figure(row, 'time_ms'))} ({number(figure(row, 'bus_gb_s'))} GB/s)"
         for row in nccl
     )
+    four = [
+        one("h200-collectives-4gpus", "collective", collective="all-reduce", size_mb=float(mb)) for mb in (100, 1000)
+    ]
+    on_four = listed([f"{row.case['size_mb']:,.0f} MB take {in_ms(figure(row, 'time_ms'))}" for row in four])
+    bytes_more = 2 * (4 - 1) / 4  # on each link, 2(n - 1)/n; with two ranks 1
+    longer = [figure(more, "time_ms") / figure(row, "time_ms") for more, row in zip(four, nccl[2:], strict=True)]
+    assert 1 < min(longer) <= max(longer) < bytes_more
     gloo = {
         ranks: one("cpu-collectives", "collective", collective="all-reduce", world_size=ranks, size_mb=100.0)
         for ranks in (2, 4, 6)
@@ -45,7 +52,9 @@ def all_reduce() -> str:
     ranked = ", ".join(f"{ranks} processes {in_ms(figure(row, 'time_ms'))}" for ranks, row in gloo.items())
     return (
         f"NCCL on two H200s, float32: {told}. Small calls are all overhead; the link's bandwidth is reached from "
-        f"hundreds of megabytes. Gloo between processes of one machine with two cores, 100 MB: {ranked}, "
+        f"hundreds of megabytes. On four H200s {on_four}, {longer[0]:.2f} and {longer[1]:.2f} times as long; each link "
+        f"then carries {bytes_more} times the bytes.\n\n"
+        f"Gloo between processes of one machine with two cores, 100 MB: {ranked}, "
         f"{slower:,.0f} times as long as NCCL at two ranks. There the ranks share two cores and one memory, so more of "
         "them only make it slower; on a network a ring's time hardly depends on their number."
     )

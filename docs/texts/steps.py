@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
 
-from texts.wording import span, times
+from texts.wording import percent, span, times
+from trainstep import config
+from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.report.finding import in_ms
 from trainstep.report.numbers import number
 from trainstep.report.records import Record
@@ -99,6 +101,23 @@ def compiled() -> str:
     )
 
 
+def limits() -> str:
+    """What limits `large` at the top of its ladder."""
+    top = [row for row in results("h200-analyze-large", "rung") if row.values["kept"]][-1]
+    copied = figure(one("h200-analyze-large", "ceiling", what="copy"), "gb_s")
+    each = OPTIMIZER_BYTES[str(top.case["optimizer"])]
+    moved = 1e-9 * each * config.SIZES["large"].num_parameters / (1e-3 * figure(top, "optimizer_ms"))
+    assert moved > 0.75 * copied
+    utilisation = figure(top, "utilisation")
+    assert utilisation < 0.5
+    return (
+        f"The optimizer is near what memory bandwidth allows: it reads and writes {each} bytes per parameter, at "
+        f"{percent(moved / copied)} of the speed of a large copy. The rest is matrix products of few rows, and only "
+        f"{percent(utilisation)} of the GPU's peak is used. With so few tokens per step every weight is cast to bf16 "
+        "and read for little work, so a larger batch is what would raise utilisation next."
+    )
+
+
 def accumulation() -> str:
     """0.01 added a thousand times."""
     sums = {
@@ -150,6 +169,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "warmup": warmup,
     "precision": precision,
     "compiled": compiled,
+    "limits-large": limits,
     "accumulation": accumulation,
     "toy-dtypes": toy_dtypes,
 }
