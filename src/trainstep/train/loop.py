@@ -179,7 +179,7 @@ class _Run:
         self.show.update(row)
 
     def _not_finite(self, reading: Reading) -> AgreedError:
-        """The error that every rank raises. The checkpoint under way is of an update before, so it is completed first."""
+        """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
         last = self.checkpoints.last
         good = "there is no checkpoint yet" if last is None else (
