@@ -1,10 +1,14 @@
 """What the terminal shows: a line now and then on the first rank, nothing on others."""
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
-from trainstep.train.progress import Show, as_summary
+from tests.train.runs import MODEL, config
+from trainstep.train.checkpoints import Checkpoint
+from trainstep.train.folder import Start
+from trainstep.train.progress import Show, as_beginning, as_summary
 
 ROW = {"loss": 2.5, "learning_rate": 3e-4, "gradient_norm": 1.25, "tokens_per_s": 12345.6, "utilisation": None,
        "validation_loss": None}  # fmt: skip
@@ -38,6 +42,31 @@ def test_other_ranks_are_silent(capsys):
         show.update(ROW | {"step": 1})
         show.line("nothing")
     assert capsys.readouterr().out == ""
+
+
+def test_the_first_line_says_what_is_trained_how_and_from_where():
+    older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1})
+
+    def first(start):
+        return as_beginning(start, config(), 2, Path("runs/a"))
+
+    what = (
+        f"small test: {MODEL.num_parameters:,} parameters, 12 updates of 8 × 32 tokens (2 ranks × 2 passes × batch 2), "
+        "ddp, fp32 → runs/a"
+    )
+    assert first(Start(is_new=True, checkpoint=None)) == what
+    assert first(Start(is_new=False, checkpoint=None)).splitlines() == [
+        what,
+        "the run was begun before, but has no checkpoint yet: from the first update again",
+    ]
+    assert first(Start(is_new=False, checkpoint=older, aside=("aside-1-step-00000008",))).splitlines() == [
+        what,
+        "resumed from step-00000004, written by 1 rank",
+        "set aside: aside-1-step-00000008",
+    ]
+    assert first(Start(is_new=False, checkpoint=older, is_finished=True)) == (
+        "the run in runs/a is finished: all 12 updates are made; nothing to do"
+    )
 
 
 def test_a_summary_leaves_out_what_was_not_measured():
