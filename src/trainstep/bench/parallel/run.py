@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel_cases import SchemeName
-from trainstep.bench.parallel_check import Agreement, Expected, agreement, expected, part_of
-from trainstep.bench.parallel_plan import moments, planned_bytes
-from trainstep.bench.parallel_schemes import local_gradients, local_state, parallelize
-from trainstep.bench.parallel_trace import trace_record, traced_step
+from trainstep.bench.parallel.check import Agreement, Expected, agreement, expected, part_of
+from trainstep.bench.parallel.names import SchemeName
+from trainstep.bench.parallel.plan import moments, planned_bytes
+from trainstep.bench.parallel.schemes import local_gradients, local_state, parallelize
+from trainstep.bench.parallel.trace import trace_record, traced_step
 from trainstep.bench.step import case_columns, count_tokens, phase_samples
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from trainstep.bench.parallel import ParallelCase, run_cases
-from trainstep.bench.parallel_check import part_of
+from trainstep.bench.parallel.check import part_of
+from trainstep.bench.parallel.run import ParallelCase, run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel

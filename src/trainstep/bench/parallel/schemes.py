@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from trainstep.bench.parallel_cases import SchemeName
+from trainstep.bench.parallel.names import SchemeName
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.measure.memory import optimizer_state_tensors

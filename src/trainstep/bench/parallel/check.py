@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.bench.parallel_schemes import full_parameters
+from trainstep.bench.parallel.schemes import full_parameters
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainstep.bench.parallel_cases import SchemeName, planned_scheme
+from trainstep.bench.parallel.names import SchemeName, planned_scheme
 from trainstep.config import ModelConfig, OptimizerImpl, Precision
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.machine import GIB

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.bench.parallel_cases import SCHEMES
-from trainstep.bench.parallel_plan import moments, planned_bytes
+from trainstep.bench.parallel.names import SCHEMES
+from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.report.records import read_records
 
-MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200-parallel.jsonl"
+MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
 
 
 def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
