@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import plain, results, setting, where
-from trainstep.bench.parallel_plan import moments, planned_bytes
+from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.report.columns import case_column, median_column, value_column
 from trainstep.report.records import Record

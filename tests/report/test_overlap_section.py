@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.test_html import Page, complaints, hover, open_page, requests
 from trainstep.bench.outcome import Failure
-from trainstep.bench.parallel_trace import TracedStep, phases_of, trace_record
+from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_record
 from trainstep.measure.kernel_families import kernel_family
 from trainstep.measure.kernels import Kernel, Profile
 from trainstep.measure.trace import Trace

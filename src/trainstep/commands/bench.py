@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
-from trainstep.bench.parallel_cases import SCHEMES, SchemeName
+from trainstep.bench.parallel.names import SCHEMES, SchemeName
 from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
 from trainstep.commands.output import run_and_report
@@ -161,7 +161,7 @@ class BenchParallel(OneModel):
 
     def run(self) -> int:
         """Measure on all ranks; the first one prints and writes."""
-        from trainstep.bench.parallel import ParallelCase, run_cases
+        from trainstep.bench.parallel.run import ParallelCase, run_cases
         from trainstep.parallel.process import join_group
 
         config = self.step.checked()
