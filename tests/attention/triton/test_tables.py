@@ -41,7 +41,10 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
     assert not too_large
     # A kernel that the compiler found to be undefined is a trap, which compiles and fits as well.
     assert not [row for row, c in compiled.items() if "mma" not in c.ptx or "st.global" not in c.ptx]
-    if arch == "sm_90":  # where the portable kernels run in 16 bits there: up to head_dim 32
+    if arch == "sm_90":
+        # Products of eight columns read beyond the shared memory that Triton gives them (its issue 10629).
+        assert not [row for row, c in compiled.items() if "m64n8k" in c.ptx]
+        # In 16 bits the portable kernels run there up to head_dim 32.
         small = {row: c for row, c in compiled.items() if row[1] == "16-bit" and row[2] <= 32}
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
 

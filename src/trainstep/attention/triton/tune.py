@@ -43,8 +43,8 @@ DTYPES: dict[Precision, torch.dtype] = {
 
 AnyTile = Tile | HopperTile
 
-# Of float32: rows a program keeps, rows that stream past them, warps. On Hopper four warps multiply 64 rows: eight that
-# share 64 only repeat each other's work, or read beyond the tile (lab log).
+# Of float32: rows a program keeps, rows that stream past them, warps. On Hopper four warps multiply 64 rows; given to
+# eight, a tile is cut into products of half the columns, and those of eight columns read beyond it (lab log).
 _FLOAT32 = ((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8))
 _WIDE_FLOAT32 = (
     (16, 32, 4), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 16, 4), (64, 32, 4), (64, 64, 4), (128, 32, 8),
