@@ -167,7 +167,8 @@ def bfloat16() -> str:
         f"tokens it is {span(longest)} times faster than eager.\n\n"
         "Up to 2,048 tokens all are bound by launches. SDPA's FlashAttention-2 then takes "
         f"{percent(median(short))} of our time in the median, because PyTorch's C++ operators are launched faster. "
-        'With this little work use `impl="auto"`, or a CUDA graph.'
+        "With this little work name `sdpa-flash`, or capture a CUDA graph: `auto` goes by what was fastest with a "
+        "whole batch."
     )
 
 
