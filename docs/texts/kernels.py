@@ -51,6 +51,7 @@ def top() -> str:
     row = profile()
     names = [brief_name(row.values[f"top_{where}_kernel"]) for where in ("forward", "step")]
     assert names[0] != names[1]
+    assert figure(row, "top_forward_kernel_calls") == 7 * 32
     often = brief_name(row.values["most_called_forward_kernel"])
     return (
         f"In forward it is `{names[0]}` ({row.values['top_forward_kernel_family']}), with "

@@ -41,6 +41,8 @@ def peaks() -> str:
         f"{in_gib(figure(rows[context, 'step'], 'peak_gib'))}"
         for context in (128, 256, 512)
     )
+    short, middle = (figure(rows[context, "step"], "peak_gib") for context in (128, 256))
+    assert abs(short / middle - 1) < 0.01
     large = rows[2048, "step"]
     assert large.status == "out of memory"
     return (
@@ -64,13 +66,18 @@ def precision() -> str:
             f"at {context} tokens forward goes from {in_gib(pairs[0][0])} to {in_gib(pairs[0][1])}, the step from "
             f"{in_gib(pairs[1][0])} to {in_gib(pairs[1][1])}"
         )
+    short, long = ([figure(peak(n, "step", name), "peak_gib") for name in ("fp32", "bf16")] for n in contexts)
+    apart = abs(short[1] / short[0] - 1)
+    assert apart < 0.005
+    assert long[1] > long[0]
     blocks = [
         one("h200-residuals", "residual", part="first block", what="all", precision=name, compile="off")
         for name in ("fp32", "bf16")
     ]
     assert figure(blocks[1], "mib") > figure(blocks[0], "mib")
     return (
-        f"It does not save any here: {'; '.join(told)}. Autocast keeps fp32 weights and adds a bf16 copy of each that "
+        f"It does not save any here: {'; '.join(told)}. At 128 tokens the step's two peaks, {percent(apart)} apart, are "
+        "those of the gradients, which are fp32 in both. Autocast keeps fp32 weights and adds a bf16 copy of each that "
         "it casts. What half-width activations save, eager attention gives back by keeping its scores in both widths: "
         f"one block keeps {number(figure(blocks[1], 'mib'))} MiB for backward instead of "
         f"{number(figure(blocks[0], 'mib'))}. A fused attention, or weights in bf16, would save."

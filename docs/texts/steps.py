@@ -49,9 +49,12 @@ def benchmark() -> str:
 def warmup() -> str:
     """Means without warm-up, with one step, with five."""
     found = []
+    medians_apart = 0.0
     for size in ("small", "2.7B"):
         rows = {row.case["warmup"]: row for row in results(f"h200-warmup-{size}")}
         none, single, five = (rows[count] for count in (0, 1, 5))
+        medians = [figure(row, "step_ms") for row in rows.values()]
+        medians_apart = max(medians_apart, max(medians) / min(medians) - 1)
         assert abs(figure(single, "step_mean_ms") / figure(five, "step_mean_ms") - 1) < 0.01
         found.append(
             f"{size} averages {in_ms(figure(none, 'step_mean_ms'))} ± {number(figure(none, 'step_std_ms'))} without "
@@ -62,8 +65,8 @@ def warmup() -> str:
         f"In fp32, {'; '.join(found)}. The first step creates the CUDA context's handles, loads kernels, lets "
         "the caching allocator ask the driver for its memory, and allocates the optimizer's state. One step of warm-up "
         "gives the same mean as five here, to within 1%: everything is paid once. Compiled code, or a model whose "
-        "clocks have yet to rise, needs more, so the default is five. The median with its interval is the same in all "
-        "rows: one outlier of ten does not move it."
+        "clocks have yet to rise, needs more, so the default is five. The medians of all rows are the same to within "
+        f"{percent(medians_apart)}: one outlier of ten does not move them."
     )
 
 
@@ -76,6 +79,8 @@ def precision() -> str:
     }
     assert list(gains.values()) == sorted(gains.values())
     assert abs(phases["optimizer"] - 1) < 0.02
+    small = step("small", "bf16")
+    assert figure(small, "forward_issue_ms") > 0.95 * figure(small, "forward_ms")
     told = ", ".join(f"{size} {number(gain)}×" for size, gain in gains.items())
     return (
         f"bf16 autocast makes the whole step faster by {told}: the larger the model, the more of its step is matrix "
