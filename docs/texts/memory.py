@@ -76,10 +76,10 @@ def precision() -> str:
     ]
     assert figure(blocks[1], "mib") > figure(blocks[0], "mib")
     return (
-        f"It does not save any here: {'; '.join(told)}. At 128 tokens the step's two peaks, {percent(apart)} apart, are "
-        "those of the gradients, which are fp32 in both. Autocast keeps fp32 weights and adds a bf16 copy of each that "
-        "it casts. What half-width activations save, eager attention gives back by keeping its scores in both widths: "
-        f"one block keeps {number(figure(blocks[1], 'mib'))} MiB for backward instead of "
+        f"It does not save any here: {'; '.join(told)}. At 128 tokens the step's two peaks, {percent(apart)} apart, "
+        "are those of the gradients, which are fp32 in both. Autocast keeps fp32 weights and adds a bf16 copy of each "
+        "that it casts. What half-width activations save, eager attention gives back by keeping its scores in both "
+        f"widths: one block keeps {number(figure(blocks[1], 'mib'))} MiB for backward instead of "
         f"{number(figure(blocks[0], 'mib'))}. A fused attention, or weights in bf16, would save."
     )
 
