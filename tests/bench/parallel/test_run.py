@@ -3,14 +3,12 @@
 import dataclasses
 
 import pytest
-import torch
 
-from trainstep.bench.parallel.check import part_of
-from trainstep.bench.parallel.run import ParallelCase, run_cases
+from trainstep.bench.parallel.case import ParallelCase
+from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel
-from trainstep.workload import Workload, builtin_source
+from trainstep.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")
@@ -80,10 +78,3 @@ def test_a_scheme_that_trains_something_else_shows_no_speed(two):
     assert "step_ms" not in values
     assert "allowed" in reason
     assert fine == "ok"
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    workload = Workload(torch.nn.Linear(2, 2), [torch.ones(3, 2)], lambda out, batch: out.sum(), torch.optim.SGD)
-    with pytest.raises(UsageError, match=r"\(3, 2\) cannot be divided among 2 ranks"):
-        next(iter(part_of(workload, 0, 2).batches))
-    assert [next(iter(part_of(workload, rank, 3).batches)).shape for rank in range(3)] == [(1, 2)] * 3

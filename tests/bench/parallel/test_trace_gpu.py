@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trainstep.bench.parallel.run import ParallelCase, run_cases
+from trainstep.bench.parallel.case import ParallelCase
+from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel.workers import Workers
 from trainstep.report.records import of_kind

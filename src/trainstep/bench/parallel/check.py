@@ -10,21 +10,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
+from trainstep.bench.parallel.case import ParallelCase
+from trainstep.bench.parallel.names import SchemeName
 from trainstep.bench.parallel.schemes import full_parameters
+from trainstep.bench.parallel.shares import share_of
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import AUTOCAST_DTYPES
 from trainstep.training_step import TrainingStep, map_tensors
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.workload import WorkloadSource
 
 STEPS = 5
 
@@ -46,7 +49,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a scheme is from it."""
+    """How far a scheme is from one process, and how far it may be."""
 
     loss_error: float
     update_error: float
@@ -59,16 +62,52 @@ class Agreement:
         return self.loss_error <= self.loss_allowed and self.update_error <= self.update_allowed
 
 
-def part_of(workload: Workload, rank: int, world_size: int) -> Workload:
-    """The workload with this rank's share of every batch: consecutive rows of each tensor's first dimension."""
-    return dataclasses.replace(workload, batches=_Parts(workload, rank, world_size))
+@dataclass(frozen=True)
+class Comparison:
+    """All schemes, each beside one process."""
+
+    schemes: Mapping[SchemeName, Agreement | Failure | None]
+    """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
+    num_parameters: int
+    """Of the model, on rank 0; 0 on others."""
+
+
+def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
+    """Train by every scheme on all ranks, and in one process on rank 0. All ranks call it.
+
+    Raises:
+        UsageError: one process cannot train on the whole batch.
+    """
+    wanted = _expected_on_first_rank(cases[0], process)
+    schemes: dict[SchemeName, Agreement | Failure | None] = {}
+    for case in cases:
+        if case.scheme == "single":
+            schemes[case.scheme] = None
+            continue
+        found = attempt_on_all_ranks(functools.partial(agreement, case, wanted, process), process)
+        schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
+    count = 0 if wanted is None else sum(value.numel() for value in wanted.parameters.values())
+    return Comparison(schemes, count)
+
+
+def _expected_on_first_rank(case: ParallelCase, process: Process) -> Expected | None:
+    """What one process arrives at, on rank 0; None elsewhere."""
+    found: Expected | Failure | None = None
+    if process.rank == 0:
+        found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
+    failure = [found if isinstance(found, Failure) else None]
+    dist.broadcast_object_list(failure, group=process.group, group_src=0)
+    if failure[0] is not None:
+        raise UsageError(f"one process could not train on the whole batch, to compare with: {failure[0].reason}")
+    assert not isinstance(found, Failure), "its failure was sent to this rank too"
+    return found
 
 
 def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Expected:
     """Train in one process on the whole batch, in the precision at hand and in a wider one."""
     plain_config = dataclasses.replace(config, compile="off")
-    wide_losses, wide = _train(source, dataclasses.replace(plain_config, precision="fp32"), world_size,
-                               double=config.precision == "fp32")[:2]  # fmt: skip
+    wide_config = dataclasses.replace(plain_config, precision="fp32")
+    wide_losses, wide, _ = _train(source, wide_config, world_size, double=config.precision == "fp32")
     losses, parameters, moved = _train(source, plain_config, world_size, double=False)
     own = _distance(parameters, wide) / moved
     rounding = torch.finfo(AUTOCAST_DTYPES.get(config.precision, torch.float32)).eps
@@ -76,8 +115,9 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
     return Expected(losses, parameters, moved, 2 * off + rounding * max(map(abs, losses)), 2 * own + rounding)
 
 
-def agreement(step: TrainingStep, wanted: Expected | None, process: Process) -> Agreement:
+def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
     """Take `STEPS` steps on every rank and compare; rank 0 knows what is wanted, and all ranks what came of it."""
+    step = case.build(process)
     losses = []
     for _ in range(STEPS):
         loss = step(step.next_batch())
@@ -90,13 +130,13 @@ def agreement(step: TrainingStep, wanted: Expected | None, process: Process) -> 
     for name, value in full_parameters(step.replica, step.module):
         if wanted is not None:
             square += float((value.double() - wanted.parameters[name].double()).square().sum())
-    result: list[Any] = [None]
+    result: list[Agreement | None] = [None]
     if wanted is not None:
         off = max(abs(a - b) for a, b in zip(mean.tolist(), wanted.losses, strict=True))
         result = [Agreement(off, math.sqrt(square) / wanted.moved, wanted.loss_allowed, wanted.update_allowed)]
     dist.broadcast_object_list(result, group=process.group, group_src=0)
-    found: Agreement = result[0]
-    return found
+    assert result[0] is not None, "rank 0 knows what is wanted"
+    return result[0]
 
 
 def _train(
@@ -108,35 +148,14 @@ def _train(
     step = TrainingStep(workload, config)
     before = {name: value.detach().clone() for name, value in step.module.named_parameters()}
     losses = []
-    for _, batch in zip(range(STEPS), iter(step.next_batch, None), strict=False):
+    for _ in range(STEPS):
+        batch = step.next_batch()
         if double:
             batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-        parts = [map_tensors(batch, functools.partial(_rows, rank, world_size)) for rank in range(world_size)]
-        losses.append(step.accumulate(parts))
+        losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)]))
     after = {name: value.detach() for name, value in step.module.named_parameters()}
     return tuple(float(loss) for loss in losses), after, _distance(after, before)
 
 
 def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
-
-
-class _Parts:
-    """One rank's share of each batch, from the start whenever it is iterated."""
-
-    def __init__(self, workload: Workload, rank: int, world_size: int) -> None:
-        self._batches, self._rank, self._world_size = workload.batches, rank, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield map_tensors(batch, functools.partial(_rows, self._rank, self._world_size))
-
-
-def _rows(rank: int, world_size: int, tensor: Tensor) -> Tensor:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if rows == 0 or rows % world_size:
-        raise UsageError(
-            f"a batch with a tensor of shape {tuple(tensor.shape)} cannot be divided among {world_size} ranks; "
-            f"its first dimension must be a multiple of {world_size}"
-        )
-    return tensor.chunk(world_size)[rank]

@@ -1,6 +1,7 @@
 """The schemes that `bench parallel` compares: ours, in all their settings, and torch's own beside them.
 
 Each takes a module that is on its device, checkpointed and compiled as asked, and returns it as one rank trains it.
+What a rank then holds of parameters, gradients and optimizer state is read in one way for all of them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ WARMUP = 3
 """Steps before the profiler starts: schemes learn the order of gradients, and allocate, in the first ones."""
 LONGEST = 1_500
 """Bars of one scheme's timeline: a page draws those of many schemes below one another."""
-
 SHORTEST_SHARE = 1 / 2000
 """Exposed communication is drawn from this share of the step on; the sums have all of it."""
 

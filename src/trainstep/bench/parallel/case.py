@@ -1,0 +1,45 @@
+"""One case of `bench parallel`: a workload under a scheme, and the step that a rank takes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+from trainstep.bench.parallel.names import SchemeName
+from trainstep.bench.parallel.schemes import parallelize
+from trainstep.bench.parallel.shares import part_of
+from trainstep.bench.step import case_columns
+from trainstep.config import StepConfig
+from trainstep.parallel.process import Process
+from trainstep.report.records import Scalar
+from trainstep.training_step import TrainingStep
+from trainstep.workload import WorkloadSource
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """One scheme."""
+
+    source: WorkloadSource
+    config: StepConfig
+    """The batch is one rank's, where the workload lets it be chosen; a user's own is divided among the ranks."""
+    scheme: SchemeName
+    warmup: int = 5
+    steps: int = 10
+
+    def columns(self, world_size: int) -> dict[str, Scalar]:
+        """The columns that identify the case's row."""
+        return case_columns(self.source, self.config) | {"scheme": self.scheme, "world_size": world_size}
+
+    def whole(self, world_size: int) -> StepConfig:
+        """The configuration whose workload has the batch of all ranks."""
+        if not self.source.is_builtin:
+            return self.config
+        return dataclasses.replace(self.config, batch=self.config.batch * world_size)
+
+    def build(self, process: Process) -> TrainingStep:
+        """The step on this rank, with its share of the batches."""
+        config = dataclasses.replace(self.whole(process.world_size), device=str(process.device))
+        workload = part_of(self.source.build(config), process.rank, process.world_size)
+        return TrainingStep(workload, config, partial(parallelize, self.scheme, process, config))
