@@ -1,5 +1,7 @@
 import functools
 import sys
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -76,14 +78,17 @@ def test_bad_devices(name, message):
         resolve_device(name)
 
 
-def toy(batches=None, module=None):
+def toy(batches=None, module=None, **parts):
     torch.manual_seed(0)
     data = torch.randn(3, 4, 8)
     return Workload(
         module=module or nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
         batches=[(x, x.sum(-1, keepdim=True)) for x in data] if batches is None else batches,
-        loss=lambda out, batch: nn.functional.mse_loss(out, batch[1]),
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.1),
+        **{
+            "loss": lambda out, batch: nn.functional.mse_loss(out, batch[1]),
+            "optimizer": functools.partial(torch.optim.AdamW, lr=0.1),
+            **parts,
+        },
     )
 
 
@@ -213,10 +218,94 @@ def test_empty_batches(batches):
         step.next_batch()
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out, batch: float(out.detach().mean()), "returned a float; expected a tensor"),
+        (lambda out, batch: {"loss": out.mean()}, "returned a dict; expected a tensor"),
+        (lambda out, batch: out.square(), r"shape \(4, 1\); expected one element"),
+        (lambda out, batch: out.detach().mean(), "depends on no parameter"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on(loss, message):
+    step = TrainingStep(toy(loss=loss), StepConfig(device="cpu"))
+    with pytest.raises(UsageError, match=message):
+        step(step.next_batch())
+
+
+def test_a_module_with_nothing_to_train():
+    with pytest.raises(UsageError, match="nothing to train"):
+        TrainingStep(toy(module=nn.Linear(8, 1).requires_grad_(False)), StepConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}, "optimizer is a SGD; expected a func"),
+        ({"batches": 5}, "batches are a int; expected a list"),
+        ({"module": nn.Linear}, "module is a type; expected an nn.Module"),
+    ],
+)
+def test_a_workload_of_the_wrong_parts(part, message):
+    with pytest.raises(UsageError, match=message):
+        toy(**part)
+
+
+def test_a_factory_in_another_dtype_or_with_another_optimizer(tmp_path, monkeypatch):
+    write_module(tmp_path, monkeypatch, "user_half", USER_MODEL + "def half():\n"
+                 "    made = make()\n    made.module.half()\n    return made\n")  # fmt: skip
+    with pytest.raises(UsageError, match=r"inner\.weight is float16; expected float32"):
+        factory_source("user_half:half").build(StepConfig())
+    with pytest.raises(UnsupportedError, match="brings its own optimizer, so --optimizer sgd"):
+        factory_source("user_half:make").build(StepConfig(optimizer="sgd"))
+
+
 def test_tensors_anywhere_in_a_batch_are_mapped():
     one = torch.ones(1)
     mapped = map_tensors({"a": one, "b": [one, (one, "text")], "c": 3}, lambda tensor: tensor * 2)
     assert mapped == {"a": 2 * one, "b": [2 * one, (2 * one, "text")], "c": 3}
+
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: torch.Tensor
+    name: str = "text"
+
+
+class Encoding(UserDict):
+    """As tokenizers return it: a mapping that is no dict, its items read as attributes."""
+
+    def __getattr__(self, name):
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@pytest.mark.parametrize(
+    ("batch", "read"),
+    [
+        (Pair(torch.ones(1), 2), lambda batch: batch.inputs),
+        (Sample(torch.ones(1)), lambda batch: batch.tokens),
+        (Encoding(input_ids=torch.ones(1)), lambda batch: batch.input_ids),
+        (OrderedDict(x=[torch.ones(1)]), lambda batch: batch["x"][0]),
+        (defaultdict(list, x=torch.ones(1)), lambda batch: batch["x"]),
+    ],
+)
+def test_a_batch_stays_of_its_class(batch, read):
+    mapped = map_tensors(batch, lambda tensor: tensor * 2)
+    assert type(mapped) is type(batch)
+    assert (read(mapped), read(batch)) == (2, 1)  # the original is as it was
+
+
+def test_a_packed_sequence_keeps_its_lengths():
+    """`batch_sizes` has to stay on the CPU."""
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    mapped = map_tensors(packed, lambda tensor: tensor.double())
+    assert isinstance(mapped, nn.utils.rnn.PackedSequence)
+    assert (mapped.data.dtype, mapped.batch_sizes.dtype) == (torch.float64, torch.int64)
 
 
 USER_MODEL = """

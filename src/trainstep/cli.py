@@ -7,6 +7,7 @@ The commands themselves are dataclasses in `trainstep.commands`. Torch is import
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 1 no case could be measured, 2 the input was bad, 130 interrupted (what was
     measured is on disk)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in words:
+        logging.basicConfig()
+        logging.getLogger("trainstep").setLevel(logging.DEBUG)
     try:
         sys.exit(parse(words).run())
     except UsageError as error:

@@ -5,15 +5,18 @@ All of it is applied from outside, so it works on any module; the phases are ann
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from trainstep.blocks import find_blocks
 from trainstep.checkpointing import apply as apply_checkpointing
@@ -62,6 +65,8 @@ class TrainingStep:
         self.config = config
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
+        if not any(parameter.requires_grad for parameter in workload.module.parameters()):
+            raise UsageError("the workload's module has no parameter that takes a gradient: nothing to train")
         self.module = workload.module.to(self.device)
         if config.precision == "bf16-pure":
             cast_parameters(self.module, torch.bfloat16)
@@ -190,6 +195,7 @@ class TrainingStep:
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
+        _check_loss(loss)
         return loss
 
     def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
@@ -207,19 +213,48 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"the workload's loss returned a {type(loss).__name__}; expected a tensor of one element")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"the workload's loss returned a tensor of shape {tuple(loss.shape)}; expected one element, as its mean"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UsageError(
+            "the workload's loss depends on no parameter that takes a gradient: its graph was detached, or all "
+            "parameters are frozen"
+        )
+
+
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     """Build the source's workload and make it ready to step."""
     return TrainingStep(source.build(config), config)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to every tensor in its tuples, lists and dicts."""
+    """`value` with `change` applied to every tensor in its tuples, lists and dicts, and in classes derived from them.
+
+    A mapping of another class (such as the `BatchEncoding` of Hugging Face) and a dataclass are shallow copies.
+    """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, (MutableMapping, list)):
+        changed = copy.copy(value)  # of the same class, for what a loss reads as an attribute
+        for key in range(len(value)) if isinstance(value, list) else list(value):
+            changed[key] = map_tensors(value[key], change)
+        return changed
+    if isinstance(value, PackedSequence):
+        fields = {name: map_tensors(item, change) for name, item in value._asdict().items() if name != "batch_sizes"}
+        return value._replace(**fields)  # its batch_sizes belong on the CPU
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # a namedtuple, or plain
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(other, field.name, map_tensors(getattr(value, field.name), change))
+        return other
     return value
 
 

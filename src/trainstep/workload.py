@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer
@@ -49,6 +48,22 @@ class Workload:
     """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`."""
     forward: Callable[[nn.Module, Any], Any] = call_with_first
     """(module, batch) → what the loss takes; by default module(batch[0])."""
+
+    def __post_init__(self) -> None:
+        """Check the kinds of the parts.
+
+        Raises:
+            UsageError: a part is of another kind, such as an optimizer that is made already.
+        """
+        if not isinstance(self.module, nn.Module):
+            raise UsageError(f"a Workload's module is a {type(self.module).__name__}; expected an nn.Module")
+        if not hasattr(self.batches, "__iter__") and not hasattr(self.batches, "__getitem__"):
+            raise UsageError(f"a Workload's batches are a {type(self.batches).__name__}; expected a list or a loader")
+        for name in ("loss", "optimizer", "forward"):
+            part = getattr(self, name)
+            if not callable(part):
+                hint = ", such as functools.partial(torch.optim.AdamW, lr=3e-4)" if name == "optimizer" else ""
+                raise UsageError(f"a Workload's {name} is a {type(part).__name__}; expected a function{hint}")
 
 
 @dataclass(frozen=True)
@@ -153,18 +168,37 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
     for name in ("loss", "batch", "context", "learning_rate"):
         if getattr(step, name) != getattr(StepConfig(), name):
             raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
+    if step.optimizer not in (StepConfig().optimizer, "adamw-fused"):
+        raise UnsupportedError(
+            f"--workload {spec} brings its own optimizer, so --optimizer {step.optimizer} cannot replace it; leave "
+            "that flag out, or ask for the fused form of its own with adamw-fused"
+        )
     torch.manual_seed(step.seed)
     try:
         workload = factory()
+    except UsageError as error:
+        raise UsageError(f"--workload {spec}: {error}") from error
     except Exception as error:
         raise UsageError(f"--workload {spec}: the factory failed: {_last_line(error)}") from error
     if not isinstance(workload, Workload):
         raise UsageError(
             f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
         )
+    _check_float32(spec, workload.module)
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)
     return workload
+
+
+def _check_float32(spec: str, module: nn.Module) -> None:
+    """Precision is applied from outside, so trained weights of another dtype would be measured under a false name."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"--workload {spec}: parameter {name} is {dtype}; expected float32, which --precision bf16-pure casts "
+                "to bf16, and bf16 and fp16 compute with under autocast"
+            )
 
 
 def _forward_with_attention(
@@ -187,9 +221,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _last_line(error: Exception) -> str:
     """The error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}{place_of(error)}"
 
 
 def resolve_device(name: str) -> torch.device:

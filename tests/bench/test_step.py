@@ -1,5 +1,6 @@
 import functools
 import json
+import re
 from collections import deque
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import count_tokens, measure_step, run_cases, step_cases
+from trainstep.bench.step import case_columns, count_tokens, measure_step, run_cases, step_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops
@@ -97,8 +98,32 @@ def test_failures_are_rows_and_the_rest_goes_on():
     records = list(run_cases(step_cases(sources, SMALL, steps=1, warmups=(0,))))
     assert [record.status for record in records] == ["out of memory", "unsupported", "failed", "ok"]
     assert records[0].reason == "CUDA out of memory. Tried to allocate 20.00 GiB."
-    assert records[2].reason == "ZeroDivisionError: division by zero"
+    assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_step.py:\d+\)", records[2].reason)
     assert all(record.case["context"] == 32 for record in records)
+
+
+def test_a_failure_names_the_users_line_and_keeps_its_traceback_for_debugging(caplog):
+    def build(step):
+        return Workload(
+            module=nn.Linear(4, 4),
+            batches=[{"inputs": torch.randn(2, 4)}],
+            forward=lambda module, batch: module(batch["inputs"][:, :3]),  # one column too few, found inside torch
+            loss=lambda out, batch: out.mean(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+
+    with caplog.at_level("DEBUG", logger="trainstep"):
+        (record,) = run_cases(step_cases([WorkloadSource("narrow", build)], {"device": ("cpu",)}, steps=1))
+    line = build.__code__.co_firstlineno + 4
+    assert record.status == "failed"
+    assert record.reason.endswith(f"(test_step.py:{line})")
+    assert "Traceback" in caplog.text
+
+
+def test_a_users_workload_is_not_said_to_have_our_optimizer():
+    source = WorkloadSource("own", lambda step: None)
+    assert case_columns(source, StepConfig())["optimizer"] is None
+    assert case_columns(source, StepConfig(optimizer="adamw-fused"))["optimizer"] == "adamw-fused"
 
 
 def test_real_out_of_memory_on_a_cpu_is_recognised():

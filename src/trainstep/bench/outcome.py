@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.parallel.process import Process
 from trainstep.report.records import Status
 
@@ -59,7 +60,8 @@ def classify(error: Exception) -> Failure:
         return Failure("out of memory", text)
     if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
         return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")
-    return Failure("failed", f"{type(error).__name__}: {text}")
+    logging.getLogger(__name__).debug("a case failed", exc_info=error)  # shown by --debug
+    return Failure("failed", f"{type(error).__name__}: {text}{place_of(error)}")
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:

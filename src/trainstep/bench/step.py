@@ -64,8 +64,9 @@ def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Scalar
         settings["checkpointing"] = None  # as in rows from before there was a choice
     if not source.is_builtin:
         settings |= dict.fromkeys(FIXED_BY_WORKLOAD)
-        if config.attention == StepConfig().attention:
-            settings["attention"] = None  # what the model itself calls
+        for name in ("attention", "optimizer"):
+            if settings[name] == getattr(StepConfig(), name):
+                settings[name] = None  # what the model itself calls, and the workload makes
     return {"workload": source.name} | settings
 
 
@@ -188,7 +189,7 @@ def count_tokens(batch: Any) -> int | None:
     """Elements of the batch's first integer tensor of two dimensions (sequences × tokens), or None."""
     if isinstance(batch, Tensor):
         return batch.numel() if batch.dim() == 2 and not batch.is_floating_point() else None
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else ()
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return next((count for item in items if (count := count_tokens(item)) is not None), None)
 
 

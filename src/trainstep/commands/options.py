@@ -45,7 +45,7 @@ class Common:
     """What every command takes."""
 
     debug: FlagCreatePairsOff[bool] = False
-    """Show the traceback of an error."""
+    """Show the traceback of an error, and of every case that fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
