@@ -10,6 +10,9 @@ class Layer(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
 
+    def forward(self, x):
+        return self.inner[1](self.inner[0](x))
+
 
 def test_our_model():
     blocks = find_blocks(build_transformer(SIZES["tiny"], device="meta"))
@@ -36,3 +39,10 @@ def test_numbers_in_names_are_only_whole_parts():
     assert without_numbers("h.10.mlp.0") == "h.*.mlp.*"
     assert without_numbers("conv1.fc2.3x") == "conv1.fc2.3x"
     assert without_numbers("7") == "*"
+
+
+def test_a_dict_of_a_layers_parts_is_no_block():
+    """It is never called, so compiling or checkpointing it would change nothing, in silence."""
+    inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    parts = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(2), "experts": inner}) for _ in range(1))
+    assert find_blocks(nn.ModuleDict({"layers": parts})) == list(inner)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainstep.blocks import find_blocks
 from trainstep.config import blocks_per_checkpoint
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UnsupportedError
 
 Forward = Callable[..., Any]
 
@@ -91,7 +91,7 @@ class _Group:
         if len(self._forwards) == 1:
             return _checkpoint(self._forwards[0], *args, **kwargs)
         if not args:
-            raise UsageError(_NOT_A_CHAIN)
+            raise UnsupportedError(_NOT_A_CHAIN)
         calls = [functools.partial(_with_arguments, forward, args[1:], kwargs) for forward in self._forwards]
         output = self._run(calls, args[0])
         if not torch.compiler.is_compiling():
@@ -107,13 +107,13 @@ class _Group:
             self._expected = ()  # keep nothing alive between steps
         if not expected or not args or args[0] is not expected[0] or not _same((args[1:], kwargs), expected[1:]):
             self._expected = ()
-            raise UsageError(_NOT_A_CHAIN)
+            raise UnsupportedError(_NOT_A_CHAIN)
         return args[0]
 
 
 def _with_arguments(forward: Forward, others: tuple[Any, ...], keywords: dict[str, Any], x: Any) -> Any:
     if not isinstance(x, Tensor):
-        raise UsageError(_NOT_A_CHAIN)
+        raise UnsupportedError(_NOT_A_CHAIN)
     return forward(x, *others, **keywords)
 
 

@@ -18,20 +18,35 @@ from trainstep.training_step import MakeOptimizer, Replica, recipe
 
 
 def data_parallel(
-    process: Process, module: nn.Module, make_optimizer: MakeOptimizer, *, bucket_mb: float = 25, overlap: bool = True
+    process: Process,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    bucket_mb: float = 25,
+    overlap: bool = True,
+    allow_unused: bool = False,
 ) -> Replica:
     """Everything on every rank; gradients are averaged."""
-    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, overlap=overlap, process_group=process.group)
+    wrapper = DistributedDataParallel(
+        module, bucket_mb=bucket_mb, overlap=overlap, process_group=process.group, allow_unused=allow_unused
+    )
     return Replica(
         wrapper, make_optimizer(module.parameters()), wrapper.finish_gradient_synchronization, wrapper.no_sync
     )
 
 
 def sharded_optimizer(
-    process: Process, module: nn.Module, make_optimizer: MakeOptimizer, *, bucket_mb: float = 25
+    process: Process,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    bucket_mb: float = 25,
+    allow_unused: bool = False,
 ) -> Replica:
     """Weights on every rank; gradients and the optimizer's state in slices."""
-    wrapper = DistributedDataParallel(module, bucket_mb=bucket_mb, process_group=process.group)
+    wrapper = DistributedDataParallel(
+        module, bucket_mb=bucket_mb, process_group=process.group, allow_unused=allow_unused
+    )
     undivided = make_optimizer(module.parameters())
     groups, options = recipe(undivided)
     optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)

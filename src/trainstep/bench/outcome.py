@@ -45,9 +45,15 @@ def attempt(work: Callable[[], Result]) -> Result | Failure:
 
 
 def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[Result] | Failure:
-    """`attempt` on every rank of the group: all results by rank, or the first failure there was on any."""
+    """`attempt` on every rank of the group: all results by rank, or the first failure there was on any.
+
+    A `UsageError` is a failure here, of the scheme at hand: on one rank alone it would leave the others waiting.
+    """
     release_memory()  # what the case before held in circles
-    result = attempt(work)
+    try:
+        result = attempt(work)
+    except UsageError as error:
+        result = Failure("unsupported", one_line(error))
     results: list[Any] = [None] * process.world_size
     dist.all_gather_object(results, result, group=process.group)
     return next((each for each in results if isinstance(each, Failure)), results)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.collectives import all_gather_slices
 from trainstep.parallel.process import check_ranks_agree, resolve_group
 from trainstep.parallel.sharding import boundary, checkpoint
@@ -66,6 +66,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
+        UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
     """
 
     def __init__(
@@ -304,7 +305,7 @@ def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch
         raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
     for name, inner in module.named_modules():
         if isinstance(inner, nn.RNNBase):
-            raise UsageError(
+            raise UnsupportedError(
                 f"{name or 'the module'} is an nn.{type(inner).__name__}, which keeps a list of its parameters beside "
                 "them and cannot be sharded; use DistributedDataParallel"
             )

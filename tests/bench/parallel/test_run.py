@@ -3,12 +3,14 @@
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
 from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
-from trainstep.workload import builtin_source
+from trainstep.workload import Workload, WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")
@@ -78,3 +80,63 @@ def test_a_scheme_that_trains_something_else_shows_no_speed(two):
     assert "step_ms" not in values
     assert "allowed" in reason
     assert fine == "ok"
+
+
+class _Unlike(nn.Module):
+    """Dropout, and a parameter that nothing uses."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.first, self.middle, self.dropout = nn.Linear(8, 8), middle, nn.Dropout(0.4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        inner = self.middle(self.first(x))
+        return self.dropout(inner[0] if isinstance(inner, tuple) else inner)
+
+
+def _unlike(step, make):
+    torch.manual_seed(step.seed)
+
+    def optimizer(parameters):
+        matrices, others = [], []
+        for parameter in parameters:
+            (matrices if parameter.dim() > 1 else others).append(parameter)
+        groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4, 8))
+    return Workload(
+        module=_Unlike(make()),
+        batches=torch.utils.data.DataLoader(data, batch_size=4, shuffle=True),  # three batches: a second epoch begins
+        loss=lambda out, batch: out.square().mean(),
+        optimizer=optimizer,
+    )
+
+
+def _own(process, schemes, make):
+    source = WorkloadSource("unlike", lambda step: _unlike(step, make))
+    cases = [ParallelCase(source, StepConfig(device="cpu"), scheme, warmup=1, steps=1) for scheme in schemes]
+    return [(row.case["scheme"], row.status, row.reason) for row in run_cases(cases, process)]
+
+
+def _linear():
+    return nn.Linear(8, 8)
+
+
+def _lstm():
+    return nn.LSTM(8, 8, batch_first=True)
+
+
+@pytest.mark.distributed
+def test_a_model_with_dropout_unused_parameters_and_groups_agrees(two):
+    schemes = ("naive", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2")
+    rows, _ = two.run(_own, schemes, _linear)
+    assert [(scheme, status) for scheme, status, _ in rows] == [(scheme, "ok") for scheme in schemes], rows
+
+
+@pytest.mark.distributed
+def test_what_one_scheme_cannot_train_is_its_row_and_the_others_go_on(two):
+    (_, sharded, reason), (_, plain, _) = two.run(_own, ("fsdp", "naive"), _lstm)[0]
+    assert (sharded, plain) == ("unsupported", "ok")
+    assert "cannot be sharded" in reason

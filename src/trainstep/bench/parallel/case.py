@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ from trainstep.config import StepConfig
 from trainstep.parallel.process import Process
 from trainstep.report.records import Scalar
 from trainstep.training_step import TrainingStep
-from trainstep.workload import WorkloadSource
+from trainstep.workload import Workload, WorkloadSource
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ParallelCase:
     scheme: SchemeName
     warmup: int = 5
     steps: int = 10
+    allow_unused: bool = False
+    """Whether parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
 
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
@@ -38,8 +41,11 @@ class ParallelCase:
             return self.config
         return dataclasses.replace(self.config, batch=self.config.batch * world_size)
 
-    def build(self, process: Process) -> TrainingStep:
-        """The step on this rank, with its share of the batches."""
+    def build(self, process: Process, change: Callable[[Workload], Workload] | None = None) -> TrainingStep:
+        """The step on this rank, with its share of the batches; `change` may alter the workload before."""
         config = dataclasses.replace(self.whole(process.world_size), device=str(process.device))
         workload = part_of(self.source.build(config), process.rank, process.world_size)
-        return TrainingStep(workload, config, partial(parallelize, self.scheme, process, config))
+        if change is not None:
+            workload = change(workload)
+        scheme = partial(parallelize, self.scheme, process, config, allow_unused=self.allow_unused)
+        return TrainingStep(workload, config, scheme)

@@ -3,19 +3,25 @@
 The one process takes the ranks' batches one after another and adds up their gradients. What it is off by in the
 precision at hand, compared with the next wider one, is what a scheme may be off by, twice over and plus one rounding of
 that precision: the schemes sum in other orders and round elsewhere, but no more often.
+
+A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, which
+depends on the step and on whose share of the batch it is, so that a share's numbers are the same wherever it is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel.case import ParallelCase
@@ -27,7 +33,7 @@ from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import AUTOCAST_DTYPES
 from trainstep.training_step import TrainingStep, map_tensors
-from trainstep.workload import WorkloadSource
+from trainstep.workload import Workload, WorkloadSource
 
 STEPS = 5
 
@@ -45,6 +51,8 @@ class Expected:
     """How far a scheme's losses may be off."""
     update_allowed: float
     """How far its parameters may be off, relative to how far they moved."""
+    unused: bool
+    """Whether some share of a batch gave some parameter no gradient."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Comparison:
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
     """Of the model, on rank 0; 0 on others."""
+    allow_unused: bool
+    """Whether parameters may get no gradient."""
 
 
 def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
@@ -78,51 +88,53 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
     Raises:
         UsageError: one process cannot train on the whole batch.
     """
-    wanted = _expected_on_first_rank(cases[0], process)
+    wanted, allow_unused = _expected_on_first_rank(cases[0], process)
     schemes: dict[SchemeName, Agreement | Failure | None] = {}
     for case in cases:
         if case.scheme == "single":
             schemes[case.scheme] = None
             continue
-        found = attempt_on_all_ranks(functools.partial(agreement, case, wanted, process), process)
+        tried = dataclasses.replace(case, allow_unused=allow_unused)
+        found = attempt_on_all_ranks(functools.partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
     count = 0 if wanted is None else sum(value.numel() for value in wanted.parameters.values())
-    return Comparison(schemes, count)
+    return Comparison(schemes, count, allow_unused)
 
 
-def _expected_on_first_rank(case: ParallelCase, process: Process) -> Expected | None:
-    """What one process arrives at, on rank 0; None elsewhere."""
+def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | None, bool]:
+    """What one process arrives at, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
     found: Expected | Failure | None = None
     if process.rank == 0:
         found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
-    failure = [found if isinstance(found, Failure) else None]
-    dist.broadcast_object_list(failure, group=process.group, group_src=0)
-    if failure[0] is not None:
-        raise UsageError(f"one process could not train on the whole batch, to compare with: {failure[0].reason}")
+    known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.unused]
+    dist.broadcast_object_list(known, group=process.group, group_src=0)
+    if isinstance(known[0], Failure):
+        raise UsageError(f"one process could not train on the whole batch, to compare with: {known[0].reason}")
     assert not isinstance(found, Failure), "its failure was sent to this rank too"
-    return found
+    return found, known[0]
 
 
 def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Expected:
     """Train in one process on the whole batch, in the precision at hand and in a wider one."""
     plain_config = dataclasses.replace(config, compile="off")
     wide_config = dataclasses.replace(plain_config, precision="fp32")
-    wide_losses, wide, _ = _train(source, wide_config, world_size, double=config.precision == "fp32")
-    losses, parameters, moved = _train(source, plain_config, world_size, double=False)
+    wide_losses, wide, _, _ = _train(source, wide_config, world_size, double=config.precision == "fp32")
+    losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
     own = _distance(parameters, wide) / moved
     rounding = torch.finfo(AUTOCAST_DTYPES.get(config.precision, torch.float32)).eps
     off = max(abs(a - b) for a, b in zip(losses, wide_losses, strict=True))
-    return Expected(losses, parameters, moved, 2 * off + rounding * max(map(abs, losses)), 2 * own + rounding)
+    return Expected(losses, parameters, moved, 2 * off + rounding * max(map(abs, losses)), 2 * own + rounding, unused)
 
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
     """Take `STEPS` steps on every rank and compare; rank 0 knows what is wanted, and all ranks what came of it."""
-    step = case.build(process)
+    step = case.build(process, lambda workload: _seeded(workload, process.rank, process.world_size))
     losses = []
-    for _ in range(STEPS):
-        loss = step(step.next_batch())
-        assert loss is not None, "a step has a loss"
-        losses.append(loss.double())
+    with _eager_random(case.config):
+        for _ in range(STEPS):
+            loss = step(step.next_batch())
+            assert loss is not None, "a step has a loss"
+            losses.append(loss.double())
     mean = torch.stack(losses)
     dist.all_reduce(mean, group=process.group)
     mean /= process.world_size
@@ -141,11 +153,21 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
 
 def _train(
     source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool
-) -> tuple[tuple[float, ...], dict[str, Tensor], float]:
-    workload = source.build(config)
+) -> tuple[tuple[float, ...], dict[str, Tensor], float, bool]:
+    """The losses, the parameters, how far they moved, and whether one of them got no gradient in some forward."""
+    workload = _seeded(source.build(config), 0, 1)
     if double:
         workload.module.double()
     step = TrainingStep(workload, config)
+    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    gradients = 0
+
+    def came(parameter: Tensor) -> None:
+        nonlocal gradients
+        gradients += 1
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(came)
     before = {name: value.detach().clone() for name, value in step.module.named_parameters()}
     losses = []
     for _ in range(STEPS):
@@ -154,7 +176,31 @@ def _train(
             batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)]))
     after = {name: value.detach() for name, value in step.module.named_parameters()}
-    return tuple(float(loss) for loss in losses), after, _distance(after, before)
+    unused = gradients < len(trained) * STEPS * world_size
+    return tuple(float(loss) for loss in losses), after, _distance(after, before), unused
+
+
+def _seeded(workload: Workload, first: int, stride: int) -> Workload:
+    """The workload, its n-th forward drawing from seed first + n · stride, and nothing else from what that leaves."""
+    seeds, forward = itertools.count(first, stride), workload.forward
+
+    def from_its_seed(module: nn.Module, batch: Any) -> Any:
+        devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(next(seeds))
+            return forward(module, batch)
+
+    return dataclasses.replace(workload, forward=from_its_seed)
+
+
+def _eager_random(config: StepConfig) -> AbstractContextManager[Any]:
+    """Inside, code that is compiled draws the random numbers of eager code."""
+    if config.compile == "off":
+        return nullcontext()
+    from torch._inductor import config as inductor
+
+    context: AbstractContextManager[Any] = inductor.patch(fallback_random=True)
+    return context
 
 
 def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -8,6 +8,7 @@ may be recorded by the profiler, in a run of its own, so that nothing of the pro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | No
     single_ms: float | None = None
     timed: list[ParallelCase] = []
     rows: dict[ParallelCase, Record] = {}  # on rank 0
-    for case in cases:
+    for case in [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]:
         result = _measured(case, comparison.schemes[case.scheme], process)
         if isinstance(result, Timed):
             timed.append(case)

@@ -7,7 +7,7 @@ What a rank then holds of parameters, gradients and optimizer state is read in o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,35 @@ _DDP: dict[str, tuple[float, bool]] = {"naive": (0, False), "flat": (math.inf, F
 
 
 def parallelize(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
+    name: SchemeName,
+    process: Process,
+    config: StepConfig,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    allow_unused: bool = False,
 ) -> Replica:
-    """The module and its optimizer on this rank, under a scheme."""
+    """The module and its optimizer on this rank, under a scheme; `allow_unused` as for `DistributedDataParallel`."""
     if name == "single":
         return alone(module, make_optimizer)
     if "fsdp" in name:
         check_shardable(config)
-    return _BUILDERS.get(name, _ddp)(name, process, config, module, make_optimizer)
+    if name == "torch-fsdp2":
+        return _torch_fsdp2(process, config, module, make_optimizer)
+    if name in ("fsdp", "fsdp-collectives"):
+        transport: TransportName = "collectives" if name == "fsdp-collectives" else "auto"
+        return fully_sharded(process, config, module, make_optimizer, transport=transport)
+    if name in ("torch-ddp", "torch-zero"):
+        wrapper = _torch_wrapper(process, module, allow_unused)
+        optimizer = make_optimizer(module.parameters())
+        return Replica(wrapper, _torch_zero(process, optimizer) if name == "torch-zero" else optimizer)
+    if name.startswith("sharded-optimizer"):
+        bucket_mb = float(name.removeprefix("sharded-optimizer").removeprefix("-") or 25)
+        return sharded_optimizer(process, module, make_optimizer, bucket_mb=bucket_mb, allow_unused=allow_unused)
+    bucket_mb, overlap = _DDP.get(name) or (float(name.removeprefix("bucketed-")), True)
+    return data_parallel(
+        process, module, make_optimizer, bucket_mb=bucket_mb, overlap=overlap, allow_unused=allow_unused
+    )
 
 
 def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -66,56 +87,24 @@ def local_state(replica: Replica) -> list[Tensor]:
     return list(optimizer_state_tensors(own))
 
 
-def _ddp(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    bucket_mb, overlap = _DDP.get(name) or (float(name.removeprefix("bucketed-")), True)
-    return data_parallel(process, module, make_optimizer, bucket_mb=bucket_mb, overlap=overlap)
+def _torch_zero(process: Process, undivided: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Its parameter groups keep their own options."""
+    groups, options = recipe(undivided)
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(undivided), process_group=process.group, **options)
 
 
-def _sharded_optimizer(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    bucket_mb = float(name.removeprefix("sharded-optimizer").removeprefix("-") or 25)
-    return sharded_optimizer(process, module, make_optimizer, bucket_mb=bucket_mb)
-
-
-def _fsdp(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    transport: TransportName = "collectives" if name == "fsdp-collectives" else "auto"
-    return fully_sharded(process, config, module, make_optimizer, transport=transport)
-
-
-def _torch_ddp(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    wrapper = _torch_wrapper(process, module)
-    return Replica(wrapper, make_optimizer(module.parameters()))
-
-
-def _torch_zero(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    wrapper = _torch_wrapper(process, module)
-    undivided = make_optimizer(module.parameters())
-    _, options = recipe(undivided)
-    optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), optimizer_class=type(undivided), process_group=process.group, **options
-    )
-    return Replica(wrapper, optimizer)
-
-
-def _torch_wrapper(process: Process, module: nn.Module) -> nn.Module:
+def _torch_wrapper(process: Process, module: nn.Module, allow_unused: bool) -> nn.Module:
     devices = [process.device.index] if process.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(
-        module, device_ids=devices, process_group=process.group, gradient_as_bucket_view=True
+        module,
+        device_ids=devices,
+        process_group=process.group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=allow_unused,
     )
 
 
-def _torch_fsdp2(
-    name: SchemeName, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
+def _torch_fsdp2(process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
     """Per block, parameters gathered in the compute dtype, gradients reduced in float32."""
     dtype = AUTOCAST_DTYPES.get(config.precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
@@ -125,16 +114,3 @@ def _torch_fsdp2(
     wrapped = fully_shard(module, mesh=mesh, mp_policy=policy)
     assert isinstance(wrapped, FSDPModule)
     return Replica(module, make_optimizer(module.parameters()))
-
-
-_Builder = Callable[[SchemeName, Process, StepConfig, nn.Module, MakeOptimizer], Replica]
-
-_BUILDERS: dict[str, _Builder] = {
-    "sharded-optimizer": _sharded_optimizer,
-    "sharded-optimizer-1000": _sharded_optimizer,
-    "fsdp": _fsdp,
-    "fsdp-collectives": _fsdp,
-    "torch-ddp": _torch_ddp,
-    "torch-zero": _torch_zero,
-    "torch-fsdp2": _torch_fsdp2,
-}

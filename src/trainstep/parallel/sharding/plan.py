@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from trainstep.blocks import find_blocks
+from trainstep.blocks import find_blocks, is_called
 from trainstep.errors import UsageError
 
 
@@ -66,7 +66,7 @@ def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> l
 
 def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Module]:
     if chosen is None:
-        return {block for block in find_blocks(root) if _is_called(block)}
+        return set(find_blocks(root))
     inside = {module: name for name, module in root.named_modules()}
     chosen = list(chosen)
     for module in chosen:
@@ -75,17 +75,12 @@ def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Modu
                 f"groups has a {type(module).__name__} that is not part of the module; "
                 "give modules found by module.modules()"
             )
-        if not _is_called(module):
+        if not is_called(module):
             raise UsageError(
                 f"groups has {inside[module] or 'the module itself'}, a {type(module).__name__}, which is never "
                 "called; give the modules inside it"
             )
     return set(chosen)
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a `forward`, as ModuleList and ParameterList have not."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -99,10 +94,10 @@ def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module
         if module in chosen:
             unit, whole = module, True
         elif not whole:
-            if _is_called(module):
+            if is_called(module):
                 unit = module
             whole = not (
-                module is root or module in around_chosen or isinstance(module, nn.Sequential) or not _is_called(module)
+                module is root or module in around_chosen or isinstance(module, nn.Sequential) or not is_called(module)
             )
         units[module] = unit
         for child in module.children():
