@@ -139,7 +139,7 @@ class TrainingStep:
         losses = []
         for number, part in enumerate(parts, start=1):
             with self.replica.no_sync() if number < len(parts) else nullcontext():
-                loss = self._loss_of(part, no_phases) / len(parts)
+                loss = _checked(self._loss_of(part, no_phases)) / len(parts)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         if self.replica.finish_gradient_synchronization is not None:
@@ -195,11 +195,10 @@ class TrainingStep:
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
-        _check_loss(loss)
         return loss
 
     def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
-        loss = self._loss_of(batch, phase)
+        loss = _checked(self._loss_of(batch, phase))
         with phase("backward"):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
@@ -213,18 +212,20 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def _check_loss(loss: object) -> None:
+def _checked(loss: Any) -> Tensor:
+    """The loss, if it is one that can be trained on."""
     if not isinstance(loss, Tensor):
         raise UsageError(f"the workload's loss returned a {type(loss).__name__}; expected a tensor of one element")
     if loss.numel() != 1:
         raise UsageError(
             f"the workload's loss returned a tensor of shape {tuple(loss.shape)}; expected one element, as its mean"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    if not loss.requires_grad:
         raise UsageError(
             "the workload's loss depends on no parameter that takes a gradient: its graph was detached, or all "
             "parameters are frozen"
         )
+    return loss
 
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:

@@ -44,6 +44,13 @@ def test_one_kernel_is_left_alone():
     assert formula_findings([]) == []
 
 
+def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():
+    unfused = [*WRITTEN_OUT[:4], kernel("blocks.*.attention", "aten::_scaled_dot_product_attention_math", 0.001)]
+    (said,) = [finding.sentence for finding in formula_findings(unfused)]
+    assert "In blocks.*.attention, scaled_dot_product_attention runs in its math form" in said
+    assert "written out" not in said
+
+
 def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
     ours = [*WRITTEN_OUT, Record("attention piece", CASE | {"phase": "forward", "piece": "softmax"})]
     assert [finding.sentence[:13] for finding in formula_findings(ours)] == ["Cross-entropy"]

@@ -83,16 +83,18 @@ def test_a_scheme_that_trains_something_else_shows_no_speed(two):
 
 
 class _Unlike(nn.Module):
-    """Dropout, and a parameter that nothing uses."""
+    """Dropout, a tied parameter, and one that nothing uses."""
 
     def __init__(self, middle):
         super().__init__()
         self.first, self.middle, self.dropout = nn.Linear(8, 8), middle, nn.Dropout(0.4)
         self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
 
     def forward(self, x):
         inner = self.middle(self.first(x))
-        return self.dropout(inner[0] if isinstance(inner, tuple) else inner)
+        return self.last(self.dropout(inner[0] if isinstance(inner, tuple) else inner))
 
 
 def _unlike(step, make):

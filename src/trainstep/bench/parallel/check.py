@@ -138,14 +138,15 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
     mean = torch.stack(losses)
     dist.all_reduce(mean, group=process.group)
     mean /= process.world_size
-    square = 0.0
+    squares: dict[str, float] = {}
     for name, value in full_parameters(step.replica, step.module):
-        if wanted is not None:
-            square += float((value.double() - wanted.parameters[name].double()).square().sum())
+        if wanted is not None and name in wanted.parameters:  # a tied parameter may come once more, by another name
+            squares[name] = float((value.double() - wanted.parameters[name].double()).square().sum())
     result: list[Agreement | None] = [None]
     if wanted is not None:
         off = max(abs(a - b) for a, b in zip(mean.tolist(), wanted.losses, strict=True))
-        result = [Agreement(off, math.sqrt(square) / wanted.moved, wanted.loss_allowed, wanted.update_allowed)]
+        total = sum(squares.get(name, math.inf) for name in wanted.parameters)
+        result = [Agreement(off, math.sqrt(total) / wanted.moved, wanted.loss_allowed, wanted.update_allowed)]
     dist.broadcast_object_list(result, group=process.group, group_src=0)
     assert result[0] is not None, "rank 0 knows what is wanted"
     return result[0]
