@@ -289,3 +289,19 @@ def test_too_little_data(tmp_path):
     found = trainstep("bench", "step", "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "out"))
     assert found.returncode == 2
     assert "the data has 5 tokens, but one sequence needs context + 1 = 513" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "step", "--size", "small"],
+        ["dtypes", "--size", "small"],
+        ["analyze", "--size", "small"],
+        ["analyze", "--num-layers", "2"],
+    ],
+)
+def test_a_workload_has_its_own_model_and_takes_no_other(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--workload", "examples.own_model:workload"])
+    assert exit_.value.code == 2
+    assert "--workload brings its own model" in capsys.readouterr().err

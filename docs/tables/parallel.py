@@ -24,7 +24,7 @@ def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
         *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "communication", "optimizer")),
         value_column("collectives", "collectives"),
         value_column("sent by a rank (GiB)", "sent_gib"),
-        value_column("must be sent", "sent_floor_gib"),
+        value_column("by plan (GiB)", "sent_floor_gib"),
         value_column("parameters off by (of their movement)", "update_error"),
         value_column("allowed", "update_allowed"),
     )

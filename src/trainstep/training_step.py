@@ -259,6 +259,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors that `map_tensors` changes."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, collect)
+    return found
+
+
 def _forever(workload: Workload) -> Iterator[Any]:
     while True:
         empty = True

@@ -52,6 +52,22 @@ def test_phases_of_a_cpu_step_have_the_peaks_that_arithmetic_gives():
     assert peaks.after == {"forward": resident + y_bytes, "backward": resident + y_bytes + gradient_bytes}
 
 
+def test_what_nobody_named_and_outlives_the_step_was_at_rest():
+    """An optimizer around other optimizers shows no state of its own; a temporary made elsewhere is not at rest."""
+    hidden = torch.zeros(MIB)
+
+    def step(phase):
+        with phase("forward"):
+            made = torch.ones(2 * MIB)
+        with phase("optimizer"):
+            hidden.mul_(0.9).add_(made[:MIB])
+
+    peaks = step_memory(step, torch.device("cpu"), [])
+    assert peaks.before == 4 * MIB
+    assert peaks.by_phase == {"forward": 12 * MIB, "optimizer": 12 * MIB}
+    assert peaks.peak == 12 * MIB
+
+
 def test_parameters_tied_are_counted_once():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight

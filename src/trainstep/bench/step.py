@@ -26,7 +26,7 @@ from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.plan.flops import step_flops
 from trainstep.report.records import Record, Scalar
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, tensors_of
 from trainstep.workload import WorkloadSource, resolve_device
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
@@ -181,7 +181,8 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
     """The peaks of one more step; None for compiled code on a CPU, whose allocations cannot be followed."""
     if step.device.type == "cpu" and step.config.compile != "off":
         return None
-    resident = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
+    kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
+    resident = [*kept, *tensors_of(batch)]
     return step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
 
 

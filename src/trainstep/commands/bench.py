@@ -16,6 +16,7 @@ from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode, resolve_size
+from trainstep.errors import UsageError
 
 StepGrid: Any = grid_of(StepConfig)
 AttentionGrid: Any = grid_of(AttentionCase)
@@ -26,8 +27,8 @@ CollectiveGrid: Any = grid_of(collective_cases.CollectiveCase)
 class BenchStep(Common):
     """Time forward, loss, backward and optimizer over a grid: every flag with commas is an axis."""
 
-    size: commas(str) = ("tiny",)  # type: ignore[valid-type]
-    """Named sizes (tiny, small, medium, large, xl, 2.7B, 10B) or .toml files with a [model] table."""
+    size: commas(str) = ()  # type: ignore[valid-type]
+    """Named sizes (tiny, small, medium, large, xl, 2.7B, 10B) or .toml files with a [model] table; by default tiny."""
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
@@ -51,8 +52,10 @@ class BenchStep(Common):
         from trainstep.workload import builtin_source, factory_source
 
         if self.workload is None:
-            models = [(name, resolve_size(name)) for name in self.size]
+            models = [(name, resolve_size(name)) for name in self.size or ("tiny",)]
             sources = [builtin_source(short_name(name), model, self.data) for name, model in models]
+        elif self.size or self.data is not None:
+            raise UsageError("--workload brings its own model and data; leave out --size and --data")
         else:
             sources = [factory_source(self.workload)]
         axes = {each.name: getattr(self.grid, each.name) for each in dataclasses.fields(StepGrid)}

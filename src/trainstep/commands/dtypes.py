@@ -21,8 +21,8 @@ class Dtypes(Common):
 
     accumulation: FlagCreatePairsOff[bool] = False
     """Instead, add 0.01 a thousand times in four mixtures of fp32 and fp16, and say why the sums differ."""
-    size: str = "tiny"
-    """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table."""
+    size: str | None = None
+    """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table; by default tiny."""
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
@@ -41,11 +41,12 @@ class Dtypes(Common):
         if self.accumulation:
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
         if self.workload is not None:
-            if self.data is not None:
-                raise UsageError("--workload brings its own model and data; leave out --data")
+            if self.size is not None or self.data is not None:
+                raise UsageError("--workload brings its own model and data; leave out --size and --data")
             source = factory_source(self.workload)
         else:
-            source = builtin_source(short_name(self.size), resolve_size(self.size), self.data)
+            size = self.size or "tiny"
+            source = builtin_source(short_name(size), resolve_size(size), self.data)
         axes = {each.name: getattr(self.grid, each.name) for each in dataclasses.fields(StepGrid)}
         configs = [StepConfig(**values) for values in expand(axes)]
         return run_and_report(dtype_records(source, configs), self.out, f"dtypes of {source.name}")

@@ -90,6 +90,8 @@ class OneModel(BuiltinModel):
         if self.workload is not None:
             if self.size is not None or self.data is not None:
                 raise UsageError("--workload brings its own model and data; leave out --size and --data")
+            if changed := _changed(self.model, preset(None, self.config)[0]):
+                raise UsageError(f"--workload brings its own model; leave out --{changed[0].replace('_', '-')}")
             return factory_source(self.workload)
         return builtin_source(self.model_name(), self.model.checked(), self.data)
 

@@ -2,7 +2,9 @@
 
 The GPU figure is `max_memory_allocated`: bytes in live tensors, not what the allocator keeps cached. The CPU has no
 such counter, so an untimed step is run under a dispatch mode that follows each storage from the operator that made it
-to its release. Compiled code on a CPU allocates outside the dispatcher; its peak is unknown, and said to be.
+to its release. A tensor that an operator is given and none has made was there before, such as state that an optimizer
+keeps out of sight; if it outlives the step it counts as at rest. Compiled code on a CPU allocates outside the
+dispatcher; its peak is unknown, and said to be.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.phases import PhaseContext
 
@@ -80,7 +83,13 @@ def _cpu_memory(step: Callable[[PhaseContext], object], resident: Iterable[Tenso
 
     with live:
         step(phase)
-    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
+    found = live.found_bytes
+    by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
+    return MemoryPeaks(before + found, max(by_phase.values()), by_phase, after)
+
+
+_TAKES_WHAT_PYTHON_MADE = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
+"""`torch.tensor` hands its new tensor to these."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -91,19 +100,29 @@ class LiveStorages(TorchDispatchMode):
         self.bytes = 0
         self.peak = 0
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, None] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         for tensor in resident:
             self._follow(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _TAKES_WHAT_PYTHON_MADE:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and (storage := value.untyped_storage()) not in self._known:
+                    self._found[storage] = storage.nbytes()
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor):
                 self._follow(value)
         return result
 
+    @property
+    def found_bytes(self) -> int:
+        """Bytes of storages, alive now, that operators were given though none had made them; not in `bytes`."""
+        return sum(self._found.values())
+
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._known or storage in self._found:
             return
         self._known[storage] = None
         size = storage.nbytes()

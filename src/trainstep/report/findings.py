@@ -159,9 +159,9 @@ def _memory(records: Sequence[Record]) -> list[Finding]:
     known = [name for name in PHASE_NAMES if values.get(f"{name}_peak_gib") is not None]
     phase = max(known, key=lambda name: numeric(values[f"{name}_peak_gib"]))
     share = (peak - rest) / peak
+    ours = "a fused attention, a chunked loss, " if step.case.get("batch") is not None else ""  # flags of our models
     advice = (
-        "activations and temporaries own most of it, so a fused attention, a chunked loss, activation checkpointing or "
-        "a smaller batch shrink it"
+        f"activations and temporaries own most of it, so {ours}activation checkpointing or a smaller batch shrink it"
         if share > 0.5
         else "weights and optimizer state own most of it, so sharding or a smaller optimizer state shrink it"
     )
@@ -169,7 +169,7 @@ def _memory(records: Sequence[Record]) -> list[Finding]:
         Finding(
             "memory",
             f"Memory peaks in {phase} at {in_gib(peak)}; {in_gib(rest)} of that is there before the step "
-            f"(weights and optimizer state), {share:.0%} comes and goes with it: {advice}.",
+            f"(weights, optimizer state and the batch), {share:.0%} comes and goes with it: {advice}.",
         )
     ]
 

@@ -20,7 +20,7 @@ PARALLEL_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("tokens/s", "tokens_per_s"),
             value_column("collectives", "collectives"),
             value_column("sent (GiB)", "sent_gib"),
-            value_column("must be sent (GiB)", "sent_floor_gib"),
+            value_column("sent by plan (GiB)", "sent_floor_gib"),
             *(
                 column
                 for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
