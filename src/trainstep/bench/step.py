@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.bench.grid import expand
 from trainstep.bench.outcome import Failure, attempt
@@ -20,6 +19,7 @@ from trainstep.config import Precision, StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.measure.environment import describe, device_name, gpu_state
+from trainstep.measure.flop_count import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
 from trainstep.measure.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.measure.stats import summarize
@@ -197,11 +197,11 @@ def count_tokens(batch: Any) -> int | None:
 def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode) -> int | None:
     if source.model is not None:
         return step_flops(source.model, step.config.batch, step.config.context, mode)
-    if step.config.compile != "off":
-        return None  # compiled code hides its operators from the counter
-    with FlopCounterMode(display=False) as counter:
+    if step.config.compile != "off" or step.config.checkpointing != "none":
+        return None  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
+    with counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
-    return counter.get_total_flops() or None
+    return count() or None
 
 
 def timing_values(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Scalar]:
