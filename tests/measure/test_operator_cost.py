@@ -15,6 +15,9 @@ def tensors(*pairs, scalars=(), counts=None):
 
 QKV = [((2, 3, 16, 8), H)] * 3
 Q_BYTES = 2 * 3 * 16 * 8 * 2
+STRIDED = ("", "", "", "[1, 1]", "[2, 2]", "[1, 1]", "1")
+BOTH = ("", "", "", "[0]", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1", "[True, True, False]")
+FIRST = (*BOTH[:-1], "[False, True, False]")
 FORWARD = 4 * 2 * 3 * 16 * 16 * 8
 
 
@@ -25,6 +28,12 @@ FORWARD = 4 * 2 * 3 * 16 * 16 * 8
         ("aten::mm", tensors(((8, 4), H), ((4, 2), H), ((8, 2), H)), 128, 2 * (32 + 8 + 16)),
         ("aten::bmm", tensors(((3, 8, 4), F), ((3, 4, 2), F)), 384, 3 * 4 * (32 + 8 + 16)),
         ("aten::addmm", tensors(((2,), F), ((8, 4), F), ((4, 2), F)), 128, 4 * (2 + 32 + 8 + 16)),
+        ("aten::mkldnn_convolution", tensors(((2, 4, 9, 9), F), ((6, 4, 3, 3), F), scalars=STRIDED),
+         2 * 2 * 6 * 5 * 5 * 4 * 9, 4 * (2 * 4 * 81 + 6 * 36 + 2 * 6 * 25)),
+        ("aten::convolution_backward", tensors(((2, 6, 5, 5), F), ((2, 4, 9, 9), F), ((6, 4, 3, 3), F), scalars=BOTH),
+         2 * 2 * 2 * 6 * 5 * 5 * 4 * 9, 4 * (2 * 6 * 25 + 2 * (2 * 4 * 81 + 6 * 36))),
+        ("aten::convolution_backward", tensors(((2, 6, 5, 5), F), ((2, 4, 9, 9), F), ((6, 4, 3, 3), F), scalars=FIRST),
+         2 * 2 * 6 * 5 * 5 * 4 * 9, 4 * (2 * 6 * 25 + 2 * 4 * 81 + 2 * 6 * 36)),
         ("aten::_softmax", tensors(((4, 10), F)), 200, 320),
         ("aten::_softmax_backward_data", tensors(((4, 10), F), ((4, 10), F)), 160, 480),
         ("aten::mul", tensors(((4, 10), F), ((10,), F)), 40, 160 + 40 + 160),

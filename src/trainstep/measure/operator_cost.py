@@ -1,12 +1,13 @@
 """FLOPs and bytes of an operator call, from the shapes and dtypes that the profiler recorded.
 
 FLOPs are those that the operator executes. A multiply-add counts as 2; a matrix product of (m × k) with (k × n) is
-2·m·k·n; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes the scores again), half of it
-when causal; softmax is 5 per element forward (maximum, difference, exponential, sum, quotient) and 4 backward; other
-operators on elements are 1 per element. Bytes are the least that must move between memory and the device: every tensor
-argument read once, every result written once, no score matrix for fused attention. Lists of tensors whose shapes the
-profiler leaves out are taken for the optimizer's, as long as all of its parameters are in one list. What is not in
-these tables is not counted, and the share of time that is counted is told.
+2·m·k·n; a convolution is that of each result with the weights it is made from, and its backward as much for each of
+the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes the scores
+again), half of it when causal; softmax is 5 per element forward (maximum, difference, exponential, sum, quotient) and
+4 backward; other operators on elements are 1 per element. Bytes are the least that must move between memory and the
+device: every tensor argument read once, every result written once, no score matrix for fused attention. Lists of
+tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of its parameters are in
+one list. What is not in these tables is not counted, and the share of time that is counted is told.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 COUNTED = (
-    "FLOPs of matrix products, fused attention (causal as half, backward as 2.5 forwards), softmax (5 per element "
-    "forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and every "
+    "FLOPs of matrix products, convolutions, fused attention (causal as half, backward as 2.5 forwards), softmax (5 "
+    "per element forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and every "
     "result written once"
 )
 """One line for tables."""
@@ -75,6 +76,7 @@ _ATTENTION = {
 }
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Operator → index of the product's left side."""
+_CONVOLUTIONS = ("aten::mkldnn_convolution", "aten::cudnn_convolution")
 _SOFTMAX = {
     "aten::_softmax": 5,
     "aten::_log_softmax": 5,
@@ -115,6 +117,10 @@ def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LIS
         return _product(tensors, sizes, _PRODUCTS[name])
     if name in _ATTENTION:
         return _attention(tensors, sizes, _ATTENTION[name])
+    if name in _CONVOLUTIONS:
+        return _convolution(tensors, sizes)
+    if name == "aten::convolution_backward":
+        return _convolution_backward(tensors, sizes)
     if name in _SOFTMAX:
         elements = math.prod(tensors.shapes[0])
         return Cost(_SOFTMAX[name] * elements, sum(sizes) + sizes[0])
@@ -159,6 +165,38 @@ def _product(tensors: Tensors, sizes: list[int], left: int) -> Cost | None:
     result = math.prod(a[:-1]) * b[-1]
     width = sizes[left] // max(1, math.prod(a))
     return Cost(2.0 * result * a[-1], sum(sizes[: left + 2]) + result * width)
+
+
+def _convolution(tensors: Tensors, sizes: list[int]) -> Cost | None:
+    """Of (batch, channels, *space) with (results, channels per group, *window)."""
+    lists = [_integers(text) for text in tensors.scalars if text.startswith("[")]
+    if len(tensors.shapes) < 2 or len(lists) < 3:
+        return None
+    (batch, _, *space), (channels, *window) = tensors.shapes[:2]
+    padding, stride, dilation = ((each * len(space))[: len(space)] for each in lists[:3])
+    if len(padding) != len(space) or len(window) != len(space) + 1:
+        return None
+    result = batch * channels
+    for size, pad, step, apart, reach in zip(space, padding, stride, dilation, window[1:], strict=True):
+        result *= (size + 2 * pad - apart * (reach - 1) - 1) // step + 1
+    return Cost(
+        2.0 * result * math.prod(window), sum(sizes) + result * (sizes[0] // max(1, math.prod(tensors.shapes[0])))
+    )
+
+
+def _convolution_backward(tensors: Tensors, sizes: list[int]) -> Cost | None:
+    """Of the result's gradient, the input and the weight; the last argument says which of their gradients are made."""
+    transposed = "True" in tensors.scalars  # the only truth outside of a list
+    if len(tensors.shapes) < 3 or transposed or not tensors.scalars[-1:]:
+        return None
+    wanted = tensors.scalars[-1].strip("[]").split(", ")[:2]
+    gradient, _, weight = tensors.shapes[:3]
+    written = sum(size for size, made in zip(sizes[1:3], wanted, strict=False) if made == "True")
+    return Cost(2.0 * math.prod(gradient) * math.prod(weight[1:]) * wanted.count("True"), sum(sizes) + written)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(word) for word in text.strip("[]").split(",") if word.strip().isdigit()]
 
 
 def _attention(tensors: Tensors, sizes: list[int], at: _Attention) -> Cost | None:
