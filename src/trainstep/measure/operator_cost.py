@@ -24,8 +24,8 @@ ELEMENT_BYTES = {
 
 COUNTED = (
     "FLOPs of matrix products, convolutions, fused attention (causal as half, backward as 2.5 forwards), softmax (5 "
-    "per element forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and every "
-    "result written once"
+    "per element forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and "
+    "every result written once"
 )
 """One line for tables."""
 
