@@ -333,6 +333,15 @@ def without(): return make(attend=False)
 """
 
 
+def test_a_factory_may_import_its_neighbours_when_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    write_module(tmp_path, monkeypatch, "user_neighbour", USER_MODEL)
+    write_module(
+        tmp_path, monkeypatch, "user_lazy", "def make():\n    import user_neighbour\n    return user_neighbour.make()"
+    )
+    assert factory_source("user_lazy:make").build(StepConfig()).module is not None
+
+
 def test_a_users_attention_is_replaced_and_put_back(tmp_path, monkeypatch):
     write_module(tmp_path, monkeypatch, "user_attention", USER_MODEL)
     original = nn.functional.scaled_dot_product_attention

@@ -152,13 +152,12 @@ def factory_source(spec: str) -> WorkloadSource:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"--workload is {spec!r}; expected package.module:factory, such as my_project.train:workload")
-    sys.path.insert(0, str(Path.cwd()))
+    if str(Path.cwd()) not in sys.path[:1]:
+        sys.path.insert(0, str(Path.cwd()))  # to stay, for what the factory itself imports when it is called
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:
         raise UsageError(f"--workload {spec}: importing it failed: {_last_line(error)}") from error
-    finally:
-        sys.path.pop(0)
     if not callable(factory):
         raise UsageError(f"--workload {spec}: {attribute} is a {type(factory).__name__}, expected a function")
     return WorkloadSource(spec, functools.partial(_build_from_factory, spec, factory))

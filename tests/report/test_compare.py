@@ -72,6 +72,17 @@ def test_the_table_has_the_settings_that_differ():
     assert [row[-1] for row in table.rows] == ["faster", "slower"]
 
 
+def test_grids_that_differ_in_one_column_are_told_which():
+    def grid(workload):
+        rows = [step(100.0), step(50.0, precision="bf16")]
+        return [replace(row, case={**row.case, "workload": workload}) for row in rows]
+
+    old, new = grid("slow"), grid("fast")
+    with pytest.raises(UsageError, match="they differ in workload: --across workload compares them"):
+        compare(old, new)
+    assert len(compare(old, new, across=["workload"])) == 2
+
+
 def test_across_a_setting_two_files_may_differ():
     old, new = [step(100.0)], [step(50.0, precision="bf16", seed=1)]
     with pytest.raises(UsageError, match="they differ in precision: --across precision compares them"):

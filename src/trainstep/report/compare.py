@@ -88,13 +88,15 @@ def _cases(records: Sequence[Record], across: Collection[str]) -> dict[CaseKey, 
 
 
 def _differing(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
-    """The columns in which a single case of each file differ, where they are of one kind."""
-    both = [[dict(key) for key in _passes(records)] for records in (old, new)]
-    pairs = [(a, b) for a in both[0] for b in both[1] if a["kind"] == b["kind"]]
-    if len(pairs) != 1:
-        return []
-    ((a, b),) = pairs
-    return [name for name in a if a[name] != b.get(name)]
+    """The columns that have one value in each file, and another in the other, if leaving them out makes cases match."""
+    before, after = ([dict(key) for key in _passes(records)] for records in (old, new))
+    values = {name: ({case.get(name) for case in before}, {case.get(name) for case in after}) for name in ACROSS}
+    apart = [name for name, (a, b) in values.items() if len(a) == len(b) == 1 and a != b]
+
+    def rest(cases: Sequence[Mapping[str, Scalar]]) -> set[CaseKey]:
+        return {tuple((name, value) for name, value in case.items() if name not in apart) for case in cases}
+
+    return apart if rest(before) & rest(after) else []
 
 
 def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:

@@ -105,6 +105,8 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         UsageError: no such file, or a line that is no record (the message names the line).
     """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
