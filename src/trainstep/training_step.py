@@ -162,11 +162,9 @@ class TrainingStep:
         """Unscale the gradients; if one is infinite and a smaller scale is left to try, adopt it and say so."""
         scale = scaler.get_scale()
         scaler.unscale_(self.optimizer)
-        finite = all(
-            bool(parameter.grad.isfinite().all())
-            for parameter in self.module.parameters()
-            if parameter.grad is not None
-        )
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
+        finite = all(bool(each.isfinite().all()) for each in values)
         if finite or scale <= 1:
             return False
         scaler.update(scale / 2)

@@ -168,3 +168,12 @@ def test_a_reference_that_is_not_finite():
     source = source_of(lambda: nn.Linear(32, 32), scale=lambda step: math.nan)
     with pytest.raises(UsageError, match=r"in fp32, the loss of the first batch is nan"):
         GradientCheck(source).check(build_step(source, PLAIN))
+
+
+def test_sparse_gradients_are_compared():
+    module = nn.Embedding(10, 4, sparse=True)
+    module(torch.tensor([1, 1, 3])).square().sum().backward()
+    reference = Gradients(1.0, {"weight": module.weight.grad.to_dense()})
+    assert compare_gradients(reference, 1.0, module).gradient == 0
+    module.weight.grad = 1.1 * module.weight.grad
+    assert compare_gradients(reference, 1.0, module).gradient == pytest.approx(0.1, rel=1e-3)

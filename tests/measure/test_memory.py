@@ -68,6 +68,19 @@ def test_what_nobody_named_and_outlives_the_step_was_at_rest():
     assert peaks.peak == 12 * MIB
 
 
+def test_a_sparse_gradient_is_its_indices_and_values():
+    weight = nn.Parameter(torch.zeros(1000, 64))
+    ids = torch.arange(16)
+
+    def step(phase):
+        with phase("backward"):
+            nn.functional.embedding(ids, weight, sparse=True).backward(torch.ones(16, 64))
+
+    peaks = step_memory(step, torch.device("cpu"), [weight, ids])
+    assert weight.grad.layout == torch.sparse_coo
+    assert peaks.after["backward"] - peaks.before == 16 * 64 * 4 + 16 * 8
+
+
 def test_parameters_tied_are_counted_once():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight

@@ -1,5 +1,8 @@
 """Each rule against records made to trigger it, and against records that must not."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from trainstep.report.findings import analysed_step, findings, recommended_flags
@@ -32,6 +35,14 @@ def said(records, topic):
 def test_the_largest_phase_is_named_with_its_share():
     sentence = said([step()], "phases")
     assert sentence.startswith("Backward dominates: 60% of the step (60.0 ms of 100 ms), then forward with 30%.")
+
+
+@pytest.mark.parametrize("broken", [None, math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_told(broken):
+    row = step()
+    diverged = replace(row, samples={"training_loss": [2.0, 9e9, broken, broken]})
+    assert said([diverged], "loss").startswith("The loss is not finite from step 3 of 4 on (m in fp32)")
+    assert said([replace(row, samples={"training_loss": [2.0, 1.0]})], "loss") == ""
 
 
 @pytest.mark.parametrize(("backward", "remarked"), [(60.0, False), (36.0, True), (360.0, True)])

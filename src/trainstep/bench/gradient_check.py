@@ -213,7 +213,7 @@ def compare_gradients(reference: Gradients, loss: float, module: nn.Module, roun
     elements = sum(gradient.numel() for gradient in reference.by_name.values())
     squares = sum(float(_norm(gradient)) ** 2 for gradient in reference.by_name.values())
     typical = math.sqrt(squares / elements) if elements else 0.0
-    own = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    own = {name: _dense(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None}
     for name in reference.by_name.keys() | own.keys():
         expected, found = reference.by_name.get(name), own.get(name)
         if expected is None or found is None:
@@ -232,13 +232,18 @@ def compare_gradients(reference: Gradients, loss: float, module: nn.Module, roun
     return Deviation(loss_error, total, worst, worst_name)
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    """An embedding's gradient may be sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
 def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.device.type == "cpu" else torch.float32)
 
 
 def _gradients_on_host(module: nn.Module) -> dict[str, Tensor]:
     return {
-        name: parameter.grad.to("cpu", torch.float32, copy=True)
+        name: _dense(parameter.grad).to("cpu", torch.float32, copy=True)
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

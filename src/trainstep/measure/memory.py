@@ -107,12 +107,12 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _TAKES_WHAT_PYTHON_MADE:
             for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and (storage := value.untyped_storage()) not in self._known:
-                    self._found[storage] = storage.nbytes()
+                for storage in storages_of(value):
+                    if storage not in self._known:
+                        self._found[storage] = storage.nbytes()
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor):
-                self._follow(value)
+            self._follow(value)
         return result
 
     @property
@@ -120,18 +120,27 @@ class LiveStorages(TorchDispatchMode):
         """Bytes of storages, alive now, that operators were given though none had made them; not in `bytes`."""
         return sum(self._found.values())
 
-    def _follow(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known or storage in self._found:
-            return
-        self._known[storage] = None
-        size = storage.nbytes()
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._release, size)
+    def _follow(self, value: object) -> None:
+        for storage in storages_of(value):
+            if storage in self._known or storage in self._found:
+                continue
+            self._known[storage] = None
+            size = storage.nbytes()
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._release, size)
 
     def _release(self, size: int) -> None:
         self.bytes -= size
+
+
+def storages_of(value: object) -> list[torch.UntypedStorage]:
+    """What a tensor's elements lie in: one storage, or those of a sparse tensor's indices and values; else none."""
+    if not isinstance(value, Tensor):
+        return []
+    if value.layout == torch.sparse_coo:
+        return [*storages_of(value._indices()), *storages_of(value._values())]
+    return [value.untyped_storage()]
 
 
 def parameter_bytes(module: nn.Module) -> int:

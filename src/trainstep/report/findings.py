@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
@@ -85,6 +86,21 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
             f"{in_ms(first['step_ms'])} → {in_ms(last['step_ms'])}, {proof}."
         )
     return [Finding("gain", sentence)]
+
+
+def _diverged(records: Sequence[Record]) -> list[Finding]:
+    """The first row whose training loss stops being a number; records have None for such a loss."""
+    for row in [*_full_steps(records), *of_kind(records, "rung")]:
+        losses = row.samples.get("training_loss", ())
+        broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
+        if broken is not None:
+            which = row.case.get("rung") or f"{row.case['workload']} in {row.case['precision']}"
+            sentence = (
+                f"The loss is not finite from step {broken} of {len(losses)} on ({which}): the steps that are timed do "
+                "not train. Look at the learning rate, the batch and the initial weights."
+            )
+            return [Finding("loss", sentence)]
+    return []
 
 
 def _dominance(records: Sequence[Record]) -> list[Finding]:
@@ -208,6 +224,7 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
 
 _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _gain,
+    _diverged,
     _dominance,
     _utilisation,
     _launch_bound,

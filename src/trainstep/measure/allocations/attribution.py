@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, is_alive
-from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.measure.memory import optimizer_state_tensors, storages_of
 from trainstep.measure.residuals import operation_name
 
 LEAVING_ACTIVATIONS = ("forward", "loss")
@@ -193,7 +193,9 @@ class StepWatch:
             self.marks.append(_Mark(self.position(), node.phase, node.module, node.operation, node.frames))
 
     def _know(self, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
-        names = {tensor.untyped_storage().data_ptr(): (owner, name) for owner, name, tensor in tensors}
+        names = {
+            storage.data_ptr(): (owner, name) for owner, name, tensor in tensors for storage in storages_of(tensor)
+        }
         self.known.append(_Known(self.position(), names))
 
     def _know_optimizer_state(self) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.allocations.attribution import StepWatch, python_frames
 from trainstep.measure.allocations.timeline import Block, Frame, Timeline
+from trainstep.measure.memory import storages_of
 
 
 def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Timeline:
@@ -72,13 +73,15 @@ class _StorageLog(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: Tensor, is_new: bool) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known or storage.nbytes() == 0:
-            return
+        for storage in storages_of(tensor):
+            if storage not in self._known and storage.nbytes() > 0:
+                self._follow_storage(storage, is_new)
+
+    def _follow_storage(self, storage: torch.UntypedStorage, is_new: bool) -> None:
         self._known[storage] = None
         self.events += is_new
         start = self.events if is_new else 0
-        frames = python_frames(2) if is_new else ()
+        frames = python_frames(3) if is_new else ()
         weakref.finalize(storage, self._release, len(self._made)).atexit = False
         self._made.append((start, storage.nbytes(), storage.data_ptr(), frames))
 
