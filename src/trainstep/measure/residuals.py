@@ -92,7 +92,8 @@ def residuals(
         packed.append(weakref.ref(each))
         return each
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each.tensor), _module_stack(module, running):
+    uncompiled = torch.compiler.disable(pack)  # or a compiled forward would compile it too, for every shape anew
+    with torch.autograd.graph.saved_tensors_hooks(uncompiled, lambda each: each.tensor), _module_stack(module, running):
         results = forward()
     holders = _holders(results)
     seen = set(known)
