@@ -256,6 +256,7 @@ def test_a_factory_in_another_dtype_or_with_another_optimizer(tmp_path, monkeypa
                  "    made = make()\n    made.module.half()\n    return made\n")  # fmt: skip
     with pytest.raises(UsageError, match=r"inner\.weight is float16; expected float32"):
         factory_source("user_half:half").build(StepConfig())
+    assert factory_source("user_half:half").build(StepConfig(precision="bf16-pure")), "it casts all weights anyway"
     with pytest.raises(UnsupportedError, match="brings its own optimizer, so --optimizer sgd"):
         factory_source("user_half:make").build(StepConfig(optimizer="sgd"))
 

@@ -183,7 +183,8 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
         raise UsageError(
             f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
         )
-    _check_float32(spec, workload.module)
+    if step.precision != "bf16-pure":
+        _check_float32(spec, workload.module)
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)
     return workload
