@@ -33,9 +33,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     packets: list[tuple[Any, Callable[[Mapping[str, Any]], int], int]] = []
     for suffix, times in (("", 1), ("_backward", 2)):
         packets += [(getattr(_ATEN, f"_scaled_dot_product_{name}{suffix}"), _attention, times) for name in _FUSED]
-        packets += [
-            (getattr(_ATEN, f"{name}{suffix}"), _recurrent, times) for name in ("mkldnn_rnn_layer", "_cudnn_rnn")
-        ]
+        packets += [(getattr(_ATEN, f"{name}{suffix}"), _recurrent, times) for name in _LAYERS]
     for suffix, times in (("forward", 1), ("backward", 2)):
         ours = getattr(torch.ops.trainstep, f"flash_attention_{suffix}", None)  # there once our kernels were used
         packets += [(ours, _attention, times)] if ours is not None else []
