@@ -13,6 +13,7 @@ PACKAGE = Path(trainstep.__file__).parent
 
 MAY_IMPORT = {
     "errors": set(),
+    "batch": set(),
     "held_folder": {"errors"},
     "config": {"errors"},
     "precision": {"config", "errors"},
@@ -25,10 +26,11 @@ MAY_IMPORT = {
     "parallel": {"blocks", "config", "errors"},
     "measure": {"config", "errors", "precision"},
     "workload": {"attention", "config", "errors", "model"},
-    "training_step": {"blocks", "checkpointing", "config", "errors", "measure", "precision", "workload"},
+    "training_step": {"batch", "blocks", "checkpointing", "config", "errors", "measure", "precision", "workload"},
     "schemes": {"config", "errors", "parallel", "precision", "training_step"},
     "bench": {
         "attention",
+        "batch",
         "blocks",
         "config",
         "errors",

@@ -5,19 +5,17 @@ All of it is applied from outside, so it works on any module; the phases are ann
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
+from trainstep.batch import map_tensors
 from trainstep.blocks import find_blocks
 from trainstep.checkpointing import apply as apply_checkpointing
 from trainstep.config import StepConfig, StepMode
@@ -229,44 +227,6 @@ def _checked(loss: Any) -> Tensor:
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     """Build the source's workload and make it ready to step."""
     return TrainingStep(source.build(config), config)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to every tensor in its tuples, lists and dicts, and in classes derived from them.
-
-    A mapping of another class (such as the `BatchEncoding` of Hugging Face) and a dataclass are shallow copies.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (MutableMapping, list)):
-        changed = copy.copy(value)  # of the same class, for what a loss reads as an attribute
-        for key in range(len(value)) if isinstance(value, list) else list(value):
-            changed[key] = map_tensors(value[key], change)
-        return changed
-    if isinstance(value, PackedSequence):
-        fields = {name: map_tensors(item, change) for name, item in value._asdict().items() if name != "batch_sizes"}
-        return value._replace(**fields)  # its batch_sizes belong on the CPU
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # a namedtuple, or plain
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(other, field.name, map_tensors(getattr(value, field.name), change))
-        return other
-    return value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors that `map_tensors` changes."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, collect)
-    return found
 
 
 def _forever(workload: Workload) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trainstep.batch import map_tensors
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns
 from trainstep.blocks import find_blocks, without_numbers
@@ -21,7 +22,7 @@ from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.report.records import Record, Scalar
-from trainstep.training_step import TrainingStep, build_step, map_tensors
+from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
 TOP = 5

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainstep.batch import tensors_of
 from trainstep.bench.grid import expand
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import Precision, StepConfig, StepMode
@@ -26,7 +27,7 @@ from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.plan.flops import step_flops
 from trainstep.report.records import Record, Scalar
-from trainstep.training_step import TrainingStep, build_step, tensors_of
+from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")

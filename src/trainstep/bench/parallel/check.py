@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainstep.batch import map_tensors
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.names import SchemeName
@@ -32,7 +33,7 @@ from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import AUTOCAST_DTYPES
-from trainstep.training_step import TrainingStep, map_tensors
+from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource
 
 STEPS = 5

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainstep.batch import map_tensors
 from trainstep.errors import UsageError
-from trainstep.training_step import map_tensors
 from trainstep.workload import Workload
 
 
