@@ -135,6 +135,11 @@ def test_tuning_needs_a_gpu(capsys):
     assert "torch finds none" in capsys.readouterr().err
 
 
+def test_tuning_refuses_what_would_measure_nothing(capsys):
+    assert main_code(["tune", "attention", "--part", "choice", "--dtype", "tf32"]) == 2
+    assert "tf32 has tiles only" in capsys.readouterr().err
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     words = ["bench", "step", "--context", "16,32,64,128,256,512", "--steps", "20", "--device", "cpu"]
     command = [sys.executable, "-m", "trainstep.cli", *words, "--out", str(tmp_path)]

@@ -14,6 +14,7 @@ PACKAGE = Path(trainstep.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "batch": set(),
+    "user_code": set(),
     "held_folder": {"errors"},
     "config": {"errors"},
     "precision": {"config", "errors"},
@@ -25,7 +26,7 @@ MAY_IMPORT = {
     "checkpointing": {"blocks", "config", "errors"},
     "parallel": {"blocks", "config", "errors"},
     "measure": {"config", "errors", "precision"},
-    "workload": {"attention", "config", "errors", "model"},
+    "workload": {"attention", "config", "errors", "model", "user_code"},
     "training_step": {"batch", "blocks", "checkpointing", "config", "errors", "measure", "precision", "workload"},
     "schemes": {"config", "errors", "parallel", "precision", "training_step"},
     "bench": {
@@ -42,6 +43,7 @@ MAY_IMPORT = {
         "report",
         "schemes",
         "training_step",
+        "user_code",
         "workload",
     },
     "train": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,15 @@ from torch import nn
 
 from trainstep.config import Precision
 from trainstep.errors import UnsupportedError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16-pure": torch.bfloat16,
+}
+"""Precision → the dtype of what is multiplied."""
 
 AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
-from trainstep.errors import UnsupportedError, UsageError, place_of
+from trainstep.errors import UnsupportedError, UsageError
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer
+from trainstep.user_code import place_of
 
 
 def call_with_first(module: nn.Module, batch: Any) -> Any:

@@ -28,10 +28,9 @@ from trainstep.measure.stats import summarize
 from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
+from trainstep.precision import DTYPES
 from trainstep.report.records import Record, Scalar
 from trainstep.workload import resolve_device
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 FLUSH_BYTES = 512 * 2**20
 """Written before each pass: several times any L2, and a tenth of a millisecond of device time."""

@@ -28,9 +28,8 @@ from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import bus_factor
+from trainstep.precision import DTYPES
 from trainstep.report.records import Record, Scalar
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainstep.bench.outcome import release_memory
+from trainstep.bench.eager_random import eager_random
 from trainstep.config import Precision, StepConfig
 from trainstep.errors import UsageError
 from trainstep.training_step import TrainingStep, build_step
@@ -58,7 +58,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a rung's loss and gradients are from the reference's, relative."""
+    """How far loss and gradients are from the reference's, relative."""
 
     loss: float
     gradient: float
@@ -108,7 +108,9 @@ class GradientCheck:
         """
         found = self._compare(step)
         if not found.is_right and step.config.compile != "off":
-            again = self._compare_with_eager_random(step.config)
+            with eager_random():
+                again = self._compare(build_step(self.source, step.config))
+            again = dataclasses.replace(again, eager_random=True)
             found = again if again.deviation.gradient < found.deviation.gradient else found
         if not found.is_right and found.deviation.loss <= found.loss_budget:
             found = dataclasses.replace(
@@ -135,15 +137,6 @@ class GradientCheck:
             deviation = compare_gradients(self.reference, loss, step.module, rounding=budget)
         step.optimizer.zero_grad(set_to_none=True)
         return Verdict(deviation, budget, budget)
-
-    def _compare_with_eager_random(self, config: StepConfig) -> Verdict:
-        from torch._inductor import config as inductor
-
-        release_memory()  # compiled code is kept by function, whatever the options it was compiled with
-        with inductor.patch(fallback_random=True):
-            found = self._compare(build_step(self.source, config))
-        release_memory()
-        return dataclasses.replace(found, eager_random=True)
 
     def _conditioned_budget(self, precision: Precision) -> float:
         """Twice what rounding does to the gradients: three roundings of a module, of which one is measured."""
@@ -186,10 +179,10 @@ def error_budget(precision: Precision, reference: Precision, leaf_calls: int, pl
     """The relative error that a right computation may show against the reference.
 
     Args:
-        precision: of the rung.
+        precision: of the step.
         reference: precision of the reference.
         leaf_calls: leaf modules run in one forward pass.
-        plain_error: the error that the first rung in this precision made, once there is one.
+        plain_error: the error that the first step in this precision made, once there is one.
     """
     unit = UNIT_ROUNDOFF[precision]
     if plain_error is not None:

@@ -10,6 +10,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from trainstep.commands.grids import commas
 from trainstep.commands.options import Common
 from trainstep.commands.output import console_for_output
+from trainstep.errors import UsageError
 
 Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 Part = Literal["tiles", "choice"]
@@ -34,8 +35,13 @@ class Tune(Common):
         """Measure, print and write."""
         from trainstep.attention import measure_choice
         from trainstep.attention.triton import tune
-        from trainstep.bench.attention import DTYPES
+        from trainstep.precision import DTYPES
 
+        chosen = [name for name in self.dtype if name != "tf32"]
+        if "tiles" not in self.part and not chosen:
+            raise UsageError(
+                "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
+            )
         console = console_for_output()
         if "tiles" in self.part:
             tune.tune(
@@ -52,7 +58,7 @@ class Tune(Common):
         if "choice" in self.part:
             measure_choice.measure(
                 head_dims=self.head_dim,
-                dtypes=[DTYPES[name] for name in self.dtype if name in DTYPES],
+                dtypes=[DTYPES[name] for name in chosen],
                 progress=lambda line: console.print(line, markup=False, highlight=False),
                 write=None if self.dry_run else measure_choice.TABLE,
             )

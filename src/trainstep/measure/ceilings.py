@@ -14,7 +14,7 @@ import torch
 from trainstep.config import Precision
 from trainstep.measure.phases import PhaseContext
 from trainstep.measure.timing import device_clock, time_steps
-from trainstep.precision import matmul_precision
+from trainstep.precision import DTYPES, matmul_precision
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ def measure_ceilings(device: torch.device, precisions: Sequence[Precision]) -> C
 
 
 def _matmul_tflops(device: torch.device, precision: Precision, size: int) -> float:
-    dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(precision):
         milliseconds = _best_ms(lambda: torch.mm(a, b, out=out), device)

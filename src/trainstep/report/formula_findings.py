@@ -14,6 +14,18 @@ MUCH = 0.05
 LOSS = "(loss)"
 MATH_FORM = "aten::_scaled_dot_product_attention_math"
 
+_WRITTEN_OUT = (
+    "Attention is written out in {modules}: products, mask and softmax are kernels of their own there, and take "
+    "{share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) "
+    "computes the same in one kernel, without a score matrix in memory."
+)
+_NOT_FUSED = (
+    "In {modules}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and dropout one "
+    "after the other, and takes {share:.0%} of the kernel time: no fused kernel took the call. On a CPU dropout is "
+    "one reason, on a GPU a mask, a dtype or head_dim; "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which."
+)
+
 
 def formula_findings(records: Sequence[Record]) -> list[Finding]:
     """Attention and cross-entropy written out in the first profile's model."""
@@ -32,34 +44,13 @@ def _attention(kernels: Sequence[Record]) -> list[str]:
         for module in dict.fromkeys(str(row.case["module"]) for row in kernels)
         if module != LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
     }
-    unfused = [module for module, operators in named.items() if MATH_FORM in operators]
-    return [
-        *_written_out([module for module in named if module not in unfused], kernels),
-        *_not_fused(unfused, kernels),
-    ]
-
-
-def _written_out(modules: Sequence[str], kernels: Sequence[Record]) -> list[str]:
-    share = sum(_share(kernels, module) for module in modules)
-    if share < MUCH:
-        return []
-    return [
-        f"Attention is written out in {listed(modules)}: products, mask and softmax are kernels of their own there, "
-        f"and take {share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, "
-        "is_causal=True) computes the same in one kernel, without a score matrix in memory."
-    ]
-
-
-def _not_fused(modules: Sequence[str], kernels: Sequence[Record]) -> list[str]:
-    share = sum(_share(kernels, module) for module in modules)
-    if share < MUCH:
-        return []
-    return [
-        f"In {listed(modules)}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and "
-        f"dropout one after the other, and takes {share:.0%} of the kernel time: no fused kernel took the call. On a "
-        "CPU dropout is one reason, on a GPU a mask, a dtype or head_dim; "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which."
-    ]
+    found = []
+    for said, by_sdpa in ((_WRITTEN_OUT, False), (_NOT_FUSED, True)):
+        modules = [module for module, operators in named.items() if (MATH_FORM in operators) is by_sdpa]
+        share = sum(_share(kernels, module) for module in modules)
+        if share >= MUCH:
+            found.append(said.format(modules=listed(modules), share=share))
+    return found
 
 
 def _cross_entropy(kernels: Sequence[Record]) -> list[str]:

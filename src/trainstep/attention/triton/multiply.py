@@ -10,7 +10,8 @@ import triton.language as tl
 
 LONGEST_SUM = tl.constexpr(64)
 """Terms in one sum of a matrix unit where float32 is to be exact. Emulated with a rounding after every eight terms,
-sums of 64 leave attention's errors below 0.9 of float32's budget; sums of 128 reach 1.2 of it, of 256 2.1."""
+attention's errors reach 0.9 of float32's budget with sums of 64, 1.2 with 128 and 2.1 with 256. Measured on an H200
+with sums of 64, the worst are 0.99 (dQ at head_dim 64), 0.74 (128) and 0.56 (256)."""
 
 
 @triton.jit

@@ -28,18 +28,11 @@ from trainstep.attention.triton.dispatch import runs_hopper_kernels
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of
 from trainstep.config import Precision
 from trainstep.errors import UsageError
-from trainstep.precision import matmul_precision
+from trainstep.precision import DTYPES, matmul_precision
 
 KERNELS = ("forward", "dq", "dkdv")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 TABLES = Path(tables.__file__)
-
-DTYPES: dict[Precision, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-}
 
 AnyTile = Tile | HopperTile
 
@@ -78,9 +71,9 @@ def tune(
 ) -> list[Measurement]:
     """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length `seq`; return all measurements.
 
-    dtypes are keys of `DTYPES`; float32 is there twice: as it is multiplied under torch's matmul precision "highest"
-    (fp32) and under "high" (tf32). `progress` is called after each measurement. The fastest tile of each case replaces
-    its row in `write` (not written where None) when the case is done.
+    float32 comes twice: as it is multiplied under torch's matmul precision "highest" (fp32) and under "high" (tf32).
+    `progress` is called after each measurement. The fastest tile of each case replaces its row in `write` (not written
+    where None) when the case is done.
 
     Raises:
         UsageError: there is no GPU.

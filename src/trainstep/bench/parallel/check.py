@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.batch import map_tensors
+from trainstep.bench.eager_random import eager_random
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.names import SchemeName
@@ -131,7 +132,7 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
     """Take `STEPS` steps on every rank and compare; rank 0 knows what is wanted, and all ranks what came of it."""
     step = case.build(process, lambda workload: _seeded(workload, process.rank, process.world_size))
     losses = []
-    with _eager_random(case.config):
+    with nullcontext() if case.config.compile == "off" else eager_random():
         for _ in range(STEPS):
             loss = step(step.next_batch())
             assert loss is not None, "a step has a loss"
@@ -193,16 +194,6 @@ def _seeded(workload: Workload, first: int, stride: int) -> Workload:
             return forward(module, batch)
 
     return dataclasses.replace(workload, forward=from_its_seed)
-
-
-def _eager_random(config: StepConfig) -> AbstractContextManager[Any]:
-    """Inside, code that is compiled draws the random numbers of eager code."""
-    if config.compile == "off":
-        return nullcontext()
-    from torch._inductor import config as inductor
-
-    context: AbstractContextManager[Any] = inductor.patch(fallback_random=True)
-    return context
 
 
 def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -115,7 +115,7 @@ def _plan(case: ParallelCase, process: Process, num_parameters: int) -> RankByte
 def _traffic(
     case: ParallelCase, collectives: Sequence[Collective], plan: RankBytes, world_size: int
 ) -> dict[str, Scalar]:
-    """Collectives of one step, and bytes that a rank sends for them over a ring, beside what the scheme must send."""
+    """Collectives of one step, and bytes that a rank sends for them over a ring, beside those that are planned."""
     sent = sum(_sent(call, world_size) for call in collectives)
     return {
         "collectives": len(collectives),
