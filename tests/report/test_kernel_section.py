@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.report import sample
-from tests.report.test_html import Page, complaints, hover, open_page, requests, wait_for
+from tests.report.browsing import complaints, hover, open_page, requests, wait_for
+from tests.report.page import Page
 from trainstep.bench.kernel_rows import profile_rows, summary_values
 from trainstep.measure.kernel_families import Family
 from trainstep.measure.kernels import Kernel, Lane, Profile

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.report.test_html import Page, complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
+from tests.report.browsing import complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
+from tests.report.page import Page
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.allocations.snapshot import snapshot_of

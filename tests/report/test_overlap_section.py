@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.report.test_html import Page, complaints, hover, open_page, requests
+from tests.report.browsing import complaints, hover, open_page, requests
+from tests.report.page import Page
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_record
 from trainstep.measure.kernel_families import kernel_family

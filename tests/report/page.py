@@ -1,0 +1,101 @@
+"""A page as a reader of its source finds it, and what its ladder should hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+from tests.report import sample
+from trainstep.report.records import Record, of_kind
+
+HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
+"""A name that would run as code, if it were not escaped."""
+LADDER_COLUMNS = {
+    "step_ms",
+    "step_low_ms",
+    "step_high_ms",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "gain",
+    "gain_low",
+    "gain_high",
+    "peak_gib",
+    "gradient_error",
+    "error_budget",
+    "verdict",
+}
+
+
+class Page(HTMLParser):
+    """Elements and the raw values in the cells of tables, by table, row and column."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "i"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.values: dict[str, dict[str, dict[str, str]]] = {}
+        self.anchors: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.table = self.row = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attributes}
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.table, self.row = found.get("data-table", self.table), found.get("data-row", self.row)
+        if "id" in found:
+            self.ids.append(found["id"])
+        self.addresses += [
+            found[name] for name in ("src", "srcset", "href", "action", "data", "poster") if name in found
+        ]
+        if tag == "a":
+            self.anchors.append(found["href"])
+        if "table" in self.open and "data-column" in found and "data-value" in found:
+            self.values.setdefault(self.table, {}).setdefault(self.row, {})[found["data-column"]] = found["data-value"]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+
+def expected_ladder(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """What the ladder's table must hold: every known value, and nothing where there is none.
+
+    The baseline's ratio to itself has no interval there.
+    """
+    expected = {}
+    for row in of_kind(records, "rung"):
+        dull = ("_low", "_high") if row.values["verdict"] == "baseline" else ()
+        expected[str(row.case["rung"])] = {
+            name: value
+            for name, value in row.values.items()
+            if name in LADDER_COLUMNS and value is not None and not (dull and name.endswith(dull))
+        }
+    return expected
+
+
+def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
+    return {
+        row: {name: value if name == "verdict" else float(value) for name, value in columns.items()}
+        for row, columns in cells.items()
+    }
+
+
+def hostile_records() -> list[Record]:
+    """Names as a user's model could bear them: HTML, TeX and braces."""
+    records = []
+    for row in sample.cpu_analysis(workload=HOSTILE):
+        case, values = dict(row.case), dict(row.values)
+        if row.kind == "rung":
+            case["rung"] = {"fused attention": HOSTILE, "bf16 autocast": "$$\\frac{1}{2}$$ @name"}.get(
+                str(case["rung"]), case["rung"]
+            )
+            values["worst_parameter"] = f"blocks.0.{HOSTILE}"
+        records.append(dataclasses.replace(row, case=case, values=values))
+    return records
