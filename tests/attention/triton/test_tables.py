@@ -1,5 +1,6 @@
 """Every configuration in the tables, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -57,6 +58,27 @@ def test_every_hopper_configuration_compiles_and_fits() -> None:
         assert "wgmma.mma_async" in result.ptx, row
         assert "cp.async.bulk.tensor" in result.ptx, row
         assert result.spilled_bytes == 0, row
+        barriers, handed_over = _writes_before_the_roles(result.ptx)
+        assert barriers, row
+        assert handed_over, row
+        assert not barriers & handed_over, row
+
+
+def _writes_before_the_roles(ptx: str) -> tuple[set[int], set[int]]:
+    """Bytes of shared memory that hold barriers, and bytes written for the other warps to read when they start.
+
+    Nothing orders the initialisation of a barrier and a store to the same place.
+    """
+    start = ptx[: ptx.index("barrier.sync")]
+    assert start.count("mbarrier.init") == ptx.count("mbarrier.init")
+    offset_of = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", start))
+    barriers = [int(offset_of[register]) for register in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", start)]
+    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem\+(\d+)\]", start)
+    written = [(int(offset), int(count or 1) * int(bits) // 8) for count, bits, offset in stores]
+    return (
+        {byte for first in barriers for byte in range(first, first + 8)},
+        {byte for first, size in written for byte in range(first, first + size)},
+    )
 
 
 def test_the_tables_are_complete() -> None:

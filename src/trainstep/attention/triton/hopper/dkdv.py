@@ -192,7 +192,11 @@ def dkdv_kernel(
     own_full = make_barriers(KEY_TILES, 1)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, CONSUMERS)
-    finished = make_barriers(1, CONSUMERS)
+    # Made only where it is waited for: the compiler gives the memory of an unused barrier to values that it hands to
+    # the other warps, and what initialises the barrier can arrive there after them (lab log, 2026-11-21).
+    finished = own_full
+    if SPLIT:
+        finished = make_barriers(1, CONSUMERS)
 
     copies = (
         q_desc, do_desc, k_desc, v_desc, q_tiles, do_tiles, k_tiles, v_tiles, own_full, full, empty,
