@@ -40,6 +40,7 @@ def test_a_context_longer_than_the_models():
     ("spec", "message"),
     [
         ("no_colon", "expected package.module:factory"),
+        ("examples/toy_model.py:workload", r"a file; expected a module's name, such as examples.toy_model:workload"),
         ("absent_module:f", "importing it failed: ModuleNotFoundError"),
         ("user_module:absent", "has no attribute 'absent'"),
         ("user_module:number", "number is a int, expected a function"),

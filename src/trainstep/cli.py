@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--debug" in words:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice: the ladder measures what it is worth
     try:
         sys.exit(parse(words).run())
     except UsageError as error:

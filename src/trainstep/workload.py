@@ -153,6 +153,9 @@ def factory_source(spec: str) -> WorkloadSource:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"--workload is {spec!r}; expected package.module:factory, such as my_project.train:workload")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").lstrip("./").replace("/", ".")
+        raise UsageError(f"--workload is {spec!r}, a file; expected a module's name, such as {dotted}:{attribute}")
     if str(Path.cwd()) not in sys.path[:1]:
         sys.path.insert(0, str(Path.cwd()))  # to stay, for what the factory itself imports when it is called
     try:

@@ -93,7 +93,8 @@ def test_compilation_is_counted_and_kept_out_of_the_passes():
     assert row.status == "ok", row.reason
     assert row.values["compilations"] >= 1
     assert row.values["recompilations_timed"] == 0
-    assert row.values["check_s"] > 10 * row.values["both_ms"] / 1e3
+    # The fastest pass: other processes on the machine may hold up any number of them, and cannot make one faster.
+    assert row.values["check_s"] > 10 * min(row.samples["both"]) / 1e3
 
 
 def test_what_cannot_run_here_is_a_row():

@@ -160,8 +160,44 @@ def test_a_stable_model_keeps_its_budget_and_an_error_beyond_it_is_wrong():
 
 def test_compiled_dropout_is_checked_with_eager_random_numbers():
     found = verdict_of(source_of(dropped), compile="blocks")
-    assert found.eager_random
+    assert found.compared == "with eager code's random numbers"
     assert found.is_right
+
+
+class OtherDropout(nn.Dropout):
+    """Drops other elements of bf16 tensors, as on a GPU."""
+
+    def forward(self, x):
+        if x.dtype == torch.bfloat16:
+            torch.rand(1)
+        return super().forward(x)
+
+
+def dropped_otherwise():
+    return nn.Sequential(nn.Sequential(*(Block(OtherDropout(0.3)) for _ in range(2))))
+
+
+@pytest.mark.parametrize("compiled", ["off", "blocks"])
+def test_a_precision_that_drops_other_elements_is_compared_without_dropout(compiled):
+    found = verdict_of(source_of(dropped_otherwise), precision="bf16", compile=compiled)
+    assert found.compared == "without dropout"
+    assert found.is_right
+    assert found.budget == found.loss_budget < 0.05
+
+
+def test_what_is_wrong_without_dropout_is_wrong():
+    wrong = source_of(dropped_otherwise, scale=lambda step: 1.0 if step.precision == "fp32" else 1.3)
+    assert not verdict_of(wrong, precision="bf16").is_right
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [{"precision": "bf16"}, {"precision": "bf16", "compile": "blocks"}], ids=str)
+def test_dropout_on_a_gpu(change):
+    check = GradientCheck(source_of(dropped))
+    check.check(build_step(check.source, StepConfig(device="cuda")))
+    found = check.check(build_step(check.source, StepConfig(device="cuda", **change)))
+    assert found.is_right
+    assert found.budget < 0.05
 
 
 def test_a_reference_that_is_not_finite():

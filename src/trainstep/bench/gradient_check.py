@@ -11,8 +11,10 @@ the model's own condition: how far the reference's gradients move when its weigh
 precision at hand. A computation is stable if it is as far off as an exact one on rounded inputs (Higham 2002, section
 1.5). The loss keeps the first bound.
 
-Compiled code draws other random numbers than eager code, so a model with dropout has other gradients. Compiled code
-that is over the budget is therefore compiled once more for the check alone, with eager code's random numbers.
+A model with dropout has other gradients where other elements are dropped. Compiled code draws other random numbers than
+eager code, so compiled code over the budget is compiled once more for the check alone, with eager code's numbers. On a
+GPU a precision draws other numbers than another: what is over the budget still is compared without dropout, on both
+sides. A verdict says how it was arrived at.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.bench.eager_random import eager_random
+from trainstep.bench.without_dropout import without_dropout
 from trainstep.config import Precision, StepConfig
 from trainstep.errors import UsageError
 from trainstep.training_step import TrainingStep, build_step
@@ -46,6 +51,8 @@ ROUNDINGS_PER_MODULE = 3
 WRONG_IN_KIND = 0.5
 """A single parameter's gradient off by this much is another gradient, in any precision. Gradients that the mathematics
 makes zero, such as that of a key projection's bias, are nothing but rounding: see `compare_gradients`."""
+
+Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,8 @@ class Verdict:
     budget: float
     """Of the gradients."""
     loss_budget: float
-    eager_random: bool = False
-    """Whether compiled code was checked with eager code's random numbers, having been over the budget without."""
+    compared: Compared = "as it is"
+    """How, having been over the budget as it is if otherwise."""
 
     @property
     def is_right(self) -> bool:
@@ -97,6 +104,8 @@ class GradientCheck:
         self.reference: Gradients | None = None
         self.reference_config = StepConfig()
         self.leaf_calls = 0
+        self.drops_others: set[Precision] = set()
+        """Precisions in which eager code drops other elements than the reference."""
         self.plain_error: dict[Precision, float] = {}
         self.condition: dict[Precision, float] = {}
 
@@ -106,37 +115,51 @@ class GradientCheck:
         Raises:
             UsageError: the reference's loss or gradients are not finite, so nothing can be compared with them.
         """
-        found = self._compare(step)
-        if not found.is_right and step.config.compile != "off":
+        if self.reference is None:
+            return self._refer_to(step)
+        precision, is_compiled = step.config.precision, step.config.compile != "off"
+        found = self._compare(step, self.reference)
+        if not found.is_right and is_compiled and precision not in self.drops_others:
             with eager_random():
-                again = self._compare(build_step(self.source, step.config))
-            again = dataclasses.replace(again, eager_random=True)
-            found = again if again.deviation.gradient < found.deviation.gradient else found
+                again = self._compare(build_step(self.source, step.config), self.reference)
+            found = _nearer(found, dataclasses.replace(again, compared="with eager code's random numbers"))
+        if not found.is_right and self._reference_without_dropout is not None:
+            with without_dropout():
+                again = self._compare(build_step(self.source, step.config), self._reference_without_dropout)
+            found = _nearer(found, dataclasses.replace(again, compared="without dropout"))
+            if found.is_right and not is_compiled:
+                self.drops_others.add(precision)
         if not found.is_right and found.deviation.loss <= found.loss_budget:
-            found = dataclasses.replace(
-                found, budget=max(found.budget, self._conditioned_budget(step.config.precision))
-            )
-        if step.config.precision != self.reference_config.precision:
-            self.plain_error.setdefault(step.config.precision, found.deviation.gradient)
+            found = dataclasses.replace(found, budget=max(found.budget, self._conditioned_budget(precision)))
+        if precision != self.reference_config.precision:
+            self.plain_error.setdefault(precision, found.deviation.gradient)
         return found
 
-    def _compare(self, step: TrainingStep) -> Verdict:
-        batch, precision = step.next_batch(), step.config.precision
-        plain_error = self.plain_error.get(precision)
-        if self.reference is None:
-            with _LeafCalls(step.module) as calls:
-                loss = float(step.gradients(batch))
-            reference = Gradients(loss, _gradients_on_host(step.module))
-            _check_finite(reference, precision)
-            self.reference, self.reference_config, self.leaf_calls = reference, step.config, calls.count
-            budget = error_budget(precision, precision, self.leaf_calls, plain_error)
-            deviation = Deviation(0.0, 0.0, 0.0, "")
-        else:
-            loss = float(step.gradients(batch))
-            budget = error_budget(precision, self.reference_config.precision, self.leaf_calls, plain_error)
-            deviation = compare_gradients(self.reference, loss, step.module, rounding=budget)
+    def _refer_to(self, step: TrainingStep) -> Verdict:
+        with _LeafCalls(step.module) as calls:
+            reference = _gradients_of(step)
+        _check_finite(reference, step.config.precision)
+        self.reference, self.reference_config, self.leaf_calls = reference, step.config, calls.count
+        budget = self._budget(step.config.precision)
+        return Verdict(Deviation(0.0, 0.0, 0.0, ""), budget, budget)
+
+    def _compare(self, step: TrainingStep, reference: Gradients) -> Verdict:
+        loss = float(step.gradients(step.next_batch()))
+        budget = self._budget(step.config.precision)
+        deviation = compare_gradients(reference, loss, step.module, rounding=budget)
         step.optimizer.zero_grad(set_to_none=True)
         return Verdict(deviation, budget, budget)
+
+    def _budget(self, precision: Precision) -> float:
+        plain_error = self.plain_error.get(precision)
+        return error_budget(precision, self.reference_config.precision, self.leaf_calls, plain_error)
+
+    @cached_property
+    def _reference_without_dropout(self) -> Gradients | None:
+        """The reference once more with dropout switched off, or None for a model that has none."""
+        with without_dropout() as seen:
+            gradients = _gradients_of(build_step(self.source, self.reference_config))
+        return gradients if seen.calls else None
 
     def _conditioned_budget(self, precision: Precision) -> float:
         """Twice what rounding does to the gradients: three roundings of a module, of which one is measured."""
@@ -232,6 +255,18 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.device.type == "cpu" else torch.float32)
+
+
+def _nearer(found: Verdict, again: Verdict) -> Verdict:
+    return again if again.deviation.gradient < found.deviation.gradient else found
+
+
+def _gradients_of(step: TrainingStep) -> Gradients:
+    """Those of the step's next batch; none is left on the module."""
+    loss = float(step.gradients(step.next_batch()))
+    gradients = Gradients(loss, _gradients_on_host(step.module))
+    step.optimizer.zero_grad(set_to_none=True)
+    return gradients
 
 
 def _gradients_on_host(module: nn.Module) -> dict[str, Tensor]:

@@ -182,5 +182,5 @@ def _deviation_values(rung: Climbed) -> dict[str, Scalar]:
         "worst_gradient_error": rung.check.deviation.worst,
         "worst_parameter": rung.check.deviation.worst_name,
         "error_budget": rung.check.budget,
-        **({"eager_random": True} if rung.check.eager_random else {}),
+        **({} if rung.check.compared == "as it is" else {"compared": rung.check.compared}),
     }

@@ -1,0 +1,68 @@
+"""A model's dropout, switched off while two computations are compared that would drop other elements.
+
+The same seed does not mean the same elements: on a GPU they depend on the dtype, and in fused attention on the kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainstep.bench.outcome import release_memory
+
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass
+class Seen:
+    """What was seen while dropout was off."""
+
+    calls: int = 0
+    """Of functions that would have dropped something; those in compiled code once, when it was traced."""
+
+
+@contextmanager
+def without_dropout() -> Iterator[Seen]:
+    """While entered, the dropout functions of `torch.nn.functional` drop nothing: those that modules of `torch.nn` call
+    (not recurrent ones, whose dropout is their kernel's), and scaled_dot_product_attention's.
+
+    A module that took a function itself (`from torch.nn.functional import dropout`) is not reached. What was compiled
+    before is dropped on entry, and what was compiled inside on leaving. Not for use from several threads.
+    """
+    seen = Seen()
+    sdpa = F.scaled_dot_product_attention
+
+    def identity_for(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        default = inspect.signature(dropout).parameters["training"].default
+
+        def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
+            if training and p > 0:
+                seen.calls += 1
+            return input
+
+        return identity
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *rest: Any,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        if dropout_p > 0:
+            seen.calls += 1
+        return sdpa(query, key, value, attn_mask, 0.0, *rest, **options)
+
+    release_memory()
+    try:
+        with ExitStack() as replaced:
+            for name in DROPOUTS:
+                replaced.enter_context(patch.object(F, name, identity_for(getattr(F, name))))
+            replaced.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
+            yield seen
+    finally:
+        release_memory()
