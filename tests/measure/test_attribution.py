@@ -13,6 +13,7 @@ from trainstep.measure.attribution import attribute, owner_of
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.kernel_families import MATMULS
 from trainstep.measure.kernels import profile_of
+from trainstep.measure.operator_cost import UNKNOWN_LISTS, Lists
 from trainstep.measure.profiler import record_steps
 from trainstep.measure.ranges import announce
 from trainstep.measure.timing import CpuClock
@@ -26,7 +27,7 @@ TOKENS = BATCH * CONTEXT
 STEPS = 2
 
 
-def profiled(tmp_path, source: WorkloadSource | None = None, **settings):
+def profiled(tmp_path, source: WorkloadSource | None = None, *, lists: Lists = UNKNOWN_LISTS, **settings):
     """The kernels of `STEPS` steps of a small model."""
     config = StepConfig(batch=BATCH, context=CONTEXT, device="cpu", **settings)
     step = build_step(source or builtin_source("toy", MODEL), config)
@@ -41,7 +42,7 @@ def profiled(tmp_path, source: WorkloadSource | None = None, **settings):
             trace=tmp_path / "trace.json.gz",
             prepare_next=lambda: None,
         )
-    return profile_of(read_chrome_trace(tmp_path / "trace.json.gz"))
+    return profile_of(read_chrome_trace(tmp_path / "trace.json.gz"), lists)
 
 
 def product_flops(profile, phase, module, piece=None):
@@ -53,6 +54,13 @@ def product_flops(profile, phase, module, piece=None):
 def assert_all_attributed(profile):
     assert profile.share(lambda each: each.phase is not None) >= 0.98
     assert profile.share(lambda each: each.phase is not None and each.module is not None) >= 0.98
+
+
+def test_an_optimizer_that_goes_parameter_by_parameter_on_a_cpu_moves_its_bytes_once(tmp_path):
+    profile = profiled(tmp_path, lists=Lists(elements=MODEL.num_parameters), optimizer="adamw")
+    moved = [each for each in profile.kernels if each.phase == "optimizer" and each.bytes is not None]
+    assert {each.name for each in moved} >= {"aten::lerp_", "aten::addcdiv_", "aten::sqrt"}
+    assert not [each.name for each in moved if each.name.startswith("aten::_foreach_")]
 
 
 def test_every_module_s_flops_are_where_they_belong(tmp_path):

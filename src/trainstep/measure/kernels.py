@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -90,8 +91,7 @@ def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> Profile:
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
     inside = [each for each in placed if each.place.step is not None or not has_steps]
-    parents = {} if is_cpu else _operator_parents(trace.ranges)
-    calls, costs = _costs(trace.ranges, parents, inside, lists)
+    calls, costs = _costs(trace.ranges, inside, lists, is_cpu=is_cpu)
     kernels = [
         _kernel(each, trace.ranges, calls.get(index), costs.get(index), is_cpu) for index, each in enumerate(inside)
     ]
@@ -128,13 +128,15 @@ def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cos
 
 
 def _costs(
-    ranges: Sequence[Range], parents: Mapping[int, int | None], placed: Sequence[Placed], lists: Lists
+    ranges: Sequence[Range], placed: Sequence[Placed], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
 
-    That is the innermost call whose cost is known. On a CPU work is operators' own time, so no parents are looked at.
-    A call that launches several kernels has its cost at one of them, the longest, so that sums count it once.
+    That is the innermost call whose cost is known. A call that launches several kernels has its cost at one of them,
+    the longest, so that sums count it once. On a CPU work is operators' own time, which belongs to that operator alone;
+    one that leaves all it does to others is not counted, since they are.
     """
+    parents = _operator_parents(ranges)
     counted: dict[int | None, tuple[int, Cost] | None] = {None: None}
     calls: dict[int, int] = {}
     longest: dict[int, int] = {}  # call → index of its longest work
@@ -142,7 +144,7 @@ def _costs(
     for index, each in enumerate(placed):
         start = each.place.operator
         if start not in counted:
-            counted[start] = _counted_call(ranges, parents, start, lists)
+            counted[start] = _counted_call(ranges, {} if is_cpu else parents, start, lists)
         found = counted[start]
         if found is None:
             continue
@@ -150,7 +152,26 @@ def _costs(
         calls[index] = call
         if call not in longest or each.work.duration > placed[longest[call]].work.duration:
             longest[call] = index
-    return calls, {index: cost_of[call] for call, index in longest.items()}
+    left_to_others = _left_to_others(cost_of, parents) if is_cpu else set()
+    calls = {index: call for index, call in calls.items() if call not in left_to_others}
+    return calls, {index: cost_of[call] for call, index in longest.items() if call not in left_to_others}
+
+
+def _left_to_others(cost_of: Mapping[int, Cost], parents: Mapping[int, int | None]) -> set[int]:
+    """The calls whose FLOPs and bytes are all found again in calls that they make."""
+    flops: dict[int, float] = defaultdict(float)
+    size: dict[int, float] = defaultdict(float)
+    for call, cost in cost_of.items():
+        outer = parents.get(call)
+        while outer is not None:
+            flops[outer] += cost.flops or 0
+            size[outer] += cost.bytes or 0
+            outer = parents.get(outer)
+    return {
+        call
+        for call, cost in cost_of.items()
+        if size[call] and flops[call] >= (cost.flops or 0) and size[call] >= (cost.bytes or 0)
+    }
 
 
 def _counted_call(
