@@ -85,6 +85,14 @@ def test_a_models_condition_does_not_excuse_another_loss():
     assert not verdict_of(wrong, precision="bf16").is_right
 
 
+def test_a_wrong_step_allows_the_next_one_nothing():
+    wrong = source_of(lambda: nn.Linear(32, 32), scale=lambda step: 1.0 if step.precision == "fp32" else 1.3)
+    check = GradientCheck(wrong)
+    check.check(build_step(wrong, PLAIN))
+    verdicts = [check.check(build_step(wrong, StepConfig(device="cpu", precision="bf16"))) for _ in range(2)]
+    assert [verdict.is_right for verdict in verdicts] == [False, False]
+
+
 def test_a_stable_model_keeps_its_budget_and_an_error_beyond_it_is_wrong():
     slightly = source_of(lambda: nn.Linear(32, 32), scale=lambda step: 1.0 if step.precision == "fp32" else 1.1)
     found = verdict_of(slightly, precision="bf16")

@@ -111,7 +111,7 @@ class GradientCheck:
                 self.drops_others.add(precision)
         if not found.is_right and found.deviation.loss <= found.loss_budget:
             found = dataclasses.replace(found, budget=max(found.budget, self._conditioned_budget(precision)))
-        if precision != self.reference_config.precision:
+        if found.is_right and precision != self.reference_config.precision:
             self.plain_error.setdefault(precision, found.deviation.gradient)
         return found
 
