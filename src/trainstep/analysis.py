@@ -81,9 +81,15 @@ def analysis_records(
     yield from allocation_records(source, config)
     yield from ceiling_records(device)
     yield from profile_records(source, config, warmup=2, steps=PROFILED_AGAINST, profiled_steps=2, trace=trace)
+    yield from climb(source, plain_form(config), steps=steps)
+
+
+def plain_form(config: StepConfig) -> StepConfig:
+    """The step that the ladder starts from: the same training by the plainest means."""
     plain = StepConfig()
-    base = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss", "optimizer")}
-    yield from climb(source, dataclasses.replace(config, **base), steps=steps)
+    means = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss")}
+    optimizer = config.optimizer if config.optimizer == "sgd" else plain.optimizer
+    return dataclasses.replace(config, **means, optimizer=optimizer)
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> Record:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import trainstep.bench.ladder as ladder
+from trainstep.analysis import plain_form
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.report.findings import recommended_flags
@@ -93,6 +94,16 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert [record.status for record in records] == ["out of memory", "ok", "ok"]
     assert records[1].values["verdict"] == "baseline"
     assert records[1].values["gradient_error"] == 0
+
+
+@pytest.mark.parametrize(("optimizer", "tried"), [("sgd", []), ("adamw-foreach", ["fused"])])
+def test_no_rung_trains_by_another_algorithm(monkeypatch, optimizer, tried):
+    monkeypatch.setattr(ladder, "rungs_for", lambda source, device: [Rung("fused", {"optimizer": "adamw-fused"})])
+    base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
+    assert base == dataclasses.replace(BASE, optimizer=optimizer)
+    baseline, *rungs, _ = climb(SOURCE, base, warmup=1, steps=1)
+    assert baseline.case["optimizer"] == optimizer
+    assert [rung.case["rung"] for rung in rungs] == tried
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(3, False), (7, True)])

@@ -113,6 +113,18 @@ def test_a_missing_file_and_one_too_large_are_refused(tmp_path, monkeypatch):
         read_chrome_trace(write(tmp_path / "trace.json", GPU))
 
 
+@pytest.mark.parametrize("name", ["mine", "my::attention"])
+def test_somebody_s_range_is_no_operator_whatever_its_name(tmp_path, name):
+    path = tmp_path / "trace.json"
+    events = [
+        event("user_annotation", "step:0", 0.0, 100.0),
+        event("user_annotation", name, 10.0, 80.0),
+        event("cpu_op", "aten::mm", 20.0, 30.0),
+    ]
+    (work,) = profile_of(read_chrome_trace(write(path, {"traceEvents": events}))).kernels
+    assert (work.name, work.duration_us) == ("aten::mm", 30)
+
+
 def test_own_time_leaves_out_what_others_did():
     def made(start, end, text):
         kind, name, sequence = classify_range(text)

@@ -73,5 +73,19 @@ def test_on_a_cpu_gloo_s_threads_communicate(tmp_path):
     assert found.idle_us == 0
 
 
+def test_on_a_cpu_waiting_is_no_computation(tmp_path):
+    """In a hook of the engine, or in a range that a library opens and names as operators are named."""
+    found = overlap_of_events(
+        tmp_path / "trace.json",
+        event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 100.0, 90.0),
+        event("cpu_op", "aten::mm", 110.0, 20.0),
+        event("user_annotation", "FSDP::post_backward_reduce", 200.0, 50.0),
+        event("cpu_op", "aten::copy_", 205.0, 10.0),
+        event("user_annotation", "gloo:reduce_scatter", 130.0, 120.0, tid=11),
+    )
+    assert found.computation == [(110, 130), (205, 215)]
+    assert length(found.exposed) == 110
+
+
 def test_of_nothing_there_is_nothing():
     assert overlap_of([]).span_us == overlap_of([]).idle_us == 0

@@ -58,6 +58,16 @@ def test_nothing_in_common():
         compare([step(1.0)], [step(1.0, precision="bf16")])
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "which"),
+    [([], [step(1.0)], "the first file"), ([step(1.0)], [], "the second file"), ([], [], "either file")],
+)
+def test_files_without_timed_steps(old, new, which):
+    profile = Record("profile", {"workload": "toy"}, {"kernels": 3.0})
+    with pytest.raises(UsageError, match=f"no timed step in {which}.*of the kinds step, rung, sweep"):
+        compare([profile, *old], [profile, *new])
+
+
 def test_repeatability_holds_later_passes_against_the_first():
     first, second = step(100.0), step(100.1, repeat=1, seed=4)
     (only,) = repeatability([first, second])

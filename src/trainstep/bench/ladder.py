@@ -82,11 +82,13 @@ def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: i
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
     Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
-    does not, the machine changed during the climb, and the report says so.
+    does not, the machine changed during the climb, and the report says so. A rung changes how a step is computed, not
+    what is: from SGD none leads to AdamW.
     """
     device = resolve_device(base.device)
     ladder = _Ladder(source, device, warmup, steps)
-    for rung in [Rung("baseline", {}), *rungs_for(source, device)]:
+    rungs = [rung for rung in rungs_for(source, device) if base.optimizer != "sgd" or "optimizer" not in rung.change]
+    for rung in [Rung("baseline", {}), *rungs]:
         yield ladder.try_rung(rung, dataclasses.replace(ladder.kept.config if ladder.kept else base, **rung.change))
     if ladder.first is not None:
         yield ladder.control(ladder.first)

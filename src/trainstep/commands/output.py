@@ -67,7 +67,8 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}", markup=False, highlight=False)
     cases = [row for row in taken if row.kind not in FACTS]
     if cases and all(row.status != "ok" for row in cases):
-        console.print("[bold]Nothing could be measured.[/bold]", f"The first of {len(cases)} reasons:", highlight=False)
+        reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
+        console.print("[bold]Nothing could be measured.[/bold]", reasons, highlight=False)
         console.print(f"{cases[0].status}: {cases[0].reason}", markup=False, highlight=False)
         return code or NOTHING_RAN
     return code

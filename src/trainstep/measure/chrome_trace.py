@@ -88,6 +88,8 @@ def _range(event: dict[str, Any], arguments: dict[str, Any], start: float) -> Ra
     kind, name, sequence = classify_range(event["name"], is_backward=bool(arguments.get("Fwd thread id")))
     if event["cat"] == "cpu_op" and kind == "other":
         kind = "operator"
+    elif event["cat"] == "user_annotation" and kind == "operator" and not name.startswith("triton_"):
+        kind = "other"  # somebody's own range, which may hold anything, waiting too
     sequence = arguments.get("Sequence number", sequence)
     tensors = None
     if kind == "operator" and "Input Dims" in arguments:

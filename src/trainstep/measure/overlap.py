@@ -2,7 +2,8 @@
 
 Communication is NCCL's kernels and copies from GPU to GPU; on a CPU, Gloo's threads while a collective runs, and the
 c10d operators that start one. It includes waiting for ranks that are late. Computation is all else that the device
-does, copies within it included. So, from the first kernel's start to the last one's end,
+does, copies within it included; on a CPU not the engine's own time, in which hooks wait for collectives. So, from the
+first kernel's start to the last one's end,
 
     span = computation + exposed communication + idle,    communication = hidden + exposed.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trainstep.measure.chrome_trace import ENGINE
 from trainstep.measure.intervals import Interval, difference, intersection, length, union
 from trainstep.measure.kernels import Kernel
 
@@ -49,5 +51,7 @@ def overlap_of(kernels: Iterable[Kernel]) -> Overlap:
     """The computation and the communication of one step on one device."""
     found: dict[bool, list[Interval]] = {True: [], False: []}
     for each in kernels:
+        if each.name == ENGINE:
+            continue
         found[each.lane == "communication"].append((each.start_us, each.end_us))
     return Overlap(union(found[False]), union(found[True]))

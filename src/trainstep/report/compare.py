@@ -60,6 +60,12 @@ def compare(
         UsageError: the files have no case in common, or columns in `across` tell cases of one file apart.
     """
     before, after = _cases(old, across), _cases(new, across)
+    if not (before and after):
+        which = "the first file" if after else "the second file" if before else "either file"
+        raise UsageError(
+            f"no timed step in {which}: compare reads measured rows of the kinds {', '.join(MATCHED_BY)}, which "
+            "the commands bench, analyze and sweep write"
+        )
     shared = [key for key in before if key in after]
     if not shared:
         differing = _differing(old, new)
