@@ -1,7 +1,13 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from trainstep.errors import UsageError
 from trainstep.hardware import DEVICES, find_device, require_device
+from trainstep.report.records import read_records
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def test_the_h200_of_the_datasheet():
@@ -17,6 +23,22 @@ def test_every_device_is_plausible_and_sourced(spec):
     assert spec.fp32_tflops <= spec.tf32_tflops <= spec.bf16_tflops
     assert spec.bandwidth_gb_s > 100
     assert spec.source
+
+
+def test_an_h200_has_the_memory_that_measured_rows_name():
+    rows = [row for path in RESULTS.glob("h200-analyze-*.jsonl") for row in read_records(path)]
+    reported = {row.environment["device_memory_gib"] for row in rows}
+    assert reported == {require_device("NVIDIA H200").memory_gib}
+
+
+NAMED = [(spec, int(found[1])) for spec in DEVICES.values() if (found := re.search(r"(\d+)GB", spec.name))]
+
+
+@pytest.mark.parametrize(("spec", "size"), NAMED, ids=lambda value: getattr(value, "name", None))
+def test_the_size_in_a_name_is_nearly_in_gib(spec, size):
+    """A vendor's GB is a GiB, of which the driver keeps one or two percent."""
+    assert len(NAMED) >= 5
+    assert 0.98 * size < spec.memory_gib < size
 
 
 def test_unknown_and_ambiguous_names():

@@ -12,12 +12,14 @@ from trainstep.plan.alternate_ring import alternate_seconds
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import (
     ATTAINABLE,
+    GIB,
     INTERFERENCE,
     LINK_OVERHEAD_S,
     NETWORK_OVERHEAD_S,
     OPTIMIZER_FRACTION,
 )
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
+from trainstep.plan.strategy_memory import RESERVED_BYTES
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from trainstep.report.numbers import number
 from trainstep.report.records import Record, of_kind, read_records
@@ -157,6 +159,11 @@ def plan_rates() -> Table:
         (
             "slowed by hidden communication",
             f"{INTERFERENCE} of its time, from data parallel training on two H200s",
+        ),
+        (
+            "memory for tensors",
+            "what the driver of a calibration's device reports, else the device's in hardware.py; less "
+            f"{RESERVED_BYTES / GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
         ),
         ("network", f"--network-gb-s; {NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured"),
     )

@@ -1,7 +1,8 @@
 """What known devices can do: peak arithmetic, memory bandwidth and memory size, each with its source.
 
 Peaks are the vendors' dense figures (no sparsity), in units of 1e12 FLOP/s and 1e9 bytes/s. They are what utilisation
-is a fraction *of*; what a device really reaches is measured by `trainstep.measure.ceilings`. Imports no torch.
+is a fraction *of*; what a device really reaches is measured by `trainstep.measure.ceilings`. Memory is no datasheet's
+figure but what the driver gives, see `DeviceSpec.memory_gib`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ class DeviceSpec:
     """Peak of tensor cores on bfloat16 or float16 inputs, dense."""
     bandwidth_gb_s: float
     """Device memory bandwidth."""
-    memory_gb: float
-    """Device memory in 1e9 bytes."""
+    memory_gib: float
+    """Device memory as the driver reports it to torch, in GiB, rounded down to 0.01.
+
+    Vendors' "GB" of memory are GiB, less what the driver keeps (error correction, firmware). That differs by driver, by
+    up to 2 %: this is the least that was found. The H200's was measured here; the H100 SXM's is from torch's
+    out-of-memory message; the others are the `total_memory` of torch's device properties, in logs that users published.
+    For a device of which none is found take 0.9 of its "GB": every device here has more (the T4 least, 0.91).
+    """
     link_gb_s: float
     """What one GPU can send to the others of its node at once, in 1e9 bytes/s: NVLink, or else PCIe, one direction."""
     multiprocessors: int
@@ -44,24 +51,22 @@ class DeviceSpec:
 DEVICES: Mapping[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        DeviceSpec("NVIDIA H200", 67, 494.7, 989.4, 4800, 141, 450, 132, "NVIDIA H200 datasheet, SXM"),
-        DeviceSpec("NVIDIA H100 80GB HBM3", 67, 494.7, 989.4, 3350, 80, 450, 132, "NVIDIA H100 datasheet, SXM"),
-        DeviceSpec("NVIDIA H100 PCIe", 51, 378, 756, 2000, 80, 64, 114, "NVIDIA H100 datasheet, PCIe"),
-        DeviceSpec("NVIDIA A100-SXM4-80GB", 19.5, 156, 312, 2039, 80, 300, 108, "NVIDIA A100 datasheet, SXM 80 GB"),
-        DeviceSpec("NVIDIA A100-SXM4-40GB", 19.5, 156, 312, 1555, 40, 300, 108, "NVIDIA A100 datasheet, SXM 40 GB"),
-        DeviceSpec("NVIDIA A100 80GB PCIe", 19.5, 156, 312, 1935, 80, 32, 108, "NVIDIA A100 datasheet, PCIe 80 GB"),
-        DeviceSpec("NVIDIA B200", 75, 1125, 2250, 8000, 180, 900, 148, "NVIDIA DGX B200 datasheet, one of eight GPUs"),
-        DeviceSpec("NVIDIA L40S", 91.6, 183, 362, 864, 48, 32, 142, "NVIDIA L40S datasheet"),
-        DeviceSpec("NVIDIA L4", 30.3, 60, 121, 300, 24, 32, 58, "NVIDIA L4 datasheet"),
-        DeviceSpec("NVIDIA A10G", 31.2, 35, 70, 600, 24, 32, 80, "AWS G5 and NVIDIA A10 datasheets"),
+        DeviceSpec("NVIDIA H200", 67, 494.7, 989.4, 4800, 139.8, 450, 132, "NVIDIA H200 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 80GB HBM3", 67, 494.7, 989.4, 3350, 79.11, 450, 132, "NVIDIA H100 datasheet, SXM"),
+        DeviceSpec("NVIDIA H100 PCIe", 51, 378, 756, 2000, 79.1, 64, 114, "NVIDIA H100 datasheet, PCIe"),
+        DeviceSpec("NVIDIA A100-SXM4-80GB", 19.5, 156, 312, 2039, 79.13, 300, 108, "NVIDIA A100 datasheet, SXM 80 GB"),
+        DeviceSpec("NVIDIA A100-SXM4-40GB", 19.5, 156, 312, 1555, 39.49, 300, 108, "NVIDIA A100 datasheet, SXM 40 GB"),
+        DeviceSpec("NVIDIA A100 80GB PCIe", 19.5, 156, 312, 1935, 79.25, 32, 108, "NVIDIA A100 datasheet, PCIe 80 GB"),
+        DeviceSpec("NVIDIA B200", 75, 1125, 2250, 8000, 178.35, 900, 148, "NVIDIA DGX B200 datasheet, one of eight"),
+        DeviceSpec("NVIDIA L40S", 91.6, 183, 362, 864, 44.42, 32, 142, "NVIDIA L40S datasheet"),
+        DeviceSpec("NVIDIA L4", 30.3, 60, 121, 300, 22.03, 32, 58, "NVIDIA L4 datasheet"),
+        DeviceSpec("NVIDIA A10G", 31.2, 35, 70, 600, 22.05, 32, 80, "AWS G5 and NVIDIA A10 datasheets"),
+        DeviceSpec("NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2, 1008, 23.51, 32, 128, "NVIDIA Ada paper, appendix A"),
+        DeviceSpec("NVIDIA GeForce RTX 3090", 35.6, 35.6, 71, 936, 23.55, 32, 82, "NVIDIA Ampere GA102 paper, table 2"),
         DeviceSpec(
-            "NVIDIA GeForce RTX 4090", 82.6, 82.6, 165.2, 1008, 24, 32, 128, "NVIDIA Ada architecture paper, appendix A"
+            "Tesla V100-SXM2-32GB", 15.7, 15.7, 125, 900, 31.73, 150, 80, "NVIDIA V100 datasheet (float16; no bfloat16)"
         ),
-        DeviceSpec("NVIDIA GeForce RTX 3090", 35.6, 35.6, 71, 936, 24, 32, 82, "NVIDIA Ampere GA102 paper, table 2"),
-        DeviceSpec(
-            "Tesla V100-SXM2-32GB", 15.7, 15.7, 125, 900, 32, 150, 80, "NVIDIA V100 datasheet (float16; no bfloat16)"
-        ),
-        DeviceSpec("Tesla T4", 8.1, 8.1, 65, 320, 16, 16, 40, "NVIDIA T4 datasheet (float16; no bfloat16)"),
+        DeviceSpec("Tesla T4", 8.1, 8.1, 65, 320, 14.56, 16, 40, "NVIDIA T4 datasheet (float16; no bfloat16)"),
     )
 }
 

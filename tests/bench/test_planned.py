@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from trainstep.bench.calibration import calibrated
-from trainstep.bench.planned import checked
+from trainstep.bench.planned import PlanRequest, checked, plan_records
 from trainstep.cli import main
-from trainstep.config import SIZES
+from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import require_device
 from trainstep.plan.communication import Link
-from trainstep.plan.machine import machine_of
+from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.report.findings import findings
 from trainstep.report.records import Record, of_kind, read_records
+from trainstep.report.tables import make_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
@@ -144,7 +146,11 @@ def test_the_command_prints_and_writes_without_torch(planned):
         )
     policies = {row.case["checkpointing"] for row in of_kind(records, "plan memory")}
     assert {"none", "every-1"} <= policies
-    assert {row.case["connection"] for row in of_kind(records, "plan limit")} == {"within a node", "across nodes"}
+    limits = of_kind(records, "plan limit")
+    assert {row.case["connection"] for row in limits} == {"within a node", "across nodes"}
+    assert "tensor" in {row.case["axis"] for row in limits}
+    most = {row.case["axis"]: row.values["most_gpus"] for row in limits if row.case["connection"] == "within a node"}
+    assert all(isinstance(gpus, int) and gpus >= 1 for gpus in most.values()), most
     assert max(row.case["gpus"] for row in of_kind(records, "plan scaling")) == 16_384
 
 
@@ -153,6 +159,58 @@ def test_the_page_marks_predictions_as_such(planned):
     assert "predicted, not measured" in page
     assert "Throughput against GPUs (prediction)" in page
     assert "launches by the host are not counted" in page
+    assert "138.8 of a GPU’s 139.8 GiB are for tensors" in page.replace("'", "’").replace("&#39;", "’")
+
+
+def planned_here(size, device="NVIDIA H200", **layout):
+    step = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+    machine = machine_of(require_device(device))
+    cluster = Cluster(machine, layout.get("gpus_per_node", 8), layout.get("nodes", 1), 4e10)
+    return list(plan_records(PlanRequest(size, SIZES[size], step, cluster)))
+
+
+def test_what_does_not_fit_by_less_than_the_reserve_says_so():
+    """10B on 16 V100s: the peak is below the GPU's memory, and not below what is left of it for tensors."""
+    records = planned_here("10B", "V100", nodes=2)
+    (tight,) = [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
+    rows = [*of_kind(records, "plan"), *of_kind(records, "plan memory")]
+    (machine,) = of_kind(records, "plan machine")
+    room = machine.values["tensors_gib"]
+    assert machine.values["memory_gib"] - room == pytest.approx(1.0)
+    for row in rows:
+        assert row.values["tensors_gib"] == room
+        assert row.values["fits"] is (row.values["peak_gib"] <= room)
+    assert tight.values["peak_gib"] == pytest.approx(29.73, abs=0.01)
+    assert tight.values["fits"] is True, "30.73 of 31.73 GiB are for tensors"
+    less = dataclasses.replace(machine_of(require_device("V100")), memory_bytes=30 * GIB)
+    step = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+    records = list(plan_records(PlanRequest("10B", SIZES["10B"], step, Cluster(less, 8, 2, 4e10))))
+    (tight,) = [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
+    assert tight.values["peak_gib"] < 30
+    assert tight.values["fits"] is False
+    for kind in ("plan", "plan memory"):
+        assert "room for tensors (GiB) 29" in make_table(kind, of_kind(records, kind)).caption
+    assert "29 of a GPU's 30 GiB are for tensors" in " ".join(found.sentence for found in findings(records))
+
+
+def test_a_limit_is_a_whole_number_of_gpus_and_says_of_what():
+    records = planned_here("10B")
+    limits = {row.case["axis"]: row.values for row in of_kind(records, "plan limit")}
+    for values in limits.values():
+        if (least := values["least_tokens_per_gpu"]) is not None:
+            assert values["most_gpus"] == 8 * values["tokens_per_gpu"] // least
+    assert (limits["data (gradients as kept)"]["most_gpus"], limits["fsdp"]["most_gpus"]) == (3, 6)
+    (fsdp,) = [row.values for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp"]
+    assert fsdp["communication_ms"] < fsdp["compute_ms"], "though 8 GPUs are beyond the limit of 6: other things count"
+    assert "the matrix products alone" in make_table("plan limit", of_kind(records, "plan limit")).caption
+    assert "memory traffic" in make_table("plan", of_kind(records, "plan")).caption
+
+
+def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
+    """25 heads on 8 GPUs."""
+    records = planned_here("xl")
+    assert not [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
+    assert {row.case["axis"] for row in of_kind(records, "plan limit")} == {"data (gradients as kept)", "fsdp"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ And predictions beside what was measured: `checked`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from trainstep.config import SIZES, ModelConfig, StepConfig, blocks_per_checkpoint
@@ -22,7 +23,15 @@ from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import best_blocks_per_checkpoint, peak_bytes
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.roofline import step_seconds
-from trainstep.plan.strategy_memory import MOST_GPUS, MemorySplit, fits, largest_batch, smallest_gpus, strategy_memory
+from trainstep.plan.strategy_memory import (
+    MOST_GPUS,
+    MemorySplit,
+    fits,
+    largest_batch,
+    smallest_gpus,
+    strategy_memory,
+    tensor_bytes,
+)
 from trainstep.report.records import Record, Scalar
 
 
@@ -86,7 +95,7 @@ def plan_records(request: PlanRequest) -> Iterator[Record]:
         yield _strategy_record(request, plan)
     for layout in layouts:
         yield from (_memory_record(request, layout, policy) for policy in policies)
-    yield from _limit_records(request)
+    yield from _limit_records(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_records(request, layouts)
 
 
@@ -115,17 +124,20 @@ def _default_policies(request: PlanRequest) -> list[str]:
 
 def _machine_values(request: PlanRequest) -> dict[str, Scalar]:
     machine, cluster = request.cluster.machine, request.cluster
+    memory, room = machine.memory_bytes / GIB, tensor_bytes(machine) / GIB
     return {
         "parameters": request.model.num_parameters,
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.gpus_per_node,
-        "memory_gib": machine.memory_bytes / GIB,
+        "memory_gib": memory,
+        "tensors_gib": room,
         "product_tflops": machine.matmul_flops[request.step.precision] / 1e12,
         "copy_gb_s": machine.copy_bytes_per_s / 1e9,
         "link_gb_s": machine.link.bus_bytes_per_s / 1e9,
         "link_overhead_us": machine.link.overhead_s * 1e6,
         "network_gb_s": cluster.network_bytes_per_s / 1e9,
-        "basis": machine.basis,
+        "basis": f"{machine.basis}; {room:.4g} of a GPU's {memory:.4g} GiB are for tensors, the rest is left to the "
+        "CUDA context and the libraries, by assumption",
     }
 
 
@@ -146,6 +158,7 @@ def _strategy_record(request: PlanRequest, plan: StepPlan) -> Record:
     compute = plan.compute
     values: dict[str, Scalar] = {
         **_memory_values(plan.memory),
+        "tensors_gib": tensor_bytes(cluster.machine) / GIB,
         "fits": fits(plan.memory, cluster),
         "largest_batch": largest_batch(model, step, cluster, layout),
         "smallest_gpus": smallest_gpus(model, step, cluster, layout),
@@ -168,14 +181,20 @@ def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Record:
     step = dataclasses.replace(request.step, checkpointing=policy)
     memory = strategy_memory(request.model, step, layout)
     values = _memory_values(memory) | {
+        "tensors_gib": tensor_bytes(request.cluster.machine) / GIB,
         "fits": fits(memory, request.cluster),
         "largest_batch": largest_batch(request.model, step, request.cluster, layout),
     }
     return Record("plan memory", request.case(checkpointing=policy, **_mesh(layout)), values)
 
 
-def _limit_records(request: PlanRequest) -> Iterator[Record]:
-    """For each axis and connection: where communication takes as long as what it hides behind."""
+def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Record]:
+    """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
+
+    Args:
+        request: what is planned.
+        with_tensor: whether a strategy divides the matrices; a model may not allow it, as one of 25 heads on 8 GPUs.
+    """
     cluster, step = request.cluster, request.step
     flops = cluster.machine.matmul_flops[step.precision]
     kept = 2 if step.precision == "bf16-pure" else 4
@@ -187,18 +206,23 @@ def _limit_records(request: PlanRequest) -> Iterator[Record]:
         connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
     for connection, rate in connections:
         narrow, wide = (intensity(flops, rate, size) for size in (travels, kept))
-        rows = {
+        rows: dict[str, tuple[float | None, float | None]] = {
             "data (gradients as kept)": (data_axis_tokens(wide), None),
             "fsdp": (data_axis_tokens(narrow), None),
-            "tensor": (None, tensor_axis_ranks(narrow, width)),
-            "fsdp × tensor, overlapped": (best_mesh_tokens(narrow, width), None),
-            "fsdp × tensor, one after the other": (best_mesh_tokens(narrow, width, overlapped=False), None),
         }
-        for axis, (least, most) in rows.items():
+        if with_tensor:
+            rows |= {
+                "tensor": (None, tensor_axis_ranks(narrow, width)),
+                "fsdp × tensor, overlapped": (best_mesh_tokens(narrow, width), None),
+                "fsdp × tensor, one after the other": (best_mesh_tokens(narrow, width, overlapped=False), None),
+            }
+        for axis, (least, ranks) in rows.items():
+            most = tokens / least if least is not None else ranks
+            assert most is not None, axis
             values: dict[str, Scalar] = {
                 "flop_per_byte": flops / rate,
                 "least_tokens_per_gpu": least,
-                "most_gpus": most if least is None else tokens / least,
+                "most_gpus": max(1, math.floor(most)),  # one alone does not communicate
                 "tokens_per_gpu": step.batch * step.context,
             }
             yield Record("plan limit", request.case(axis=axis, connection=connection, gpus=cluster.gpus), values)

@@ -80,7 +80,7 @@ def machine_of(spec: DeviceSpec) -> Machine:
         name=spec.name,
         matmul_flops={each: peak * ATTAINABLE.get(each, ATTAINABLE["half"]) for each, peak in peaks.items()},
         copy_bytes_per_s=spec.bandwidth_gb_s * 1e9 * ATTAINABLE["copy"],
-        memory_bytes=int(spec.memory_gb * 1e9),
+        memory_bytes=int(spec.memory_gib * GIB),
         multiprocessors=spec.multiprocessors,
         peak_flops=peaks,
         link=Link(LINK_OVERHEAD_S, spec.link_gb_s * 1e9 * ATTAINABLE["link"]),

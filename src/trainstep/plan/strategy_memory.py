@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.layout import Layout
-from trainstep.plan.machine import GIB, Cluster
+from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
 
 RESERVED_BYTES = GIB
@@ -111,9 +111,14 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout, kept_widt
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
 
 
+def tensor_bytes(machine: Machine) -> int:
+    """What of a GPU's memory tensors can have: all but `RESERVED_BYTES`."""
+    return max(0, machine.memory_bytes - RESERVED_BYTES)
+
+
 def fits(memory: MemorySplit, cluster: Cluster) -> bool:
-    """Whether a GPU has that much beside `RESERVED_BYTES`."""
-    return memory.total <= cluster.machine.memory_bytes - RESERVED_BYTES
+    """Whether a GPU has that much for tensors."""
+    return memory.total <= tensor_bytes(cluster.machine)
 
 
 def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int:

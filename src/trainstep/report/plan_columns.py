@@ -30,6 +30,10 @@ _SPLIT = tuple(
 )
 
 
+_ROOM = Column("room for tensors (GiB)", lambda row: number(row.values.get("tensors_gib"), 4), setting=True)
+"""The same in every row, so it stands in the caption, where "fits" is explained by it."""
+
+
 def _yes_no(title: str, name: str) -> Column:
     def cell(row: Record) -> str:
         value: Scalar = row.values.get(name)
@@ -55,7 +59,8 @@ PLAN_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             value_column("parameters", "parameters"),
             value_column("GPUs", "gpus"),
             value_column("per node", "gpus_per_node"),
-            value_column("memory (GiB)", "memory_gib"),
+            value_column("memory (GiB)", "memory_gib", digits=4),
+            value_column("for tensors (GiB)", "tensors_gib", digits=4),
             value_column("products (TFLOP/s)", "product_tflops"),
             value_column("copy (GB/s)", "copy_gb_s"),
             value_column("link (GB/s)", "link_gb_s"),
@@ -64,12 +69,14 @@ PLAN_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
         ),
     ),
     "plan": (
-        "Predicted: one step by strategy",
+        "Predicted: one step by strategy; computing is matrix products, memory traffic and the optimizer; what fits "
+        "is within the room for tensors",
         (
             *_SETTINGS,
             case_column("checkpointing", "checkpointing"),
             *_MESH,
             value_column("peak (GiB)", "peak_gib"),
+            _ROOM,
             _yes_no("fits", "fits"),
             value_column("largest batch", "largest_batch"),
             value_column("fewest GPUs", "smallest_gpus"),
@@ -94,12 +101,14 @@ PLAN_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
             Column("checkpointing", lambda row: str(row.case["checkpointing"])),
             *_SPLIT,
             value_column("peak at", "peak_at"),
+            _ROOM,
             _yes_no("fits", "fits"),
             value_column("largest batch", "largest_batch"),
         ),
     ),
     "plan limit": (
-        "Predicted: how far each axis scales before communication takes longer than computing",
+        "Predicted: how far each axis scales before its communication takes longer than the matrix products alone, at "
+        "their full rate",
         (
             *_SETTINGS[:-2],
             Column("axis", lambda row: str(row.case["axis"])),
