@@ -116,7 +116,10 @@ def loaded_after(statement: str) -> set[str]:
             "import trainstep.bench.sweep.resume, trainstep.bench.sweep.here, trainstep.bench.sweep.jobs",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
-        ("import trainstep.bench.planned, trainstep.bench.calibration", {"torch", "numpy", "pandas", "bokeh"}),
+        (
+            "import trainstep.bench.planned, trainstep.bench.plan_check, trainstep.bench.calibration",
+            {"torch", "numpy", "pandas", "bokeh"},
+        ),
         (
             "import trainstep.report.records, trainstep.report.compare, trainstep.report.tables",
             {"torch", "pandas", "bokeh"},

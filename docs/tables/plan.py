@@ -7,7 +7,7 @@ from statistics import median
 
 from tables.source import RESULTS
 from trainstep.bench.calibration import calibrated
-from trainstep.bench.planned import checked
+from trainstep.bench.plan_check import checked
 from trainstep.plan.alternate_ring import alternate_seconds
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import (

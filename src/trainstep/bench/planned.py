@@ -1,17 +1,17 @@
 """`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
 
-And predictions beside what was measured: `checked`.
+`bench.plan_check` holds such predictions against measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from trainstep.config import SIZES, ModelConfig, StepConfig, blocks_per_checkpoint
-from trainstep.errors import UnsupportedError, UsageError
-from trainstep.plan.layout import STRATEGIES, Layout, Strategy, layout_of, tensor_parallel_choices
+from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.errors import UsageError
+from trainstep.plan.layout import STRATEGIES, Layout, layout_of, tensor_parallel_choices
 from trainstep.plan.limits import (
     best_mesh_tokens,
     data_axis_tokens,
@@ -19,10 +19,9 @@ from trainstep.plan.limits import (
     tensor_axis_ranks,
     width_between_collectives,
 )
-from trainstep.plan.machine import GIB, Cluster, Machine
-from trainstep.plan.memory import best_blocks_per_checkpoint, peak_bytes
+from trainstep.plan.machine import GIB, Cluster
+from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
-from trainstep.plan.roofline import step_seconds
 from trainstep.plan.strategy_memory import (
     MOST_GPUS,
     MemorySplit,
@@ -248,67 +247,3 @@ def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterato
             }
         if values:
             yield Record("plan scaling", request.case(gpus=gpus), values)
-
-
-STRATEGY_OF_SCHEME: dict[str, Strategy] = {
-    "single": "single",
-    "bucketed-25": "ddp",
-    "sharded-optimizer": "sharded optimizer",
-    "sharded-optimizer-1000": "sharded optimizer",
-    "fsdp": "fsdp",
-    "fsdp-collectives": "fsdp",
-}
-"""Schemes of `trainstep bench parallel` that are planned."""
-
-
-def checked(records: Iterable[Record], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[Record]:
-    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, rung, peak, checkpointing and
-    parallel. What has no prediction, as compiled code's memory, stays empty."""
-    for row in records:
-        if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
-            continue
-        strategy = STRATEGY_OF_SCHEME.get(str(row.case.get("scheme", "single")))
-        if strategy is None:
-            continue
-        model, step = SIZES[str(row.case["workload"])], _step_of(row)
-        ranks = int(str(row.case.get("world_size", 1))) if strategy != "single" else 1
-        cluster = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s)
-        layout = Layout(strategy, ranks)
-        values: dict[str, Scalar] = {}
-        measured_ms, measured_gib = row.values.get("step_ms"), row.values.get("peak_gib")
-        if isinstance(measured_ms, float):
-            try:
-                seconds = (
-                    step_seconds(model, step, machine).total
-                    if strategy == "single"
-                    else strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
-                )
-            except UnsupportedError:
-                pass
-            else:
-                values |= {
-                    "step_ms": measured_ms,
-                    "predicted_ms": 1e3 * seconds,
-                    "time_error": 1e3 * seconds / measured_ms - 1,
-                }
-        if isinstance(measured_gib, float):
-            try:
-                peak_bytes(model, step, on_cuda=True)
-                predicted = strategy_memory(model, step, layout).total / GIB
-            except UnsupportedError:
-                pass
-            else:
-                values |= {
-                    "peak_gib": measured_gib,
-                    "predicted_gib": predicted,
-                    "memory_error": predicted / measured_gib - 1,
-                }
-        if values:
-            case = {**row.case, "strategy": strategy, "gpus": ranks}
-            yield Record("plan check", case, values, environment=row.environment)
-
-
-def _step_of(row: Record) -> StepConfig:
-    names = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer")
-    settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
-    return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]
