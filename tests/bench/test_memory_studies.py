@@ -151,11 +151,13 @@ def test_the_sentence(limit, sentence):
 def test_the_sentence_says_what_the_best_policy_costs_in_time():
     rows = study(8.0, none=9.0, every_1=4.0, every_2=6.0)
     timed = [
-        dataclasses.replace(row, values=row.values | {"step_ms": ms})
+        dataclasses.replace(row, samples={"step": [ms] * 7})
         for row, ms in zip(rows, (100.0, 126.0, 130.0), strict=True)
     ]
     (finding,) = findings(timed)
-    assert finding.sentence.endswith("without checkpointing 9.00 GiB, and a step takes 1.26× as long.")
+    assert "without checkpointing 9.00 GiB. With a checkpoint every block a step takes 1.26× the time without" in (
+        finding.sentence
+    )
 
 
 def test_a_policy_that_ran_out_of_memory_is_left_out_of_the_sentence():

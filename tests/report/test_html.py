@@ -157,3 +157,32 @@ def test_sizes_and_names_carry_units() -> None:
     assert fact("max_sm_clock_mhz", 1980)[0] == "Highest SM clock"
     assert fact("max_sm_clock_mhz", 1980)[1].text == "1,980 MHz"
     assert fact("first_step_ms", 229.8)[0] == "First step"
+
+
+@pytest.mark.parametrize(
+    ("known", "tile"),
+    [
+        ((True, False), "<dd>228 MiB → –<small>of one step, – not measured</small></dd>"),
+        ((False, True), "<dd>– → 114 MiB<small>of one step, – not measured</small></dd>"),
+        ((True, True), "<dd>228 → 114 MiB<small>of one step</small></dd>"),
+    ],
+)
+def test_a_peak_that_was_measured_once_is_not_shown_as_unchanged(known: tuple[bool, bool], tile: str) -> None:
+    baseline = of_kind(sample.cpu_analysis(), "rung")[0]
+    peaks = [peak if is_known else None for peak, is_known in zip((0.223, 0.1115), known, strict=True)]
+    first, last = (dataclasses.replace(baseline, values={**baseline.values, "peak_gib": peak}) for peak in peaks)
+
+    html = render([first, dataclasses.replace(last, case={**last.case, "rung": "compiled blocks"})])
+
+    assert f"<dt>Peak memory</dt>{tile}" in html
+
+
+def test_only_a_page_with_measured_times_explains_medians() -> None:
+    machine = Record("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
+
+    def footer(records: list[Record]) -> str:
+        return render(records).partition("<footer>")[2].partition("</footer>")[0]
+
+    assert "Times are medians" not in footer([machine])
+    assert "1 GiB = 2<sup>30</sup> bytes" in footer([machine])
+    assert "Times are medians" in footer([machine, *sample.cpu_analysis()])

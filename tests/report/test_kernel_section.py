@@ -144,11 +144,24 @@ def test_float32_products_are_not_taken_for_tensor_cores() -> None:
         dataclasses.replace(each, family="FP32 SIMT matmul") if each.family == "tensor-core matmul" else each
         for each in profile.kernels
     ]
-    said = " ".join(sentences([*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("TF32 matmuls")]))
+    rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("TF32 matmuls")]
+    said = " ".join(sentences(with_settings(rows, precision="fp32")))
     assert (
         "47% of the kernel time are float32 products on the ordinary units, not on tensor cores: TF32 or bf16 moves "
         "them there. On the ladder, TF32 matmuls made the step 1.27× faster."
     ) in said
+
+
+def test_float32_products_of_a_bf16_step_are_not_told_to_use_bf16() -> None:
+    profile = gpu_profile()
+    simt = [
+        dataclasses.replace(each, family="FP32 SIMT matmul") if each.phase == "backward" else each
+        for each in profile.kernels
+        if each.lane == "compute"
+    ]
+    rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("bf16 autocast")]
+    (said,) = (each for each in sentences(rows) if "float32 products" in each)
+    assert said.endswith("not on tensor cores, though the step runs in bf16: 100% of it in backward.")
 
 
 def test_a_profile_that_cannot_be_trusted_says_so() -> None:
@@ -159,6 +172,61 @@ def test_a_profile_that_cannot_be_trusted_says_so() -> None:
     assert "Only 81.4% of kernel time could be put in a phase and a module" in said
     assert "Kernels took longer than the unprofiled step in: forward." in said
     assert "the machine changed meanwhile" in said
+
+
+@pytest.mark.parametrize(("cost", "said"), [(-0.019, True), (0.0, True), (0.015, True), (0.021, False)])
+def test_a_profiler_that_costs_nothing_warns_of_nothing(cost: float, said: bool) -> None:
+    told = " ".join(sentences(records(gpu_profile(), profiler_cost=cost, profiled_step_ms=2.0 * (1 + cost))))
+    assert ("Profiling cost nothing that shows (2.00 ms → " in told) is said
+    assert ("compare kernel times with one another" in told) is not said
+
+
+def with_settings(rows: list[Record], **settings: Any) -> list[Record]:
+    return [row if row.kind == "ceiling" else dataclasses.replace(row, case={**row.case, **settings}) for row in rows]
+
+
+LADDER = [rung("compiled blocks"), rung("fused optimizer")]
+
+
+@pytest.mark.parametrize(
+    ("compile_mode", "said"),
+    [
+        (None, ", which torch.compile would save, where it is not used yet, by fusing them. On the ladder, compiled "
+               "blocks made the step 1.27× faster."),
+        ("off", ", which torch.compile saves by fusing them. On the ladder, compiled blocks made the step 1.27× "
+                "faster."),
+        ("blocks", ", though the blocks are compiled; 100% of it in forward."),
+        ("model", ", though the model is compiled; 100% of it in forward."),
+    ],
+)  # fmt: skip
+def test_only_what_is_not_compiled_is_told_to_compile(compile_mode: str | None, said: str) -> None:
+    told = sentences([*with_settings(records(gpu_profile()), compile=compile_mode), *LADDER])
+    (fusable,) = (each for each in told if each.startswith("Elementwise"))
+    assert fusable.endswith("each reads and writes whole tensors" + said)
+    (idle,) = (each for each in told if each.startswith("The device has nothing to do"))
+    assert ("On the ladder" in idle) is (compile_mode in (None, "off"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (None, ": its fused form, where it is not used yet, reads and writes everything once. On the ladder, fused "
+               "optimizer made the step 1.27× faster."),
+        ("adamw-foreach", ": its fused form reads and writes everything once. On the ladder, fused optimizer made the "
+                          "step 1.27× faster."),
+        ("adamw-fused", ", fused already: that grows with the parameters alone, so a larger batch makes its share "
+                        "smaller."),
+        ("sgd", ": that grows with the parameters alone, so a larger batch makes its share smaller."),
+    ],
+)  # fmt: skip
+def test_only_what_is_not_fused_is_told_to_fuse(optimizer: str | None, said: str) -> None:
+    profile = gpu_profile()
+    longer = [
+        dataclasses.replace(each, duration_us=300.0) if each.family == "optimizer" else each for each in profile.kernels
+    ]
+    rows = with_settings(records(dataclasses.replace(profile, kernels=tuple(longer))), optimizer=optimizer)
+    (told,) = (each for each in sentences([*rows, *LADDER]) if each.startswith("The optimizer takes"))
+    assert told.endswith("of the kernel time and moves 0.400 GB" + said)
 
 
 def test_tables_hold_the_rows() -> None:

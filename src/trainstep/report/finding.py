@@ -26,6 +26,6 @@ def in_gib(value: float) -> str:
     return f"{value:,.2f} GiB" if value >= 1 else f"{number(value * 1024)} MiB"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], joined: str = "and") -> str:
     """`a, b and c`."""
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {joined} {names[-1]}"

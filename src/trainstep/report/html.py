@@ -43,6 +43,7 @@ def render(records: Sequence[Record]) -> str:
         title=_title(records),
         subtitle=_subtitle(records),
         sections=sections,
+        has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
         charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts, "allocations": allocations})),
         library=_packed(_library()) if charts else "",
         style=source(environment, "page.css")[0],

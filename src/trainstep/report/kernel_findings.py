@@ -13,7 +13,7 @@ TOPIC = "kernels"
 NEEDED_COVERAGE = 0.98
 """Share of kernel time that must be in a known phase and module."""
 NOISE = 0.02
-"""A profiler that makes the step faster by more than this measured another machine."""
+"""Runs of one case differ by this much: a profiler's cost within it does not show, and a gain beyond it is no gain."""
 MUCH = 0.15
 """Share of the step's kernel time from which a family is remarked on."""
 MEMORY_BOUND = 0.5
@@ -22,6 +22,7 @@ IDLE = 0.10
 """Share of the step in which the device may have nothing to do before it is remarked on."""
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
+_COMPILED = ("compiled blocks", "compiled model")
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 
 
@@ -31,14 +32,13 @@ def kernel_findings(records: Sequence[Record]) -> list[Finding]:
     if profile is None:
         return []
     own = [row for row in records if profile.case.items() <= row.case.items()]
-    families = {str(row.case["family"]): row for row in of_kind(own, "family") if row.case["phase"] == "step"}
     sentences = [
         *_trust(profile),
         *_top(profile),
-        *_matmuls(profile, families, records),
+        *_matmuls(profile, own, records),
         *_softmax(own, records),
-        *_memory_bound(families, records),
-        *_optimizer(own, records),
+        *_memory_bound(profile, own, records),
+        *_optimizer(profile, own, records),
         *_idle(profile, records),
         *_communication(profile),
     ]
@@ -67,9 +67,11 @@ def _trust(profile: Record) -> list[str]:
                 f"The profiled steps were {_percent(cost)} faster than those without the profiler ({change}): the "
                 "machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
             )
+        elif cost <= NOISE:
+            found.append(f"Profiling cost nothing that shows ({change}).")
         else:
             found.append(
-                f"Profiling cost {_percent(max(cost, 0))} of the step ({change}): compare kernel times with one "
+                f"Profiling cost {_percent(cost)} of the step ({change}): compare kernel times with one "
                 "another, and not with times measured without the profiler."
             )
     return found
@@ -111,7 +113,23 @@ def brief_name(kernel: Scalar) -> str:
     return f"{name}<{telling}>" if telling else name
 
 
-def _matmuls(profile: Record, families: dict[str, Record], records: Sequence[Record]) -> list[str]:
+def _families(own: Sequence[Record]) -> dict[str, Record]:
+    """Family → its row of the whole step."""
+    return {str(row.case["family"]): row for row in of_kind(own, "family") if row.case["phase"] == "step"}
+
+
+def _where(own: Sequence[Record], names: Sequence[str]) -> str:
+    """The phases in which most of these families' time passes: `62% of it in backward and 30% of it in loss`."""
+    times: dict[str, float] = {}
+    for row in of_kind(own, "family"):
+        if row.case["phase"] != "step" and row.case["family"] in names:
+            times[str(row.case["phase"])] = times.get(str(row.case["phase"]), 0) + numeric(row.values["ms"])
+    total = sum(times.values())
+    most = [phase for phase in sorted(times, key=lambda phase: -times[phase]) if times[phase] >= MUCH * total]
+    return listed([f"{times[phase] / total:.0%} of it in {phase}" for phase in most]) if total else ""
+
+
+def _matmuls(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     found = []
     if profile.values.get("matmul_share_forward") is not None:
         forward, step = (numeric(profile.values[f"matmul_share_{where}"]) for where in ("forward", "step"))
@@ -119,12 +137,18 @@ def _matmuls(profile: Record, families: dict[str, Record], records: Sequence[Rec
             f"Matrix products take {_percent(forward)} of the kernel time in forward and {_percent(step)} in the whole "
             "step, fused attention not counted."
         )
-    simt = families.get("FP32 SIMT matmul")
+    simt, precision = _families(own).get("FP32 SIMT matmul"), profile.case.get("precision")
     if simt is not None and numeric(simt.values["share"]) >= MUCH:
-        found.append(
+        sentence = (
             f"{_percent(numeric(simt.values['share']))} of the kernel time are float32 products on the ordinary units, "
-            "not on tensor cores: TF32 or bf16 moves them there." + _proof(records, ("TF32 matmuls", "bf16 autocast"))
+            "not on tensor cores"
         )
+        if precision in (None, "fp32"):
+            sentence += ": TF32 or bf16 moves them there." + _proof(records, ("TF32 matmuls", "bf16 autocast"))
+        else:
+            where = _where(own, ["FP32 SIMT matmul"])
+            sentence += f", though the step runs in {precision}{f': {where}' if where else ''}."
+        found.append(sentence)
     return found
 
 
@@ -158,30 +182,45 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _memory_bound(families: dict[str, Record], records: Sequence[Record]) -> list[str]:
+def _memory_bound(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+    """Kernels that fusing would save; of a step that is compiled already, where they are left."""
+    families = _families(own)
     present = [name for name in _FUSABLE if name in families and numeric(families[name].values["share"]) >= 0.01]
     share = sum(numeric(families[name].values["share"]) for name in present)
     if share < MUCH:
         return []
-    return [
+    sentence = (
         f"{listed(present).capitalize()} kernels take {_percent(share)} of the kernel time for little arithmetic: each "
-        "reads and writes whole tensors, which torch.compile saves by fusing them."
-        + _proof(records, ("compiled blocks", "compiled model"))
-    ]
+        "reads and writes whole tensors"
+    )
+    if _is_compiled(profile):
+        compiled = "the blocks are" if profile.case["compile"] == "blocks" else "the model is"
+        where = _where(own, present)
+        return [f"{sentence}, though {compiled} compiled{f'; {where}' if where else ''}."]
+    saves = "saves" if profile.case.get("compile") == "off" else "would save, where it is not used yet,"
+    return [f"{sentence}, which torch.compile {saves} by fusing them." + _proof(records, _COMPILED)]
 
 
-def _optimizer(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+def _is_compiled(profile: Record) -> bool:
+    return profile.case.get("compile") not in (None, "off")
+
+
+def _optimizer(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     rows = [row for row in of_kind(own, "family") if row.case["phase"] == "optimizer"]
     total = sum(numeric(row.values["ms"]) for row in of_kind(own, "family") if row.case["phase"] == "step")
     spent = sum(numeric(row.values["ms"]) for row in rows)
     if not rows or not total or spent / total < MUCH:
         return []
     moved = sum(numeric(row.values["gb"]) for row in rows if row.values.get("gb"))
-    rate = f" and moves {number(moved)} GB" if moved else ""
-    return [
-        f"The optimizer takes {_percent(spent / total)} of the kernel time{rate}: its fused form reads and writes "
-        "everything once." + _proof(records, ("fused optimizer",))
-    ]
+    sentence = f"The optimizer takes {_percent(spent / total)} of the kernel time"
+    sentence += f" and moves {number(moved)} GB" if moved else ""
+    optimizer = profile.case.get("optimizer")
+    if optimizer in (None, "adamw-foreach"):
+        unknown = ", where it is not used yet," if optimizer is None else ""
+        proof = _proof(records, ("fused optimizer",))
+        return [f"{sentence}: its fused form{unknown} reads and writes everything once.{proof}"]
+    fused = ", fused already" if optimizer == "adamw-fused" else ""
+    return [f"{sentence}{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."]
 
 
 def _idle(profile: Record, records: Sequence[Record]) -> list[str]:
@@ -195,7 +234,7 @@ def _idle(profile: Record, records: Sequence[Record]) -> list[str]:
         f"The device has nothing to do for {_percent(numeric(profile.values['idle_share']))} of the step "
         f"({in_ms(profile.values['idle_ms'])} of {in_ms(profile.values['step_ms'])}, without the profiler): the host "
         "launches more slowly than the kernels run. Fewer, larger kernels help."
-        + _proof(records, ("compiled blocks", "compiled model"))
+        + ("" if _is_compiled(profile) else _proof(records, _COMPILED))
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trainstep.measure.stats import ratio_of_medians
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
 from trainstep.report.records import Record, belonging, by_case, of_kind
@@ -165,35 +166,44 @@ def _best_policy(study: Sequence[Record]) -> list[str]:
     if not sizes:
         return []
     limit = next(iter(rows.values())).values.get("memory_gib")
-    best = min(sizes, key=lambda size: peaks[f"every-{size}"])
-    peak = peaks[f"every-{best}"]
-    nearest = [*[size for size in sizes if size < best][-1:], *[size for size in sizes if size > best][:1]]
+    peak = min(peaks[f"every-{size}"] for size in sizes)
+    best = [size for size in sizes if in_gib(peaks[f"every-{size}"]) == in_gib(peak)]  # alike, as they are printed
+    which = listed([str(size) for size in best], "or")
+    nearest = [*[size for size in sizes if size < best[0]][-1:], *[size for size in sizes if size > best[-1]][:1]]
     beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
-    cost = _time_against_none(rows, f"every-{best}")
+    beside = f" (beside it {beside})" if beside else ""
+    cost = _time_against_none(rows, best[0])
     if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
         room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
         return [
             f"No checkpointing is needed: the step fits without ({room}). For a larger batch or context "
-            f"the best K is {best}: {in_gib(peak)}{f' (beside it {beside})' if beside else ''}{cost}.",
+            f"the best K is {which}: {in_gib(peak)}{beside}.{cost}",
         ]
     if limit is not None and peak > numeric(limit):
         sentence = (
             f"No policy of every K blocks fits into {in_gib(numeric(limit))}: the smallest peak is {in_gib(peak)}"
         )
     else:
-        every = "every block" if best == 1 else f"every {best} blocks"
-        sentence = f"The best K is {best}: a checkpoint {every} peaks at {in_gib(peak)}"
+        every = f"{which} blocks" if best != [1] else "block"
+        alike = " alike" if len(best) > 1 else ""
+        sentence = f"The best K is {which}: a checkpoint every {every} peaks at {in_gib(peak)}{alike}"
     against = f"; without checkpointing {in_gib(peaks['none'])}" if "none" in peaks else ""
-    return [f"{sentence}{f' (beside it {beside})' if beside else ''}{against}{cost}."]
+    return [f"{sentence}{beside}{against}.{cost}"]
 
 
-def _time_against_none(rows: Mapping[str, Record], policy: str) -> str:
-    """What a policy costs in time, where both were timed."""
-    times = [rows[name].values.get("step_ms") for name in ("none", policy) if name in rows]
-    if len(times) < 2 or None in times:
+def _time_against_none(rows: Mapping[str, Record], size: int) -> str:
+    """What a checkpoint every `size` blocks costs in time; nothing without the samples that an interval needs."""
+    policy = f"every-{size}"
+    if any(name not in rows or not rows[name].samples.get("step") for name in ("none", policy)):
         return ""
-    before, after = map(numeric, times)
-    return f", and a step takes {after / before:.2f}× as long"
+    ratio = ratio_of_medians(rows[policy].samples["step"], rows["none"].samples["step"])
+    if ratio.interval is None:
+        return " Too few steps were timed to say what that costs in time."
+    interval = f"(95 % interval {ratio.interval.low:.2f}–{ratio.interval.high:.2f})"
+    every = "every block" if size == 1 else f"every {size} blocks"
+    if 1 in ratio.interval:
+        return f" With a checkpoint {every} a step takes no longer that these samples can show {interval}."
+    return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}."
 
 
 def _dtypes(records: Sequence[Record]) -> list[Finding]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.report.finding import Finding, in_ms
+from trainstep.report.analysed import is_same_step
+from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import numeric
 from trainstep.report.records import Record, of_kind
 
@@ -12,6 +13,16 @@ NOISY_INTERVAL = 0.10
 """A median whose interval is wider than this share of it was measured on a noisy machine."""
 WILD_INTERVAL = 0.50
 """A row of many (rungs, cases of a sweep) is pointed at when its interval is wider than this share of its median."""
+
+
+FEWEST = 5
+"""Samples whose extremes stand in for an interval."""
+APART = 0.10
+"""Measurements of one step in one run are said to disagree when what encloses their medians is further apart."""
+BEYOND = 1.005
+"""Part of the measured ceiling of arithmetic above which tables print more than 100%."""
+SEEN = 0.01
+"""Share of its phase from which a family has a row on the page."""
 
 
 def noise_findings(step: Record | None, records: Sequence[Record]) -> list[Finding]:
@@ -22,6 +33,8 @@ def noise_findings(step: Record | None, records: Sequence[Record]) -> list[Findi
         *_wild_rows(records, "rung", "rungs"),
         *_wild_rows(records, "sweep", "rows"),
         *_control(records),
+        *_same_step_twice(step, records),
+        *_beyond_arithmetic(records),
     ]
 
 
@@ -96,3 +109,67 @@ def _control(records: Sequence[Record]) -> list[Finding]:
             )
         )
     return found
+
+
+def _same_step_twice(step: Record | None, records: Sequence[Record]) -> list[Finding]:
+    """The phases' step, the profile's plain one and the ladder's baseline, where their settings are the same.
+
+    They disagree where the lowest end of one lies above the highest of another by more than `APART`. The ends are those
+    of the median's 95 % interval, or, of samples too few for one, the extremes: that five samples of one distribution
+    all lie above five others has a probability of 1 in 252.
+    """
+    if step is None:
+        return []
+    baselines = [row for row in of_kind(records, "rung") if row.values.get("verdict") == "baseline"]
+    rows = {"the phases": [step], "the profile": of_kind(records, "profile"), "the ladder's baseline": baselines}
+    found = {
+        name: (numeric(row.values["step_ms"]), *ends)
+        for name, candidates in rows.items()
+        for row in candidates[:1]
+        if row.values.get("step_ms") is not None and is_same_step(step, row) and (ends := _enclosed(row)) is not None
+    }
+    if len(found) < 2:
+        return []
+    highest_low, lowest_high = max(low for _, low, _ in found.values()), min(high for _, _, high in found.values())
+    if highest_low <= (1 + APART) * lowest_high:
+        return []
+    medians = [median for median, _, _ in found.values()]
+    told = listed([f"{in_ms(median)} ({name})" for name, (median, _, _) in found.items()])
+    return [
+        Finding(
+            "noise",
+            f"The same step was measured as {told}, {max(medians) / min(medians):.1f}× apart: the machine was "
+            "disturbed meanwhile. Times of these parts cannot be set beside one another; run again on a quieter "
+            "machine.",
+        )
+    ]
+
+
+def _enclosed(row: Record) -> tuple[float, float] | None:
+    """What the median of a step's times lies between; None where neither an interval nor samples are known."""
+    low, high, samples = row.values.get("step_low_ms"), row.values.get("step_high_ms"), row.samples.get("step")
+    if low is not None and high is not None:
+        return numeric(low), numeric(high)
+    return (min(samples), max(samples)) if samples and len(samples) >= FEWEST else None
+
+
+def _beyond_arithmetic(records: Sequence[Record]) -> list[Finding]:
+    """Families of kernels that compute faster than a large product did here; caches excuse bytes, not FLOPs."""
+    limits = {row.case["what"]: row.values.get("tflops") for row in of_kind(records, "ceiling")}
+    parts = {
+        f"{row.case['family']} in {row.case['phase']}": numeric(row.values["tflops"]) / numeric(limit)
+        for row in of_kind(records, "family")
+        if row.case["phase"] != "step" and numeric(row.values.get("share") or 0) >= SEEN
+        if row.values.get("tflops") and (limit := limits.get(row.values.get("ceiling")))
+    }
+    beyond = {name: part for name, part in parts.items() if part >= BEYOND}
+    if not beyond:
+        return []
+    told = listed([f"{name} {part:.0%}" for name, part in sorted(beyond.items(), key=lambda each: -each[1])])
+    return [
+        Finding(
+            "noise",
+            f"More than can be, of the arithmetic that a large product reached: {told}. That product or the profile "
+            "was disturbed (or their clocks differed), so shares of the device's limit are not to be trusted here.",
+        )
+    ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Cell, Row, Table
 from trainstep.report.cells import cell_of, count, get, number
-from trainstep.report.findings import PHASE_NAMES
+from trainstep.report.noise_findings import BEYOND, SEEN
 from trainstep.report.numbers import NONE
 from trainstep.report.records import Record
 
 TOP_KERNELS = 25
 TOP_MODULES = 20
-SMALLEST_SHARE = 0.01
 
 
 def _origin(row: Record) -> list[str]:
@@ -30,9 +30,9 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
     """Families of the step and of each phase, with their rates and the part of the device's limit they reach."""
     table_rows = []
     for row in rows:
-        if row.case["phase"] != "step" and (get(row, "share") or 0) < SMALLEST_SHARE:
+        if row.case["phase"] != "step" and (get(row, "share") or 0) < SEEN:
             continue
-        limit, part = _of_limit(row, ceilings)
+        limit, part, is_possible = _of_limit(row, ceilings)
         cells = [
             Cell(f"{row.case['phase']}: {row.case['family']}", is_text=True),
             cell_of(row, "calls", count),
@@ -40,19 +40,23 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
             Cell(_percent(get(row, "share")), get(row, "share"), "share"),
             cell_of(row, "tflops"),
             cell_of(row, "gb_s"),
-            Cell(limit, part, "of_limit"),
+            Cell(limit, part, "of_limit", tone="" if is_possible else "bad"),
         ]
         table_rows.append(Row(cells, f"{row.case['phase']}: {row.case['family']}", row.case["phase"] == "step"))
     columns = ["Phase and family", "Calls", "ms", "Of the phase", "TFLOP/s", "GB/s", "Of the device’s limit"]
     caption = (
         f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
-        "what comes from caches can exceed the limit of memory"
+        "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: more than 100% of it "
+        "means that the machine was disturbed"
     )
     return Table(caption, columns, table_rows, name=f"families{suffix}")
 
 
-def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | None]:
-    """The larger of the parts reached of the arithmetic and of the memory ceiling, and which one it is."""
+def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | None, bool]:
+    """The larger of the parts reached of the arithmetic and of the memory ceiling, which one it is, and if it can be.
+
+    No kernel computes faster than the device; a ceiling below one was measured on a busier or slower machine.
+    """
     peaks = {str(each.case["what"]): each for each in ceilings}
     parts = []
     arithmetic = peaks.get(str(row.values.get("ceiling")))
@@ -61,9 +65,9 @@ def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | Non
         if rate is not None and limit:
             parts.append((rate / limit, unit))
     if not parts:
-        return NONE, None
+        return NONE, None, True
     part, unit = max(parts)
-    return f"{part:.0%} of {unit}", part
+    return f"{part:.0%} of {unit}", part, unit == "memory" or part < BEYOND
 
 
 def piece_table(rows: Sequence[Record], title: str, suffix: str) -> Table:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report import plots
+from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
 from trainstep.report.cells import cell_of, count, get, median_of, number, told_apart
-from trainstep.report.findings import PHASE_NAMES
 from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
 from trainstep.report.profile_charts import FAMILY_ROLES, Point, roofline, timeline

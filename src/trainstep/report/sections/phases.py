@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.report import plots
+from trainstep.report.analysed import PHASE_NAMES, analysed_step
 from trainstep.report.blocks import Cell, Chart, Charts, Facts, Row, Section, Table
 from trainstep.report.cells import cell_of, fact, get, median_of, number, span
-from trainstep.report.findings import PHASE_NAMES, analysed_step
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar, Series
 from trainstep.report.records import Record, of_kind
@@ -38,7 +38,7 @@ def phases(records: Sequence[Record]) -> Section | None:
                 second=issue,
             )
         )
-    columns = ["Phase", "Median, ms [95 %]", "Share", "Mean ± std, ms", "Min–max, ms", "Outliers"]
+    columns = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
     table_rows = []
     for name in [*names, "step"]:
         median = get(step, f"{name}_ms") or 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
 from trainstep.report.cells import get, gib, number, ratio_of, span
-from trainstep.report.findings import analysed_step, findings, kept_rungs, recommended_flags
+from trainstep.report.findings import findings, kept_rungs, recommended_flags
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.records import Record, Scalar
 
@@ -56,7 +57,11 @@ def _gain_headline(kept: Sequence[Record]) -> Headline:
         ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
         ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
-        ("Peak memory", _change(first, last, "peak_gib", gib, ""), "of one step"),
+        (
+            "Peak memory",
+            _change(first, last, "peak_gib", gib, ""),
+            "of one step" + _unmeasured(first, last, "peak_gib"),
+        ),
     ]
     if len(kept) == 1:
         return Headline(
@@ -82,9 +87,18 @@ def _of_peak(row: Record) -> str:
     return f", {share:.0%} of the device’s peak" if share is not None else ""
 
 
+def _unmeasured(first: Record, last: Record, name: str) -> str:
+    return ", – not measured" if (first.values.get(name) is None) != (last.values.get(name) is None) else ""
+
+
 def _change(first: Record, last: Record, name: str, text: Callable[[Scalar], str], unit: str) -> str:
-    """`196 → 146 ms`, or the one value where nothing changed or only one is known."""
-    shown = [text(row.values[name]) for row in (first, last) if row.values.get(name) is not None]
+    """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
+    values = [row.values.get(name) for row in (first, last)]
+    if values[0] is None and values[1] is None:
+        return ""
+    if None in values:
+        return " → ".join(NONE if value is None else f"{text(value)} {unit}".strip() for value in values)
+    shown = [text(value) for value in values]
     units = {part.rpartition(" ")[2] for part in shown}
     if text is gib and len(units) == 1:
         shown, unit = [part.rpartition(" ")[0] for part in shown], units.pop()
