@@ -30,8 +30,8 @@ def test_one_step_that_was_measured_as_three_things_is_told():
     sentence = noise(step(), profile(9.0, 9.5, 10.0, 10.5, 12.0), baseline(7.8, 8.0, 8.2))
     assert sentence == (
         "The same step was measured as 100 ms (the phases), 10.0 ms (the profile) and 8.00 ms (the ladder's baseline), "
-        "12.5× apart: the machine was disturbed meanwhile. Times of these parts cannot be set beside one another; run "
-        "again on a quieter machine."
+        "12.5× apart: the machine changed meanwhile. Times of these parts cannot be set beside one another; run again "
+        "on a quieter machine."
     )
 
 

@@ -40,21 +40,22 @@ SCORES = {"activations": 0.7, "activations/blocks.*.attention": 0.5, "parameters
     ("case", "shares", "sentence"),
     [
         ({}, {"parameters": 0.4998, "gradients": 0.4996, "temporaries": 0.0006},
-         "parameters and gradients own most of the peak, so sharding shrinks it."),
-        ({}, LOGITS, "activations own most of the peak, so a chunked loss, activation checkpointing or a smaller "
+         "parameters and gradients make up most of the peak, so sharding shrinks it."),
+        ({}, LOGITS, "activations make up most of the peak, so a chunked loss, activation checkpointing or a smaller "
                      "batch shrink it."),
-        ({"loss": "chunked"}, LOGITS, "activations own most of the peak, so activation checkpointing or a smaller "
+        ({"loss": "chunked"}, LOGITS, "activations make up most of the peak, so activation checkpointing or a smaller "
                                       "batch shrink it."),
-        ({}, SCORES, "activations own most of the peak, so a fused attention, activation checkpointing or a smaller "
-                     "batch shrink it."),
+        ({}, SCORES, "activations make up most of the peak, so a fused attention, activation checkpointing or a "
+                     "smaller batch shrink it."),
         ({"attention": "sdpa", "checkpointing": "every-1"}, SCORES,
-         "activations own most of the peak, so a smaller batch shrinks it."),
+         "activations make up most of the peak, so a smaller batch shrinks it."),
         ({}, {"temporaries": 0.6, "temporaries/NllLoss of backward": 0.3},
-         "temporaries own most of the peak, so a chunked loss or a smaller batch shrink it."),
+         "temporaries make up most of the peak, so a chunked loss or a smaller batch shrink it."),
         ({}, {"temporaries": 0.6, "temporaries/Softmax of backward": 0.3},
-         "temporaries own most of the peak, so a fused attention or a smaller batch shrink it."),
+         "temporaries make up most of the peak, so a fused attention or a smaller batch shrink it."),
+        ({}, {"unknown": 0.7, "parameters": 0.3}, "allocations without a known owner make up most of the peak."),
         ({}, {"optimizer state": 0.6, "parameters": 0.4},
-         "optimizer state owns most of the peak, so sharding or a smaller optimizer state shrink it."),
+         "optimizer state makes up most of the peak, so sharding or a smaller optimizer state shrink it."),
     ],
 )  # fmt: skip
 def test_what_owns_the_peak_and_what_shrinks_that(case, shares, sentence):
@@ -65,7 +66,7 @@ def test_what_owns_the_peak_and_what_shrinks_that(case, shares, sentence):
                                                    ("adamw-fused", "")])  # fmt: skip
 def test_temporaries_of_the_optimizer_do_not_come_from_the_batch(optimizer, advice):
     sentence = owned({"optimizer": optimizer}, {"temporaries": 0.7}, "optimizer", optimizer_peak_gib=4.5)
-    assert sentence == f"temporaries own most of the peak{advice}."
+    assert sentence == f"temporaries make up most of the peak{advice}."
 
 
 def test_without_owners_no_more_is_said_than_is_known():

@@ -173,6 +173,11 @@ def _best_policy(study: Sequence[Record]) -> list[str]:
     beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
     beside = f" (beside it {beside})" if beside else ""
     cost = _time_against_none(rows, best[0])
+    if "none" in peaks and (peaks["none"] <= peak or in_gib(peaks["none"]) == in_gib(peak)):
+        return [
+            f"No checkpoint every K blocks makes the peak smaller: {in_gib(peaks['none'])} without, {in_gib(peak)} "
+            f"at best."
+        ]
     if "none" in peaks and limit is not None and peaks["none"] <= numeric(limit):
         room = f"{in_gib(peaks['none'])} of {in_gib(numeric(limit))}"
         return [
@@ -202,7 +207,7 @@ def _time_against_none(rows: Mapping[str, Record], size: int) -> str:
     interval = f"(95 % interval {ratio.interval.low:.2f}–{ratio.interval.high:.2f})"
     every = "every block" if size == 1 else f"every {size} blocks"
     if 1 in ratio.interval:
-        return f" With a checkpoint {every} a step takes no longer that these samples can show {interval}."
+        return f" With a checkpoint {every} these samples show no difference in time {interval}."
     return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}."
 
 

@@ -138,9 +138,8 @@ def _same_step_twice(step: Record | None, records: Sequence[Record]) -> list[Fin
     return [
         Finding(
             "noise",
-            f"The same step was measured as {told}, {max(medians) / min(medians):.1f}× apart: the machine was "
-            "disturbed meanwhile. Times of these parts cannot be set beside one another; run again on a quieter "
-            "machine.",
+            f"The same step was measured as {told}, {max(medians) / min(medians):.1f}× apart: the machine changed "
+            "meanwhile. Times of these parts cannot be set beside one another; run again on a quieter machine.",
         )
     ]
 

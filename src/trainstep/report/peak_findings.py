@@ -16,6 +16,7 @@ WORTH = 0.05
 """Share of the peak from which a part of the model is worth a change that shrinks it alone."""
 UNFUSED = ("eager", "eager-compiled", "sdpa-math")
 """Attention that keeps its scores for backward."""
+NAMELESS = "allocations without a known owner"
 ATTENTION = frozenset({"attention", "Softmax"})
 LOSS = frozenset({"the loss", "head", "NllLoss", "LogSoftmax"})
 """Modules of our models and autograd nodes that hold scores, or logits."""
@@ -81,9 +82,10 @@ def _owned(owners: Sequence[Owner], step: Record, phase: str) -> str:
             break
         named.append(owner)
     remedies = list(dict.fromkeys(each for owner in named for each in _remedies(owner, step, phase)))
-    names = listed([owner.name for owner in named])
+    names = listed([NAMELESS if owner.name == "unknown" else owner.name for owner in named])
+    verb = "makes" if names in ("optimizer state", "batch") else "make"
     advice = f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it" if remedies else ""
-    return f"{names} {'owns' if names in ('optimizer state', 'batch') else 'own'} most of the peak{advice}"
+    return f"{names} {verb} up most of the peak{advice}"
 
 
 def _remedies(owner: Owner, step: Record, phase: str) -> list[str]:
