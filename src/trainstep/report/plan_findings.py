@@ -42,9 +42,8 @@ def _nothing_fits(rows: Sequence[Record]) -> str:
         if fewest is None
         else f"With {fewest.case['strategy']} it takes {numeric(fewest.values['smallest_gpus']):,.0f} GPUs."
     )
-    room = least.values.get("tensors_gib")
-    there = "" if room is None else f", which has room for {in_gib(numeric(room))} of tensors"
     return (
         f"Predicted: nothing fits. {least.case['strategy']} needs least, "
-        f"{in_gib(numeric(least.values['peak_gib']))} on each GPU{there}. {advice}"
+        f"{in_gib(numeric(least.values['peak_gib']))} on each GPU, which has room for "
+        f"{in_gib(numeric(least.values['tensors_gib']))} of tensors. {advice}"
     )
