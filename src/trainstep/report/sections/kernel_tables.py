@@ -46,8 +46,8 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
     columns = ["Phase and family", "Calls", "ms", "Of the phase", "TFLOP/s", "GB/s", "Of the device’s limit"]
     caption = (
         f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
-        "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: more than 100% of it "
-        "means that the machine was disturbed"
+        "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: clearly more than "
+        "100% of it means that the machine was disturbed"
     )
     return Table(caption, columns, table_rows, name=f"families{suffix}")
 
