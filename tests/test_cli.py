@@ -82,6 +82,7 @@ def test_every_flag_of_a_step_is_documented_once():
 def test_analyze_end_to_end(tmp_path):
     found = trainstep("analyze", *QUICK, "--steps", "7", "--out", str(tmp_path / "out"))
     assert found.returncode == 0, found.stderr
+    assert "profiler_start" not in found.stderr
     records = read_records(tmp_path / "out" / "results.jsonl")
     assert [record.case["warmup"] for record in of_kind(records, "step")] == [0, 1, 2, 5]
     rungs = of_kind(records, "rung")

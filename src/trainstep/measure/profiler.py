@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,6 +42,8 @@ def record_steps(
         trace: the file to write, `.json.gz`: Perfetto (ui.perfetto.dev) and chrome://tracing open it.
         prepare_next: called after each step.
     """
+    if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     plan = schedule(wait=0, warmup=WARMUP, active=steps, repeat=1)
     trace.parent.mkdir(parents=True, exist_ok=True)
