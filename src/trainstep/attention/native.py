@@ -46,9 +46,10 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sca
     except RuntimeError as error:
         # Raised by PyTorch's own choice of backend, before anything is launched.
         if "No available kernel" in str(error) or "No viable backend" in str(error):
+            why = "PyTorch's warnings say why" if q.is_cuda else "PyTorch has no such kernel for them"
             raise UnsupportedError(
                 f"impl={impl!r} cannot run these inputs here: {describe(q, k, v)}, is_causal={is_causal}. "
-                "PyTorch's warnings say why; impl='sdpa' lets PyTorch pick a backend that can"
+                f"{why}; impl='sdpa' lets PyTorch pick a backend that can"
             ) from error
         raise
 
