@@ -1,4 +1,5 @@
-"""Small models with every trait that data parallel training must cope with, and their training in one process."""
+"""Small models with every trait that data parallel training must cope with, an optimizer that nobody knows, and their
+training in one process."""
 
 import contextlib
 import random
@@ -124,11 +125,31 @@ class Branches(nn.Module):
         return left + right
 
 
+class SignDescent(torch.optim.Optimizer):
+    """An optimizer that trainstep has never heard of; it looks at whole matrices, and counts steps in its groups."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    assert parameter.dim() < 2 or parameter.shape[0] > 1
+                    count = self.state[parameter].setdefault("count", torch.zeros(parameter.shape[:1]))
+                    count += 1
+                    parameter -= group["lr"] / group["steps"] * parameter.grad / (parameter.grad.norm() + 1e-6)
+
+
 MODELS = {each.__name__: each for each in (Plain, Tied, Frozen, Uneven, Transposed, Mixed, Unused, Branches)}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.125, "momentum": 0.5}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
 }
+EXCHANGE_MB = 700e-6
+"""So little at once that these models need several exchanges."""
 
 
 def build(name, seed=0):
