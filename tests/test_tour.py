@@ -12,6 +12,7 @@ from examples.tour import fast, slow
 from trainstep.bench import ladder
 from trainstep.bench.profile import profile_records
 from trainstep.config import StepConfig
+from trainstep.report import formula_findings
 from trainstep.report.findings import findings
 from trainstep.report.formula_findings import TOPIC
 from trainstep.training_step import build_step
@@ -66,6 +67,7 @@ def test_the_page_says_what_changed():
 
 def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
     shrink(monkeypatch)
+    monkeypatch.setattr(formula_findings, "MUCH", 1e-9)  # any share of the time, which on a busy machine may be small
     said = {}
     for form in (slow, fast):
         records = list(profile_records(source(form), CONFIG, warmup=1, steps=2, profiled_steps=1, trace=None))
@@ -79,7 +81,7 @@ def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
 def test_the_ladder_does_not_take_a_key_bias_for_wrong(monkeypatch):
     """Its gradient is zero but for rounding, in slow.py as in GPT-2."""
     shrink(monkeypatch)
-    monkeypatch.setattr(ladder, "rungs_for", lambda source, device: [ladder.Rung("bf16", {"precision": "bf16"})])
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [ladder.Rung("bf16", {"precision": "bf16"})])
     rungs = [row for row in ladder.climb(source(slow), CONFIG, warmup=1, steps=2) if row.kind == "rung"]
     assert [row.status for row in rungs] == ["ok", "ok"], rungs[-1].reason
     assert 0 < rungs[1].values["gradient_error"] < rungs[1].values["error_budget"]

@@ -11,10 +11,10 @@ the model's own condition: how far the reference's gradients move when its weigh
 precision at hand. A computation is stable if it is as far off as an exact one on rounded inputs (Higham 2002, section
 1.5). The loss keeps the first bound.
 
-A model with dropout has other gradients where other elements are dropped. Compiled code draws other random numbers than
-eager code, so compiled code over the budget is compiled once more for the check alone, with eager code's numbers. On a
-GPU a precision draws other numbers than another: what is over the budget still is compared without dropout, on both
-sides. A verdict says how it was arrived at.
+A model with dropout has other gradients under other masks. Compiled code draws other random numbers than eager code, so
+compiled code over the budget is compiled once more for the check alone, with eager code's numbers. On a GPU another
+precision draws other masks: what is over the budget still is compared without dropout, on both sides. A verdict says
+how it was arrived at.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ WRONG_IN_KIND = 0.5
 makes zero, such as that of a key projection's bias, are nothing but rounding: see `compare_gradients`."""
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
+"""How a step was held against the reference."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class GradientCheck:
         self.reference: Gradients | None = None
         self.reference_config = StepConfig()
         self.leaf_calls = 0
-        self.drops_others: set[Precision] = set()
-        """Precisions in which eager code drops other elements than the reference."""
+        self.other_masks: set[Precision] = set()
+        """Precisions in which eager code draws other dropout masks than the reference."""
         self.plain_error: dict[Precision, float] = {}
         self.condition: dict[Precision, float] = {}
 
@@ -99,7 +100,7 @@ class GradientCheck:
             return self._refer_to(step)
         precision, is_compiled = step.config.precision, step.config.compile != "off"
         found = self._compare(step, self.reference)
-        if not found.is_right and is_compiled and precision not in self.drops_others:
+        if not found.is_right and is_compiled and precision not in self.other_masks:
             with eager_random():
                 again = self._compare(build_step(self.source, step.config), self.reference)
             found = _nearer(found, dataclasses.replace(again, compared="with eager code's random numbers"))
@@ -108,7 +109,7 @@ class GradientCheck:
                 again = self._compare(build_step(self.source, step.config), self._reference_without_dropout)
             found = _nearer(found, dataclasses.replace(again, compared="without dropout"))
             if found.is_right and not is_compiled:
-                self.drops_others.add(precision)
+                self.other_masks.add(precision)
         if not found.is_right and found.deviation.loss <= found.loss_budget:
             found = dataclasses.replace(found, budget=max(found.budget, self._conditioned_budget(precision)))
         if found.is_right and precision != self.reference_config.precision:

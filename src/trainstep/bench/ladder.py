@@ -20,7 +20,7 @@ import torch
 from trainstep.bench.gradient_check import GradientCheck, Verdict
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, phase_samples, timing_values
-from trainstep.config import StepConfig
+from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.measure.environment import describe
 from trainstep.measure.stats import Ratio, ratio_of_medians, summarize, verdict
 from trainstep.report.noise_findings import WILD_INTERVAL
@@ -38,15 +38,18 @@ class Rung:
     """`StepConfig` fields and their new values."""
 
 
-def rungs_for(source: WorkloadSource, device: torch.device) -> list[Rung]:
-    """The changes worth trying on this device, cheapest to adopt first."""
+def rungs_for(source: WorkloadSource, device: torch.device, optimizer: OptimizerImpl) -> list[Rung]:
+    """The changes worth trying on this device, cheapest to adopt first, from a step with this optimizer.
+
+    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one.
+    """
     on_gpu = device.type == "cuda"
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
     fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
     if on_gpu:
         fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})]
-    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})]
+    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if optimizer != "sgd" else []
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
     if on_gpu:
@@ -82,13 +85,11 @@ def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: i
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
     Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
-    does not, the machine changed during the climb, and the report says so. A rung changes how a step is computed, not
-    what is: from SGD none leads to AdamW.
+    does not, the machine changed during the climb, and the report says so.
     """
     device = resolve_device(base.device)
     ladder = _Ladder(source, device, warmup, steps)
-    rungs = [rung for rung in rungs_for(source, device) if base.optimizer != "sgd" or "optimizer" not in rung.change]
-    for rung in [Rung("baseline", {}), *rungs]:
+    for rung in [Rung("baseline", {}), *rungs_for(source, device, base.optimizer)]:
         yield ladder.try_rung(rung, dataclasses.replace(ladder.kept.config if ladder.kept else base, **rung.change))
     if ladder.first is not None:
         yield ladder.control(ladder.first)

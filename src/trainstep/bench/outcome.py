@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,3 +85,14 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Drop what was compiled before on entry, and what was compiled inside on leaving: compiled code is kept by
+    function, whatever it was compiled under."""
+    release_memory()
+    try:
+        yield
+    finally:
+        release_memory()

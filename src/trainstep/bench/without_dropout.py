@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainstep.bench.outcome import release_memory
+from trainstep.bench.outcome import compiled_anew
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+SDPA = "scaled_dot_product_attention"
 
 
 @dataclass
@@ -33,23 +33,35 @@ def without_dropout() -> Iterator[Seen]:
     """While entered, the dropout functions of `torch.nn.functional` drop nothing: those that modules of `torch.nn` call
     (not recurrent ones, whose dropout is their kernel's), and scaled_dot_product_attention's.
 
-    A module that took a function itself (`from torch.nn.functional import dropout`) is not reached. What was compiled
-    before is dropped on entry, and what was compiled inside on leaving. Not for use from several threads.
+    A module that took a function itself (`from torch.nn.functional import dropout`) is not reached. What is compiled
+    inside is compiled anew. Not for use from several threads.
     """
     seen = Seen()
-    sdpa = F.scaled_dot_product_attention
+    originals = {name: getattr(F, name) for name in (*DROPOUTS, SDPA)}
+    with compiled_anew():
+        try:
+            for name in DROPOUTS:
+                setattr(F, name, _identity(originals[name], seen))
+            setattr(F, SDPA, _attention(originals[SDPA], seen))
+            yield seen
+        finally:
+            for name, original in originals.items():
+                setattr(F, name, original)
 
-    def identity_for(dropout: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        default = inspect.signature(dropout).parameters["training"].default
 
-        def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
-            if training and p > 0:
-                seen.calls += 1
-            return input
+def _identity(dropout: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
+    default = inspect.signature(dropout).parameters["training"].default
 
-        return identity
+    def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
+        if training and p > 0:
+            seen.calls += 1
+        return input
 
-    def attend(
+    return identity
+
+
+def _attention(sdpa: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
+    def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *rest: Any,
         **options: Any,
     ) -> Tensor:  # fmt: skip
@@ -57,12 +69,4 @@ def without_dropout() -> Iterator[Seen]:
             seen.calls += 1
         return sdpa(query, key, value, attn_mask, 0.0, *rest, **options)
 
-    release_memory()
-    try:
-        with ExitStack() as replaced:
-            for name in DROPOUTS:
-                replaced.enter_context(patch.object(F, name, identity_for(getattr(F, name))))
-            replaced.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
-            yield seen
-    finally:
-        release_memory()
+    return attention
