@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tables.source import RESULTS
 
+from trainstep.records import Record, RecordWriter, read_records
 from trainstep.report.findings import recommended_flags
-from trainstep.report.records import Record, RecordWriter, read_records
 
 KINDS = ("rung", "control", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"

@@ -34,9 +34,9 @@ import texts.theory
 import texts.tour
 from tables.source import RESULTS, NotMeasuredError
 
+from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.html import write_html
-from trainstep.report.records import read_records
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))

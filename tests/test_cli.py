@@ -14,7 +14,7 @@ import torch
 from trainstep.cli import main
 from trainstep.commands.grids import field_docs, grid_of
 from trainstep.config import StepConfig
-from trainstep.report.records import of_kind, read_records
+from trainstep.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK = ["--num-layers", "1", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",

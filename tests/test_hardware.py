@@ -5,7 +5,7 @@ import pytest
 
 from trainstep.errors import UsageError
 from trainstep.hardware import DEVICES, find_device, require_device
-from trainstep.report.records import read_records
+from trainstep.records import read_records
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results, where
+from trainstep.records import Record
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, plain, results, where
+from trainstep.records import Record
 from trainstep.report.columns import Column, case_column, value_column
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from tables.source import plain, results, setting, where
 from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.config import SIZES
+from trainstep.records import Record
 from trainstep.report.columns import case_column, median_column, value_column
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 

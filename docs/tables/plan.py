@@ -21,8 +21,8 @@ from trainstep.plan.machine import (
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategy_memory import RESERVED_BYTES
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
+from trainstep.records import Record, of_kind, read_records
 from trainstep.report.numbers import number
-from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import Table, make_table
 
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")

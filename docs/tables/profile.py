@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, results, where
+from trainstep.records import Record
 from trainstep.report.columns import Column, case_column, count_column, value_column
 from trainstep.report.kernel_findings import brief_name
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, tabulate
 
 

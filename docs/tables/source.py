@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from trainstep.records import Record, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
-from trainstep.report.records import Record, Scalar, of_kind, read_records
 from trainstep.report.tables import Table, make_table
 
 RESULTS = Path(__file__).parents[1] / "results"

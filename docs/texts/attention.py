@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from tables.source import figure, one, results
 
 from texts.wording import span, times
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms
-from trainstep.report.records import Record
 
 
 def naive(seq: int, head_dim: int, impl: str = "eager") -> Record:

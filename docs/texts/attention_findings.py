@@ -12,9 +12,9 @@ from tables.source import figure, one, results
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
 from trainstep.attention.choice_table import FASTEST
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 OURS = "flash-triton"
 MULTIPROCESSORS, EXPONENTIALS_PER_CLOCK = 132, 16

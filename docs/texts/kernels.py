@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from tables.source import figure, one
 
 from texts.wording import percent, times
+from trainstep.records import Record, Scalar
 from trainstep.report.finding import in_ms
 from trainstep.report.kernel_findings import brief_name
 from trainstep.report.numbers import number
-from trainstep.report.records import Record, Scalar
 
 CASE: dict[str, Scalar] = {"workload": "2.7B", "context": 512, "precision": "bf16"}
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from tables.source import figure, one, results
 
 from texts.wording import percent, times
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 
 def peak(context: int, mode: str, precision: str = "fp32") -> Record:

@@ -10,9 +10,9 @@ from tables.source import figure, one, results
 from texts.memory import peak
 from texts.wording import percent, times
 from trainstep.config import SIZES
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 MODEL = SIZES["2.7B"]
 CONTEXTS = (128, 256, 512)

@@ -8,9 +8,9 @@ from tables.source import figure, one, setting
 
 from trainstep.plan.communication import Link, best_bucket_bytes
 from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 
 def scheme(name: str) -> Record:

@@ -9,10 +9,10 @@ from tables.source import figure, one, results
 from texts.kernels import CASE, profile
 from texts.wording import percent, span
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.records import Record
 from trainstep.report.finding import in_ms, listed
 from trainstep.report.kernel_findings import brief_name
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 CONTEXTS = (128, 512, 1024)
 PHASES = ("forward", "loss", "backward", "optimizer")

@@ -9,9 +9,9 @@ from tables.source import figure, one, results
 from texts.wording import percent, span, times
 from trainstep import config
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.records import Record
 from trainstep.report.finding import in_ms
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 SIZES = ("small", "medium", "large", "xl", "2.7B")
 

@@ -9,9 +9,9 @@ from tables.source import figure, one
 
 from texts.wording import percent
 from trainstep.plan.machine import INTERFERENCE
+from trainstep.records import Record
 from trainstep.report.finding import listed
 from trainstep.report.numbers import number
-from trainstep.report.records import Record
 
 
 def predicted(name: str) -> list[Record]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
 
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.findings import findings
 from trainstep.report.formula_findings import TOPIC as FORMULAS
-from trainstep.report.records import Record
 
 NAME = "cpu-tour"
 KINDS = ("rung", "control", "profile", "kernel", "memory-timeline", "owner", "allocation")

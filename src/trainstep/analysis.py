@@ -19,7 +19,7 @@ from trainstep.errors import UsageError
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 from trainstep.report.report import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 

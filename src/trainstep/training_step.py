@@ -20,7 +20,7 @@ from trainstep.blocks import find_blocks
 from trainstep.checkpointing import apply as apply_checkpointing
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.measure.phases import PhaseContext, no_phases
+from trainstep.phases import PhaseContext, no_phases
 from trainstep.precision import autocast, cast_parameters, check_precision, matmul_precision
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 

@@ -14,7 +14,7 @@ from trainstep.bench.collective_cases import CollectiveCase, collective_cases
 from trainstep.bench.collective_fit import fit_link
 from trainstep.errors import UsageError
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
-from trainstep.report.records import read_records
+from trainstep.records import read_records
 
 REPOSITORY = Path(__file__).parents[2]
 

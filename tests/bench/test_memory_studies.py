@@ -14,8 +14,8 @@ from trainstep.bench.residuals import measure_residuals, residual_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.memory import block_bytes
+from trainstep.records import Record
 from trainstep.report.findings import findings
-from trainstep.report.records import Record
 from trainstep.report.tables import make_tables
 from trainstep.workload import builtin_source, factory_source
 

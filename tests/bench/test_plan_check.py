@@ -8,7 +8,7 @@ from trainstep.bench.calibration import calibrated
 from trainstep.bench.plan_check import checked
 from trainstep.hardware import require_device
 from trainstep.plan.machine import machine_of
-from trainstep.report.records import Record, read_records
+from trainstep.records import Record, read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]

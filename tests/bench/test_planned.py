@@ -17,8 +17,8 @@ from trainstep.hardware import require_device
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.records import Record, of_kind, read_records
 from trainstep.report.findings import findings
-from trainstep.report.records import Record, of_kind, read_records
 from trainstep.report.tables import make_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -11,7 +11,7 @@ from trainstep.bench.timeline_rows import timeline_values
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.measure.kernels import Kernel, Profile
-from trainstep.report.records import of_kind
+from trainstep.records import of_kind
 from trainstep.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=48, num_layers=3, num_heads=2)

@@ -12,7 +12,7 @@ from trainstep.bench.step import case_columns, count_tokens, measure_step, run_c
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops
-from trainstep.report.records import RecordWriter, read_records
+from trainstep.records import RecordWriter, read_records
 from trainstep.workload import Workload, WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from tests.report import sample
-from trainstep.report.records import Record, of_kind
+from trainstep.records import Record, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 """A name that would run as code, if it were not escaped."""

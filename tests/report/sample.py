@@ -10,8 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.measure.stats import Ratio, ratio_of_medians, summarize, verdict
-from trainstep.report.records import Record, Scalar, Status
+from trainstep.records import Record, Scalar, Status
+from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
 
 CPU: Mapping[str, Scalar] = {
     "date": "2026-01-02",

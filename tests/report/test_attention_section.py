@@ -1,7 +1,7 @@
 import re
 
+from trainstep.records import Record
 from trainstep.report.html import render
-from trainstep.report.records import Record
 
 
 def row(impl, seq, both=1.0, status="ok", reason=""):

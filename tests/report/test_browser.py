@@ -10,10 +10,10 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import DEEP, complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
+from trainstep.records import of_kind
 from trainstep.report.findings import kept_rungs, recommended_flags
 from trainstep.report.html import write_html
 from trainstep.report.plots import ROW_HEIGHT
-from trainstep.report.records import of_kind
 
 
 @pytest.fixture(scope="module")

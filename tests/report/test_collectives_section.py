@@ -1,7 +1,7 @@
 """Collectives on the page."""
 
+from trainstep.records import Record
 from trainstep.report.html import render
-from trainstep.report.records import Record
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from trainstep.errors import UsageError
+from trainstep.records import Record
 from trainstep.report.compare import compare, comparison_table, repeatability
-from trainstep.report.records import Record
 
 
 def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, **changes):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from trainstep.records import Record
 from trainstep.report.analysed import analysed_step
 from trainstep.report.findings import findings, recommended_flags
-from trainstep.report.records import Record
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "mode": "step", "repeat": 0}  # fmt: skip

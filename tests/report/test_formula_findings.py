@@ -1,7 +1,7 @@
 """A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
 
+from trainstep.records import Record
 from trainstep.report.formula_findings import formula_findings
-from trainstep.report.records import Record
 
 CASE = {"workload": "theirs", "precision": "fp32"}
 PROFILE = Record("profile", CASE)

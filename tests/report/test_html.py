@@ -11,9 +11,9 @@ import pytest
 from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
 from trainstep.errors import UsageError
+from trainstep.records import Record, of_kind
 from trainstep.report.cells import fact, gib, number
 from trainstep.report.html import render, write_html
-from trainstep.report.records import Record, of_kind
 
 
 @pytest.mark.parametrize("records", [sample.cpu_analysis(), sample.h200_analysis()], ids=["cpu", "h200"])

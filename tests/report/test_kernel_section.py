@@ -14,9 +14,9 @@ from tests.report.page import Page
 from trainstep.bench.kernel_rows import profile_rows, summary_values
 from trainstep.measure.kernel_families import Family
 from trainstep.measure.kernels import Kernel, Lane, Profile
+from trainstep.records import Record, of_kind
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
-from trainstep.report.records import Record, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script>"
 CASE = {"workload": "large", "batch": 4, "context": 512, "precision": "bf16"}

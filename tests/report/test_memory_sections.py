@@ -16,9 +16,9 @@ from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.allocations.snapshot import snapshot_of
 from trainstep.measure.allocations.snapshot_file import write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
+from trainstep.records import Record, of_kind, read_records
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
-from trainstep.report.records import Record, of_kind, read_records
 from trainstep.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=64, d_ff=128, num_layers=3, num_heads=2)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import CASE, rung, said, step
+from trainstep.records import Record
 from trainstep.report.html import render
-from trainstep.report.records import Record
 
 SETTINGS = {name: value for name, value in CASE.items() if name not in ("mode", "repeat")}
 SUMMARY = {"module_coverage": 1.0, "phase_coverage": 1.0}

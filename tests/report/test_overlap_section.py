@@ -14,9 +14,9 @@ from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_record
 from trainstep.measure.kernel_families import kernel_family
 from trainstep.measure.kernels import Kernel, Profile
 from trainstep.measure.trace import Trace
+from trainstep.records import Record
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
-from trainstep.report.records import Record
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 BLOCKS = 32

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import said, step
-from trainstep.report.records import Record
+from trainstep.records import Record
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip

@@ -1,8 +1,8 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
+from trainstep.records import Record
 from trainstep.report.findings import findings
 from trainstep.report.html import render
-from trainstep.report.records import Record
 from trainstep.report.sections.plan import plan
 from trainstep.report.tables import make_table
 

@@ -1,8 +1,8 @@
 import pytest
 
+from trainstep.records import Record
 from trainstep.report.findings import findings
 from trainstep.report.html import render
-from trainstep.report.records import Record
 from trainstep.report.sections.sweep import MOST_DOTS, MOST_LINES, sweep
 from trainstep.report.sweep_axes import axes_of, measures_of
 from trainstep.report.tables import make_tables

@@ -4,8 +4,8 @@ import itertools
 
 from markdown_it import MarkdownIt
 
+from trainstep.records import Record
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
-from trainstep.report.records import Record
 from trainstep.report.tables import Table, make_table, make_tables
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.train.runs import alone, config, far_apart, losses, names, rows
-from trainstep.report.records import read_records
+from trainstep.records import read_records
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
 from trainstep.errors import UsageError
 from trainstep.held_folder import held_folder
 from trainstep.model.transformer import build_transformer
-from trainstep.report.records import read_records
+from trainstep.records import read_records
 from trainstep.train.folder import open_folder
 from trainstep.train.learner import Learner
 from trainstep.train.resume import Asked

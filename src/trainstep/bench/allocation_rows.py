@@ -9,7 +9,7 @@ from trainstep.blocks import without_numbers
 from trainstep.measure.allocations.outline import Group, interned, outline
 from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
 from trainstep.measure.memory import GIB, MIB
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 
 BANDS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "activations", "temporaries")
 """Owners from the lowest up: what stays lies below what comes and goes."""

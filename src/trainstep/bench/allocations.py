@@ -25,7 +25,7 @@ from trainstep.measure.allocations.snapshot_file import load_snapshot, write_sna
 from trainstep.measure.allocations.timeline import Timeline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 

@@ -23,13 +23,13 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.errors import UsageError
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.phases import PhaseContext
-from trainstep.measure.stats import summarize
 from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
+from trainstep.phases import PhaseContext
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
 from trainstep.precision import DTYPES
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 from trainstep.workload import resolve_device
 
 FLUSH_BYTES = 512 * 2**20

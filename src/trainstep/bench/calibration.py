@@ -23,7 +23,7 @@ from trainstep.hardware import DeviceSpec, require_device
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import LaunchKey, Machine, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.report.records import Record, of_kind
+from trainstep.records import Record, of_kind
 
 LAUNCH_BOUND = 0.97
 """Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""

@@ -12,7 +12,7 @@ from trainstep.config import Precision
 from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
 from trainstep.precision import check_precision
-from trainstep.report.records import Record
+from trainstep.records import Record
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
 

@@ -16,9 +16,9 @@ from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
-from trainstep.measure.stats import summarize
 from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 from trainstep.workload import WorkloadSource, resolve_device
 
 

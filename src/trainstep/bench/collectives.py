@@ -22,14 +22,14 @@ from trainstep.bench.collective_fit import fit_link
 from trainstep.bench.outcome import Failure, classify
 from trainstep.errors import UsageError
 from trainstep.measure.environment import describe, gpu_state
-from trainstep.measure.phases import PhaseContext
-from trainstep.measure.stats import summarize
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
+from trainstep.phases import PhaseContext
 from trainstep.plan.communication import bus_factor
 from trainstep.precision import DTYPES
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 
 
 @dataclass(frozen=True)

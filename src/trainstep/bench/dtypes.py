@@ -15,7 +15,7 @@ from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 

@@ -13,8 +13,8 @@ from trainstep.measure.kernel_families import MATMULS, short_name
 from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
 from trainstep.measure.operator_cost import COUNTED
 from trainstep.measure.overlap import overlap_of
-from trainstep.measure.phases import PHASES
-from trainstep.report.records import Record, Scalar
+from trainstep.phases import PHASES
+from trainstep.records import Record, Scalar
 
 STEP = "step"
 """The name of the whole step among the phases."""

@@ -22,9 +22,9 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, phase_samples, timing_values
 from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.measure.environment import describe
-from trainstep.measure.stats import Ratio, ratio_of_medians, summarize, verdict
+from trainstep.records import Record, Scalar
 from trainstep.report.noise_findings import WILD_INTERVAL
-from trainstep.report.records import Record, Scalar
+from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
-from trainstep.report.records import Status
+from trainstep.records import Status
 from trainstep.user_code import place_of
 
 Result = TypeVar("Result")

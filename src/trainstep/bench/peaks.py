@@ -12,7 +12,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.plan.memory import peak_bytes
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 

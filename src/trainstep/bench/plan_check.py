@@ -13,7 +13,7 @@ from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import step_seconds
 from trainstep.plan.strategy_memory import strategy_memory
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 
 STRATEGY_OF_SCHEME: dict[str, Strategy] = {
     "single": "single",

@@ -31,7 +31,7 @@ from trainstep.plan.strategy_memory import (
     strategy_memory,
     tensor_bytes,
 )
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,12 @@ from trainstep.measure.environment import describe
 from trainstep.measure.kernels import Profile, profile_of
 from trainstep.measure.nsys import is_sqlite, read_nsys
 from trainstep.measure.operator_cost import UNKNOWN_LISTS, Lists
-from trainstep.measure.phases import PhaseContext
 from trainstep.measure.profiler import record_steps, run_under_nvtx
 from trainstep.measure.ranges import announce
-from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.report.records import Record, Scalar
+from trainstep.phases import PhaseContext
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 

@@ -22,11 +22,11 @@ from trainstep.hardware import find_device
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flop_count import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
-from trainstep.measure.phases import PHASES_OF_MODE, PhaseContext
-from trainstep.measure.stats import summarize
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
+from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from trainstep.measure.chrome_trace import GLOO
 from trainstep.measure.kernel_families import short_name
 from trainstep.measure.kernels import Kernel, Profile
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 
 UNKNOWN = "(unknown)"
 LONGEST = 12_000

@@ -28,9 +28,9 @@ class Compare(Common):
 
     def run(self) -> int:
         """Read, compare and print."""
+        from trainstep.records import read_records
         from trainstep.report.compare import compare, comparison_table
         from trainstep.report.formats import to_terminal
-        from trainstep.report.records import read_records
 
         comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
         console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))

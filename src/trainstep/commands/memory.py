@@ -17,7 +17,7 @@ from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.report.records import Record
+    from trainstep.records import Record
     from trainstep.workload import WorkloadSource
 
 _Grid: Any = grid_of(StepConfig)

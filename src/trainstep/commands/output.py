@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import rich.console
 
-    from trainstep.report.records import Record
+    from trainstep.records import Record
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -28,9 +28,9 @@ BESIDE = ("trace", "snapshot")
 
 def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
     """Write each record as it comes, with progress; then print the tables and findings and write the report."""
+    from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.formats import to_terminal
-    from trainstep.report.records import RecordWriter
     from trainstep.report.report import Report
     from trainstep.report.tables import make_tables
 

@@ -89,7 +89,7 @@ class Plan(Common):
         from trainstep.bench.calibration import calibrated
         from trainstep.hardware import require_device
         from trainstep.plan.machine import machine_of
-        from trainstep.report.records import read_records
+        from trainstep.records import read_records
 
         spec = require_device(self.device) if self.device is not None else None
         if self.calibration:

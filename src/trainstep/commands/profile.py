@@ -17,7 +17,7 @@ from trainstep.commands.output import run_and_report
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.report.records import Record
+    from trainstep.records import Record
     from trainstep.workload import WorkloadSource
 
 

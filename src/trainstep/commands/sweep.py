@@ -22,7 +22,7 @@ from trainstep.report.sweep_axes import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
-    from trainstep.report.records import Record, Status
+    from trainstep.records import Record, Status
 
 
 @dataclass(frozen=True, kw_only=True)

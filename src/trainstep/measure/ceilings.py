@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from trainstep.config import Precision
-from trainstep.measure.phases import PhaseContext
 from trainstep.measure.timing import device_clock, time_steps
+from trainstep.phases import PhaseContext
 from trainstep.precision import DTYPES, matmul_precision
 
 

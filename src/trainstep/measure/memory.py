@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.measure.phases import PhaseContext
+from trainstep.phases import PhaseContext
 
 GIB = 2**30
 MIB = 2**20

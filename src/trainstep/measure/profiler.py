@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from trainstep.measure.phases import PhaseContext, together
 from trainstep.measure.ranges import announced_phase, announced_steps, modules_announced
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
+from trainstep.phases import PhaseContext, together
 
 Step = Callable[[PhaseContext], object]
 WARMUP = 2

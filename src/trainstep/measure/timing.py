@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainstep.measure.phases import PhaseContext
+from trainstep.phases import PhaseContext
 
 Clock = Callable[[], float]
 """Seconds from an arbitrary start, monotonic."""

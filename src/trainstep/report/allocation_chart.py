@@ -13,10 +13,10 @@ from bokeh.core.properties import value
 from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
 from bokeh.plotting import figure
 
+from trainstep.records import Record
 from trainstep.report import plots
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
-from trainstep.report.records import Record
 
 HEIGHT = 420
 SHOWN = 400

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bokeh.plotting import figure
 
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 
 
 @dataclass(frozen=True)

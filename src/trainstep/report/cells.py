@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from trainstep.records import Record, Scalar
 from trainstep.report import numbers
 from trainstep.report.blocks import Cell
 from trainstep.report.numbers import NONE, as_float
-from trainstep.report.records import Record, Scalar
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _UNITS = {"ms": "ms", "gib": "GiB", "tflops": "TFLOP/s", "tflop": "TFLOP", "mhz": "MHz", "w": "W", "c": "°C"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trainstep.records import Record
 from trainstep.report.numbers import NONE, count, number
-from trainstep.report.records import Record
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UsageError
-from trainstep.measure.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
+from trainstep.records import Record, Scalar
 from trainstep.report.numbers import number
-from trainstep.report.records import Record, Scalar
 from trainstep.report.tables import Table
+from trainstep.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
 
 MATCHED_BY = {
     "step": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.formula_findings import formula_findings
@@ -16,7 +17,6 @@ from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.peak_findings import peak_findings
 from trainstep.report.phase_findings import phase_findings
 from trainstep.report.plan_findings import plan_findings
-from trainstep.report.records import Record, of_kind
 from trainstep.report.sweep_findings import sweep_findings
 
 LAUNCH_BOUND_ISSUE = 0.95

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainstep.report.records import Record
+from trainstep.records import Record
 from trainstep.report.tables import Table, make_tables
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, belonging, of_kind
 from trainstep.report.finding import Finding, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.records import Record, belonging, of_kind
 
 TOPIC = "formulas"
 MUCH = 0.05

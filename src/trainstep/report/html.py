@@ -17,9 +17,9 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainstep.errors import UsageError
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Charts
-from trainstep.report.records import Record, of_kind
 from trainstep.report.sections import SECTIONS
 
 

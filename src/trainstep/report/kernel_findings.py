@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainstep.records import Record, Scalar, of_kind
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import number, numeric
-from trainstep.report.records import Record, Scalar, of_kind
 
 TOPIC = "kernels"
 NEEDED_COVERAGE = 0.98

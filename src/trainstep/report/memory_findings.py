@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainstep.measure.stats import ratio_of_medians
+from trainstep.records import Record, belonging, by_case, of_kind
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.records import Record, belonging, by_case, of_kind
+from trainstep.stats import ratio_of_medians
 
 AGREES = 0.05
 """A prediction of the peak that is off by more than this share is remarked on."""

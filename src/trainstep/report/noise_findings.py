@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report.analysed import is_same_step
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.records import Record, of_kind
 
 NOISY_INTERVAL = 0.10
 """A median whose interval is wider than this share of it was measured on a noisy machine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 
 NONE = "–"
 

@@ -10,12 +10,12 @@ from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 from bokeh.plotting import figure
 
+from trainstep.records import Record
 from trainstep.report import plots
 from trainstep.report.cells import get, number
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
 from trainstep.report.profile_charts import add_zoom, length_text
-from trainstep.report.records import Record
 
 PHASE_ROLES: Mapping[str, str] = {
     "forward": "series-1",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report.finding import Finding
 from trainstep.report.numbers import number, numeric
-from trainstep.report.records import Record, of_kind
 
 TOPIC = "data parallel"
 

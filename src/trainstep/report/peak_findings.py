@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainstep.records import Record, belonging, of_kind
 from trainstep.report.analysed import PHASE_NAMES, is_same_step
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.records import Record, belonging, of_kind
 
 MOST = 0.5
 """Owners are named, the largest first, until together they own more than this share of the peak."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, Scalar, of_kind
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.finding import Finding, in_ms
 from trainstep.report.numbers import numeric
-from trainstep.report.records import Record, Scalar, of_kind
 
 BACKWARD_OVER_FORWARD = 2.0
 """Each product y = x·W has two in backward: one for the gradient of x, one for that of W."""

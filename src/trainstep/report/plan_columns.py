@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainstep.records import Record, Scalar
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
-from trainstep.report.records import Record, Scalar
 
 _SETTINGS = tuple(
     case_column(name, name)

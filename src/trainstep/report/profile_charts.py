@@ -11,11 +11,11 @@ from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, 
 from bokeh.models import WheelZoomTool as WheelZoom
 from bokeh.plotting import figure
 
+from trainstep.records import Record
 from trainstep.report import plots
 from trainstep.report.cells import number
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
-from trainstep.report.records import Record
 
 FAMILY_ROLES: Mapping[str, str] = {
     "tensor-core matmul": "kind-1",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
+from trainstep.records import Record
 from trainstep.report.finding import Finding
 from trainstep.report.findings import findings, recommended_flags
-from trainstep.report.records import Record
 
 
 @dataclass(frozen=True)

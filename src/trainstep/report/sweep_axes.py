@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainstep.records import Record, Scalar
 from trainstep.report.numbers import NONE, as_float, number
-from trainstep.report.records import Record, Scalar
 
 NOT_AXES = ("command", "row")
 """Columns of a sweep's case that are no flag: what was run, and which of the case's several rows this is."""

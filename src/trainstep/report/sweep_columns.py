@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record
 from trainstep.report.columns import OUTCOME, Column, case_column, median_column, value_column
 from trainstep.report.numbers import count
-from trainstep.report.records import Record
 from trainstep.report.sweep_axes import is_predicted, settings_of, shown
 
 CAPTION = "The sweep: one row per case, or per row of a case that measures several"

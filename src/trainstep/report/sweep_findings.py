@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report.finding import Finding, listed
-from trainstep.report.records import Record, of_kind
 from trainstep.report.sweep_axes import in_order
 
 TOPIC = "sweep"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainstep.records import Record, of_kind
 from trainstep.report.columns import COLUMNS, Column
 from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.memory_columns import MEMORY_COLUMNS
 from trainstep.report.parallel_columns import PARALLEL_COLUMNS
 from trainstep.report.plan_columns import PLAN_COLUMNS
-from trainstep.report.records import Record, of_kind
 from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
 from trainstep.report.sweep_columns import CAPTION, sweep_columns
 from trainstep.report.train_columns import TRAIN_COLUMNS

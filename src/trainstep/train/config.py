@@ -14,7 +14,7 @@ from typing import Literal
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 from trainstep.train.schedule import learning_rate
 
 Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]

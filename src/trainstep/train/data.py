@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.model.text import Tokens, cut_sequences, load_tokens
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 from trainstep.train.config import RunConfig
 
 _PIECES = 64

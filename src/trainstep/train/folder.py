@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainstep.errors import UsageError
 from trainstep.held_folder import LOCK
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 from trainstep.train.checkpoints import Checkpoint, open_checkpoint, set_aside, steps_in, tidy
 from trainstep.train.config import differences
 from trainstep.train.metrics import METRICS, read_metrics

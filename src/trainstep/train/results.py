@@ -9,9 +9,9 @@ import numpy as np
 
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
-from trainstep.measure.stats import summarize
 from trainstep.parallel.process import Process
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
 
 WARMUP = 10

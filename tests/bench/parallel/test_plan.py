@@ -7,7 +7,7 @@ import pytest
 from trainstep.bench.parallel.names import SCHEMES
 from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.config import SIZES
-from trainstep.report.records import read_records
+from trainstep.records import read_records
 
 MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.measure.chrome_trace import GLOO, read_chrome_trace
-from trainstep.report.records import of_kind, read_records
+from trainstep.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[3]
 MODEL = ["--num-layers", "2", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",

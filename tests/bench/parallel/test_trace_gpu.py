@@ -7,7 +7,7 @@ from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel.workers import Workers
-from trainstep.report.records import of_kind
+from trainstep.records import of_kind
 from trainstep.workload import builtin_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]

@@ -23,8 +23,8 @@ from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
 from trainstep.held_folder import held_folder
+from trainstep.records import read_records
 from trainstep.report.compare import compare
-from trainstep.report.records import read_records
 
 REPOSITORY = Path(__file__).parents[3]
 HERE = "tests.bench.sweep.workloads"

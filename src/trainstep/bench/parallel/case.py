@@ -13,7 +13,7 @@ from trainstep.bench.parallel.shares import part_of
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
 from trainstep.parallel.process import Process
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource
 

@@ -7,7 +7,7 @@ from trainstep.config import ModelConfig, OptimizerImpl, Precision
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.machine import GIB
 from trainstep.plan.strategy_memory import largest_group
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 
 
 def planned_bytes(

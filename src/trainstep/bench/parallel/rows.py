@@ -15,10 +15,10 @@ from trainstep.bench.step import phase_samples
 from trainstep.measure.collectives import Collective
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
-from trainstep.measure.stats import summarize
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
+from trainstep.stats import summarize
 
 KIND = "parallel"
 

@@ -21,7 +21,7 @@ from trainstep.bench.parallel.rows import Result, Timed, row_of, step_ms
 from trainstep.bench.parallel.trace import trace_record, traced_step
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
-from trainstep.report.records import Record
+from trainstep.records import Record
 
 
 def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | None = None) -> Iterator[Record]:

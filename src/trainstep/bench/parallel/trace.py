@@ -17,7 +17,7 @@ from trainstep.measure.profiler import record_steps
 from trainstep.measure.timing import device_clock
 from trainstep.measure.trace import Trace
 from trainstep.parallel.process import Process
-from trainstep.report.records import Record, Scalar
+from trainstep.records import Record, Scalar
 from trainstep.training_step import TrainingStep
 
 KIND = "parallel trace"

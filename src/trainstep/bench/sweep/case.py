@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, Scalar, read_records, write_whole
+from trainstep.records import Record, Scalar, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[str, ...]] = {
     "analyze": ("rung",),

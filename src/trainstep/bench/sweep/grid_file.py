@@ -15,7 +15,7 @@ from trainstep.bench.grid import expand
 from trainstep.bench.sweep.case import PROCESSES, ROW_KINDS, Case, flags
 from trainstep.config import StepConfig, resolve_size
 from trainstep.errors import UsageError
-from trainstep.report.records import Scalar
+from trainstep.records import Scalar
 
 EXPECTED = 'expected command = "bench step", [fixed] with one value per flag and [axes] with a list of values per flag'
 OWN_FLAGS = ("out", "debug", "help", "h", "from", "command", "row")

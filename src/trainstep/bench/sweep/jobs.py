@@ -15,7 +15,7 @@ from trainstep.bench.sweep.case import Place
 from trainstep.bench.sweep.here import run_alone
 from trainstep.bench.sweep.outcome import failed_row
 from trainstep.errors import UsageError
-from trainstep.report.records import Status
+from trainstep.records import Status
 
 if TYPE_CHECKING:
     import submitit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainstep.bench.sweep.case import ROW_KINDS, Case
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, Scalar, Status, of_kind, read_records
+from trainstep.records import Record, Scalar, Status, of_kind, read_records
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE

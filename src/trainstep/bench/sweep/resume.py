@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainstep.bench.sweep.case import Place
 from trainstep.bench.sweep.grid_file import Grid
-from trainstep.report.records import Record, Status
+from trainstep.records import Record, Status
 
 Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
 """Runs cases and yields each when it has ended and its rows are kept."""

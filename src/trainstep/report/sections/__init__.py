@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from trainstep.records import Record
 from trainstep.report.blocks import Section
-from trainstep.report.records import Record
 from trainstep.report.sections.activations import checkpointing, residuals
 from trainstep.report.sections.allocations import allocations
 from trainstep.report.sections.attention import attention

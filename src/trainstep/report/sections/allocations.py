@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trainstep.records import Record, Scalar, belonging, of_kind
 from trainstep.report.allocation_chart import allocation_chart, layout_data, roles
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
 from trainstep.report.cells import cell_of, get, gib, number, told_apart
 from trainstep.report.numbers import NONE
-from trainstep.report.records import Record, Scalar, belonging, of_kind
 
 
 def allocations(records: Sequence[Record]) -> Section | None:

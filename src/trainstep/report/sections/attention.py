@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
 from trainstep.report.cells import cell_of, get, median_of, number
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Series
-from trainstep.report.records import Record, of_kind
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Cell, Row, Table
 from trainstep.report.cells import cell_of, count, get, number
 from trainstep.report.noise_findings import BEYOND, SEEN
 from trainstep.report.numbers import NONE
-from trainstep.report.records import Record
 
 TOP_KERNELS = 25
 TOP_MODULES = 20

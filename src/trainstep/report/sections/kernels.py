@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, belonging, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
@@ -11,7 +12,6 @@ from trainstep.report.cells import cell_of, count, get, median_of, number, told_
 from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
 from trainstep.report.profile_charts import FAMILY_ROLES, Point, roofline, timeline
-from trainstep.report.records import Record, belonging, of_kind
 from trainstep.report.sections.kernel_tables import family_table, kernel_table, module_table, piece_table
 
 

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
 from trainstep.report.cells import SUPERSCRIPT, cell_of, get, gib, median_of, number, ratio_of, span, times
 from trainstep.report.findings import kept_rungs
 from trainstep.report.numbers import NONE
 from trainstep.report.plots import Fall, Outcome, Series
-from trainstep.report.records import Record, of_kind
 
 
 def ladder(records: Sequence[Record]) -> Section | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES, analysed_step
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
 from trainstep.report.cells import fact, get, gib, number
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar
-from trainstep.report.records import Record, of_kind
 
 
 def memory(records: Sequence[Record]) -> Section | None:

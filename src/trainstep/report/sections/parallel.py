@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, by_case, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number, told_apart
 from trainstep.report.numbers import NONE
 from trainstep.report.overlap_chart import LEGEND, overlap_chart
 from trainstep.report.plots import Bar
-from trainstep.report.records import Record, by_case, of_kind
 from trainstep.report.sections.plain import plain_table
 
 _KINDS = ("weights", "gradients", "optimizer_state")

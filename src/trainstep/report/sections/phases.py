@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES, analysed_step
 from trainstep.report.blocks import Cell, Chart, Charts, Facts, Row, Section, Table
 from trainstep.report.cells import cell_of, fact, get, median_of, number, span
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar, Series
-from trainstep.report.records import Record, of_kind
 
 
 def phases(records: Sequence[Record]) -> Section | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainstep.records import Record
 from trainstep.report.blocks import Cell, Row, Table
 from trainstep.report.columns import OUTCOME
-from trainstep.report.records import Record
 from trainstep.report.tables import make_table
 
 _NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number
 from trainstep.report.numbers import as_float
 from trainstep.report.plots import Series
-from trainstep.report.records import Record, of_kind
 from trainstep.report.sections.plain import plain_table
 
 TABLES = ("plan machine", "plan", "plan memory", "plan limit", "plan scaling", "plan check")

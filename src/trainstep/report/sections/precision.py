@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, by_case, of_kind
 from trainstep.report.blocks import Block, Section
-from trainstep.report.records import Record, by_case, of_kind
 from trainstep.report.sections.plain import plain_table
 
 

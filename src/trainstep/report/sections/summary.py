@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from trainstep.records import Record, Scalar
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
 from trainstep.report.cells import get, gib, number, ratio_of, span
 from trainstep.report.findings import findings, kept_rungs, recommended_flags
 from trainstep.report.numbers import NONE, as_float
-from trainstep.report.records import Record, Scalar
 
 
 def summary(records: Sequence[Record]) -> Section | None:

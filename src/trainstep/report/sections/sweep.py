@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bokeh.plotting import figure
 
+from trainstep.records import Record, Scalar, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
 from trainstep.report.cells import get
 from trainstep.report.numbers import as_float
 from trainstep.report.plots import Series
-from trainstep.report.records import Record, Scalar, of_kind
 from trainstep.report.sections.plain import plain_table
 from trainstep.report.sweep_axes import Axis, Line, Measure, axes_of, in_order, is_predicted, measures_of, named, shown
 from trainstep.report.tables import axis_table

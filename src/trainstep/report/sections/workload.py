@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainstep.records import Record, Scalar, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
 from trainstep.report.cells import cell_of, fact, get, number
 from trainstep.report.findings import kept_rungs
 from trainstep.report.plots import Bar
-from trainstep.report.records import Record, Scalar, of_kind
 
 _FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
 

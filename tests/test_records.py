@@ -4,7 +4,7 @@ import math
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.report.records import Record, RecordWriter, by_case, frame, of_kind, read_records, write_whole
+from trainstep.records import Record, RecordWriter, by_case, frame, of_kind, read_records, write_whole
 
 
 def record(**changes):

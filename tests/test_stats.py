@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from trainstep.measure.stats import Interval, Ratio, median_interval, ratio_of_medians, summarize, verdict
+from trainstep.stats import Interval, Ratio, median_interval, ratio_of_medians, summarize, verdict
 
 
 def test_below_six_samples_there_is_no_interval():
