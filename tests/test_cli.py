@@ -14,6 +14,7 @@ import torch
 from trainstep.cli import main
 from trainstep.commands.grids import field_docs, grid_of
 from trainstep.config import StepConfig
+from trainstep.kinds import MemoryTimelineRow, PeakRow, RungRow, StepRow
 from trainstep.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[1]
@@ -84,8 +85,8 @@ def test_analyze_end_to_end(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "profiler_start" not in found.stderr
     records = read_records(tmp_path / "out" / "results.jsonl")
-    assert [record.case["warmup"] for record in of_kind(records, "step")] == [0, 1, 2, 5]
-    rungs = of_kind(records, "rung")
+    assert [record.case["warmup"] for record in of_kind(records, StepRow)] == [0, 1, 2, 5]
+    rungs = of_kind(records, RungRow)
     assert [rung.case["rung"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
     assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
     losses = rungs[0].samples["training_loss"]
@@ -192,8 +193,8 @@ def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
     assert main_code(["memory", *QUICK, *grid, "--peaks", "--timeline", "--mode", "step", "--out", str(out)]) == 0
     records = read_records(out / "results.jsonl")
     assert {row.case["checkpointing"] for row in records} == {"every-1"}
-    assert [row.case["precision"] for row in of_kind(records, "peak")] == ["fp32", "bf16"]
-    assert [row.values["snapshot"] for row in of_kind(records, "memory-timeline")] == [
+    assert [row.case["precision"] for row in of_kind(records, PeakRow)] == ["fp32", "bf16"]
+    assert [row.values["snapshot"] for row in of_kind(records, MemoryTimelineRow)] == [
         "snapshot-1.pickle",
         "snapshot-2.pickle",
     ]

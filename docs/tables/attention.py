@@ -8,7 +8,7 @@ from functools import partial
 from tables.source import figure, results, where
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.tables import Table, tabulate, text_table
 
 SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
 
@@ -39,7 +39,7 @@ def peers() -> Table:
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours)" for impl in others),
     )
-    return Table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
+    return text_table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
 
 
 def ceiling_tflops(what: str) -> float:
@@ -71,7 +71,7 @@ def naive() -> Table:
         *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
     )
-    return Table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, tuple(cells))
+    return text_table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, tuple(cells))
 
 
 def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: str) -> Table:
@@ -93,7 +93,7 @@ def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: 
     case = rows[0].case
     what = "forward and backward" if value == "both_ms" else "peak memory"
     caption = f"{what} ({unit}), {dtype}, head_dim {head_dim}, batch {case['batch']}, causal {case['causal']}"
-    return Table(name, f"{caption}; {where(rows)}", ("sequence", *impls), cells)
+    return text_table(name, f"{caption}; {where(rows)}", ("sequence", *impls), cells)
 
 
 def attention_memory() -> Table:

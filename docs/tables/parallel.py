@@ -9,7 +9,7 @@ from functools import partial
 from tables.source import plain, results, setting, where
 from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.config import SIZES
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.columns import case_column, median_column, value_column
 from trainstep.report.tables import Table, tabulate
 
@@ -53,7 +53,7 @@ def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel")
     return tabulate(table, f"GiB; {where(rows)}", columns, rows)
 
 
-def planned_anew(row: Record) -> Record:
+def planned_anew(row: Row) -> Row:
     """A row of kind parallel with what the plan says today; others as they are."""
     if row.kind != "parallel":
         return row

@@ -7,7 +7,7 @@ from functools import partial
 
 from tables.source import plain, results, where
 from trainstep.report.numbers import number, numeric
-from trainstep.report.tables import Table
+from trainstep.report.tables import Table, text_table
 
 SHOWN = 12
 """Updates whose losses are shown."""
@@ -27,7 +27,7 @@ def curves() -> Table:
     columns = ("update", *(f"loss, {row.case['scheme']}" for row in rows), "apart, relative")
     case = rows[0].case
     caption = f"{case['workload']}, context {case['context']}, {case['precision']}; {where(rows)}"
-    return Table("train-curves", caption, columns, tuple(lines))
+    return text_table("train-curves", caption, columns, tuple(lines))
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

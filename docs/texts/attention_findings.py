@@ -12,7 +12,7 @@ from tables.source import figure, one, results
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
 from trainstep.attention.choice_table import FASTEST
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
 
@@ -23,7 +23,7 @@ BACK_TO_BACK_MS = 0.8
 """docs/lab-log.md, 2026-11-21, "launch-bound attention": 16×16×1024×128, forward and backward."""
 
 
-def peer(impl: str, **case: int | str) -> Record:
+def peer(impl: str, **case: int | str) -> Row:
     """A row of the shapes that are compared with what PyTorch ships."""
     return one("h200-attention-peers", "attention", impl=impl, **case)
 

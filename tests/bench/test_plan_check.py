@@ -7,8 +7,9 @@ from pathlib import Path
 from trainstep.bench.calibration import calibrated
 from trainstep.bench.plan_check import checked
 from trainstep.hardware import require_device
+from trainstep.kinds import row_of
 from trainstep.plan.machine import machine_of
-from trainstep.records import Record, read_records
+from trainstep.records import read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
@@ -39,7 +40,7 @@ def test_parallel_rows_are_compared_by_scheme():
         "loss": "dense", "checkpointing": None, "optimizer": "adamw-fused", "world_size": 2,
     }  # fmt: skip
     schemes = ("single", "bucketed-25", "sharded-optimizer", "fsdp", "naive", "torch-ddp")
-    measured = [Record("parallel", {**case, "scheme": name}, {"step_ms": 140.0, "peak_gib": 54.0}) for name in schemes]
+    measured = [row_of("parallel", {**case, "scheme": name}, {"step_ms": 140.0, "peak_gib": 54.0}) for name in schemes]
     rows = list(checked(measured, machine))
     assert [(row.case["strategy"], row.case["gpus"]) for row in rows] == [
         ("single", 1), ("ddp", 2), ("sharded optimizer", 2), ("fsdp", 2)

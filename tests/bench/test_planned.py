@@ -14,11 +14,13 @@ from trainstep.cli import main
 from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import require_device
+from trainstep.kinds import KINDS, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow, row_of
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.records import Record, of_kind, read_records
+from trainstep.records import of_kind, read_records
 from trainstep.report.findings import findings
+from trainstep.report.subjects import TABLES
 from trainstep.report.tables import make_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -27,7 +29,7 @@ H200 = {"device": "NVIDIA H200", "device_memory_gib": 139.8}
 
 
 def ceiling(what, **values):
-    return Record("ceiling", {"what": what}, values, environment=H200)
+    return row_of("ceiling", {"what": what}, values, environment=H200)
 
 
 def test_a_calibration_replaces_the_datasheet():
@@ -39,15 +41,15 @@ def test_a_calibration_replaces_the_datasheet():
     records = [
         ceiling("matmul bf16", tflops=700.0),
         ceiling("copy", gb_s=4000.0),
-        Record(
+        row_of(
             "collective fit", {"backend": "nccl", "collective": "broadcast", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
         ),
-        Record("collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2}, fit),
-        Record(
+        row_of("collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2}, fit),
+        row_of(
             "collective fit", {"backend": "gloo", "collective": "all-reduce", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
         ),
-        Record("rung", case, bound),
-        Record("rung", case, ahead),
+        row_of("rung", case, bound),
+        row_of("rung", case, ahead),
     ]
     machine = calibrated(records)
     assert machine.matmul_flops["bf16"] == machine.matmul_flops["bf16-pure"] == 7e14
@@ -64,11 +66,11 @@ def test_a_calibration_replaces_the_datasheet():
 
 def test_calibrations_that_say_nothing():
     with pytest.raises(UsageError, match="names no device; say which with --device"):
-        calibrated([Record("ceiling", {"what": "copy"}, {"gb_s": 1.0})])
+        calibrated([row_of("ceiling", {"what": "copy"}, {"gb_s": 1.0})])
     with pytest.raises(UsageError, match="several devices: NVIDIA H200, NVIDIA L4"):
-        calibrated([ceiling("copy", gb_s=1.0), Record("x", {}, environment={"device": "NVIDIA L4"})])
+        calibrated([ceiling("copy", gb_s=1.0), row_of("x", {}, environment={"device": "NVIDIA L4"})])
     with pytest.raises(UsageError, match="neither ceilings, nor fits"):
-        calibrated([Record("fact", {}, environment=H200)])
+        calibrated([row_of("fact", {}, environment=H200)])
     with pytest.raises(UsageError, match="is of NVIDIA H200, not of Tesla T4"):
         calibrated([ceiling("copy", gb_s=1.0)], require_device("T4"))
     with pytest.raises(UsageError, match="gb_s = None"):
@@ -94,7 +96,7 @@ def test_the_command_prints_and_writes_without_torch(planned):
     found, out = planned
     assert found.stdout.splitlines()[-1] == "code 0 False", found.stderr
     records = read_records(out / "results.jsonl")
-    plans = of_kind(records, "plan")
+    plans = of_kind(records, PlanRow)
     assert [row.case["strategy"] for row in plans] == [
         "single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"
     ]  # fmt: skip
@@ -107,14 +109,14 @@ def test_the_command_prints_and_writes_without_torch(planned):
         assert row.values["tokens_per_s"] == pytest.approx(
             row.case["gpus"] * 4 * 512 / float(row.values["step_ms"]) * 1e3, rel=1e-4
         )
-    policies = {row.case["checkpointing"] for row in of_kind(records, "plan memory")}
+    policies = {row.case["checkpointing"] for row in of_kind(records, PlanMemoryRow)}
     assert {"none", "every-1"} <= policies
-    limits = of_kind(records, "plan limit")
+    limits = of_kind(records, PlanLimitRow)
     assert {row.case["connection"] for row in limits} == {"within a node", "across nodes"}
     assert "tensor" in {row.case["axis"] for row in limits}
     most = {row.case["axis"]: row.values["most_gpus"] for row in limits if row.case["connection"] == "within a node"}
     assert all(isinstance(gpus, int) and gpus >= 1 for gpus in most.values()), most
-    assert max(row.case["gpus"] for row in of_kind(records, "plan scaling")) == 16_384
+    assert max(row.case["gpus"] for row in of_kind(records, PlanScalingRow)) == 16_384
 
 
 def test_the_page_marks_predictions_as_such(planned):
@@ -135,9 +137,9 @@ def planned_here(size, device="NVIDIA H200", **layout):
 def test_what_does_not_fit_by_less_than_the_reserve_says_so():
     """10B on 16 V100s: the peak is below the GPU's memory, and not below what is left of it for tensors."""
     records = planned_here("10B", "V100", nodes=2)
-    (tight,) = [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
-    rows = [*of_kind(records, "plan"), *of_kind(records, "plan memory")]
-    (machine,) = of_kind(records, "plan machine")
+    (tight,) = [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
+    rows = [*of_kind(records, PlanRow), *of_kind(records, PlanMemoryRow)]
+    (machine,) = of_kind(records, PlanMachineRow)
     room = machine.values["tensors_gib"]
     assert machine.values["memory_gib"] - room == pytest.approx(1.0)
     for row in rows:
@@ -148,32 +150,34 @@ def test_what_does_not_fit_by_less_than_the_reserve_says_so():
     less = dataclasses.replace(machine_of(require_device("V100")), memory_bytes=30 * GIB)
     step = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
     records = list(plan_records(PlanRequest("10B", SIZES["10B"], step, Cluster(less, 8, 2, 4e10))))
-    (tight,) = [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
+    (tight,) = [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
     assert tight.values["peak_gib"] < 30
     assert tight.values["fits"] is False
     for kind in ("plan", "plan memory"):
-        assert "room for tensors (GiB) 29" in make_table(kind, of_kind(records, kind)).caption
+        assert "room for tensors (GiB) 29" in make_table(TABLES[KINDS[kind]], of_kind(records, kind)).caption
     assert "29 of a GPU's 30 GiB are for tensors" in " ".join(found.sentence for found in findings(records))
 
 
 def test_a_limit_is_a_whole_number_of_gpus_and_says_of_what():
     records = planned_here("10B")
-    limits = {row.case["axis"]: row.values for row in of_kind(records, "plan limit")}
+    limits = {row.case["axis"]: row.values for row in of_kind(records, PlanLimitRow)}
     for values in limits.values():
         if (least := values["least_tokens_per_gpu"]) is not None:
             assert values["most_gpus"] == 8 * values["tokens_per_gpu"] // least
     assert (limits["data (gradients as kept)"]["most_gpus"], limits["fsdp"]["most_gpus"]) == (3, 6)
-    (fsdp,) = [row.values for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp"]
+    (fsdp,) = [row.values for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp"]
     assert fsdp["communication_ms"] < fsdp["compute_ms"], "though 8 GPUs are beyond the limit of 6: other things count"
-    assert "the matrix products alone" in make_table("plan limit", of_kind(records, "plan limit")).caption
-    assert "memory traffic" in make_table("plan", of_kind(records, "plan")).caption
+    assert (
+        "the matrix products alone" in make_table(TABLES[KINDS["plan limit"]], of_kind(records, PlanLimitRow)).caption
+    )
+    assert "memory traffic" in make_table(TABLES[KINDS["plan"]], of_kind(records, PlanRow)).caption
 
 
 def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
     """25 heads on 8 GPUs."""
     records = planned_here("xl")
-    assert not [row for row in of_kind(records, "plan") if row.case["strategy"] == "fsdp + tp"]
-    assert {row.case["axis"] for row in of_kind(records, "plan limit")} == {"data (gradients as kept)", "fsdp"}
+    assert not [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
+    assert {row.case["axis"] for row in of_kind(records, PlanLimitRow)} == {"data (gradients as kept)", "fsdp"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import re
 
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.html import render
 
 
@@ -8,7 +8,7 @@ def row(impl, seq, both=1.0, status="ok", reason=""):
     case = {"impl": impl, "batch": 1, "heads": 2, "seq": seq, "head_dim": 64, "causal": "yes", "dtype": "bf16"}
     values = {"forward_ms": 0.3, "backward_ms": 0.7, "both_ms": both, "both_low_ms": 0.9, "both_high_ms": 1.1,
               "both_tflops": 100.0, "before_backward_gib": 0.5, "peak_gib": 1.0}  # fmt: skip
-    return Record("attention", case, values if status == "ok" else {}, status=status, reason=reason)
+    return row_of("attention", case, values if status == "ok" else {}, status=status, reason=reason)
 
 
 def test_every_case_is_a_row_with_its_raw_value():

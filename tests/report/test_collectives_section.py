@@ -1,6 +1,6 @@
 """Collectives on the page."""
 
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.html import render
 
 
@@ -8,13 +8,13 @@ def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
     case = {"collective": collective, "world_size": ranks, "dtype": "fp32", "size_mb": size, "backend": "nccl"}
     values = {"n": 20, "payload_bytes": int(size * 1e6), "time_ms": time, "time_low_ms": time, "time_high_ms": time,
               "fastest_rank_ms": time, "slowest_rank_ms": time, "algorithm_gb_s": 200.0, "bus_gb_s": 200.5}  # fmt: skip
-    return Record("collective", case, values if status == "ok" else {}, status=status, reason=reason)
+    return row_of("collective", case, values if status == "ok" else {}, status=status, reason=reason)
 
 
 def fit(collective):
     case = {"collective": collective, "world_size": 2, "dtype": "fp32", "backend": "nccl"}
     values = {"overhead_us": 31.25, "bus_gb_s": 323.5, "sizes": 2, "worst_error": 0.0123}
-    return Record("collective fit", case, values)
+    return row_of("collective fit", case, values)
 
 
 def test_every_case_and_fit_is_a_row_with_its_raw_value():

@@ -14,7 +14,7 @@ from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_record
 from trainstep.measure.kernel_families import kernel_family
 from trainstep.measure.kernels import Kernel, Profile
 from trainstep.measure.trace import Trace
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
 
@@ -52,14 +52,14 @@ def step(scheme: str, parts: int = 1) -> Profile:
     return Profile(tuple(sorted(found, key=lambda each: each.start_us)), 1, True, False, 0.0)
 
 
-def record(scheme: str, parts: int = 1) -> Record:
+def record(scheme: str, parts: int = 1) -> Row:
     profile = step(scheme, parts)
     traced = TracedStep(profile, phases_of(Trace(), profile), wall_ms=200.0)
     case = {"workload": "2.7B", "batch": 4, "scheme": scheme, "world_size": 2}
     return trace_record(case, [traced, None], {}, step_ms=175.0, trace=f"trace-{scheme}.json.gz")
 
 
-def records(parts: int = 1) -> list[Record]:
+def records(parts: int = 1) -> list[Row]:
     return [record(scheme, parts) for scheme in ("single", "flat", "overlapped")]
 
 

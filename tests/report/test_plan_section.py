@@ -1,9 +1,10 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
-from trainstep.records import Record
+from trainstep.kinds import KINDS, row_of
 from trainstep.report.findings import findings
 from trainstep.report.html import render
 from trainstep.report.sections.plan import plan
+from trainstep.report.subjects import TABLES
 from trainstep.report.tables import make_table
 
 CASE = {
@@ -18,17 +19,17 @@ def strategy(name, *, fits, tokens_per_s=1e6, peak_gib=150.0, smallest_gpus=None
         "peak_gib": peak_gib, "smallest_gpus": smallest_gpus, "tensors_gib": room,
     }  # fmt: skip
     case = {**CASE, "checkpointing": "none", "strategy": name, "gpus": 8, "tensor_parallel": 1}
-    return Record("plan", case, values)
+    return row_of("plan", case, values)
 
 
 def scaling(gpus, **fits):
     values = {}
     for name, fit in fits.items():
         values |= {f"{name}_tokens_per_s": 1000.0 * gpus, f"{name}_fits": fit}
-    return Record("plan scaling", {**CASE, "gpus": gpus}, values)
+    return row_of("plan scaling", {**CASE, "gpus": gpus}, values)
 
 
-MACHINE = Record("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
+MACHINE = row_of("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
 
 
 def sentences(*records):
@@ -63,7 +64,7 @@ def test_charts_say_that_they_predict_and_leave_out_what_does_not_fit():
     assert all("prediction" in chart.title for chart in charts)
     assert [name for _, name in charts[0].legend] == ["ddp", "perfect scaling"]
     assert "a datasheet" in section.lead
-    table = make_table("plan scaling", rows[1:])
+    table = make_table(TABLES[KINDS["plan scaling"]], rows[1:])
     assert [row[table.columns.index("ddp")] for row in table.rows] == ["does not fit", "4,000", "8,000"]
     assert "predicted, not measured" in render(rows)
     nothing = plan([scaling(gpus, ddp=False) for gpus in (2, 4)])

@@ -1,11 +1,11 @@
 import pytest
 
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.findings import findings
 from trainstep.report.html import render
 from trainstep.report.sections.sweep import MOST_DOTS, MOST_LINES, sweep
+from trainstep.report.subjects import make_tables
 from trainstep.report.sweep_axes import axes_of, measures_of
-from trainstep.report.tables import make_tables
 
 
 def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **settings):
@@ -13,7 +13,7 @@ def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **setting
     case = {"command": "bench step", "steps": 7, **settings, "row": row}
     is_ok = status == "ok"
     environment = {"device": "a GPU", "commit": commit} if is_ok else {}
-    return Record("sweep", case, values if is_ok else {"number": number}, {}, status, reason, environment)
+    return row_of("sweep", case, values if is_ok else {"number": number}, {}, status, reason, environment)
 
 
 GRID = [
@@ -77,7 +77,7 @@ def test_several_rows_of_a_case_are_lines_of_their_own():
 
 def test_predictions_are_called_so():
     rows = [row(n, 1.0 + n, context=n * 64) for n in (1, 2)]
-    rows = [Record("sweep", {**each.case, "command": "plan"}, each.values) for each in rows]
+    rows = [row_of("sweep", {**each.case, "command": "plan"}, each.values) for each in rows]
     assert measures_of(rows)[0].title == "predicted step"
     assert "predicted step (ms)" in make_tables(rows)[0].columns
     assert "times are predictions" in render(rows)

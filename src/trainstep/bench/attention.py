@@ -21,6 +21,7 @@ from trainstep.bench.attention_cases import AttentionCase
 from trainstep.bench.attention_check import Errors, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.errors import UsageError
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
@@ -28,7 +29,7 @@ from trainstep.phases import PhaseContext
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
 from trainstep.precision import DTYPES
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device
 
@@ -42,14 +43,14 @@ COMPILED_IMPLS = ("eager-compiled", "flex")
 """Made by torch.compile, so that on a CPU their allocations cannot be followed."""
 
 
-def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[Record]:
+def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[Row]:
     """Measure case by case and yield each row when it is known; one that fails, or is wrong, is a row too."""
     if warmup < 1 or passes < 1:
         raise UsageError(f"warmup is {warmup} and passes {passes}; expected at least one of each")
     target = resolve_device(device)
     for case in cases:
         result = attempt(partial(_measure, case, target, warmup, passes))
-        record = partial(Record, "attention", asdict(case), environment=describe(target))
+        record = partial(row_of, "attention", asdict(case), environment=describe(target))
         if isinstance(result, Failure):
             yield record(_predicted(case, target), status=result.status, reason=result.reason)
         elif isinstance(result, Errors):

@@ -20,16 +20,17 @@ from typing import Any
 from trainstep.config import SIZES
 from trainstep.errors import UsageError
 from trainstep.hardware import DeviceSpec, require_device
+from trainstep.kinds import CeilingRow, CollectiveFitRow, RungRow, StepRow
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import LaunchKey, Machine, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.records import Record, of_kind
+from trainstep.records import Row, of_kind
 
 LAUNCH_BOUND = 0.97
 """Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
 
 
-def calibrated(records: Sequence[Record], spec: DeviceSpec | None = None) -> Machine:
+def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machine:
     """The machine on which the records were measured.
 
     Args:
@@ -72,8 +73,8 @@ def calibrated(records: Sequence[Record], spec: DeviceSpec | None = None) -> Mac
     return dataclasses.replace(with_rates, basis=basis)
 
 
-def _ceilings(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
-    rows = [row for row in of_kind(records, "ceiling") if row.status == "ok"]
+def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
+    rows = [row for row in of_kind(records, CeilingRow) if row.status == "ok"]
     copies = [_number(row, "gb_s") * 1e9 for row in rows if row.case["what"] == "copy"]
     products: dict[str, float] = {}
     for row in rows:
@@ -93,17 +94,17 @@ def _ceilings(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
     return found
 
 
-def _link(records: Sequence[Record]) -> dict[str, Any]:
-    rows = [row for row in of_kind(records, "collective fit") if row.case.get("backend") == "nccl"]
+def _link(records: Sequence[Row]) -> dict[str, Any]:
+    rows = [row for row in of_kind(records, CollectiveFitRow) if row.case.get("backend") == "nccl"]
     if not rows:
         return {}
     best = max(rows, key=lambda row: (row.case["collective"] == "all-reduce", int(str(row.case["world_size"]))))
     return {"link": Link(_number(best, "overhead_us") / 1e6, _number(best, "bus_gb_s") * 1e9)}
 
 
-def _timed(records: Sequence[Record]) -> list[Record]:
+def _timed(records: Sequence[Row]) -> list[Row]:
     """Full steps of named sizes on a GPU."""
-    rows = [*of_kind(records, "step"), *of_kind(records, "rung")]
+    rows = [*of_kind(records, StepRow), *of_kind(records, RungRow)]
     return [
         row
         for row in rows
@@ -114,7 +115,7 @@ def _timed(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _launches(records: Sequence[Record]) -> dict[str, Any]:
+def _launches(records: Sequence[Row]) -> dict[str, Any]:
     bound: dict[LaunchKey, list[tuple[float, float]]] = {}
     for row in _timed(records):
         if row.case.get("checkpointing") is None and _number(row, "forward_issue_ms") > LAUNCH_BOUND * _number(
@@ -133,7 +134,7 @@ def _launches(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _optimizer(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
+def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
     for row in _timed(records):
         name = str(row.case["optimizer"])
@@ -144,7 +145,7 @@ def _optimizer(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
     return {"optimizer_fraction": {**machine.optimizer_fraction, **reached}} if reached else {}
 
 
-def _number(row: Record, name: str) -> float:
+def _number(row: Row, name: str) -> float:
     value = row.values.get(name)
     if not isinstance(value, (int, float)) or value < 0:
         raise UsageError(f"a {row.kind} row of the calibration has {name} = {value!r}; expected a positive number")

@@ -21,6 +21,7 @@ from trainstep.bench.collective_cases import CollectiveCase
 from trainstep.bench.collective_fit import fit_link
 from trainstep.bench.outcome import Failure, classify
 from trainstep.errors import UsageError
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
@@ -28,7 +29,7 @@ from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
 from trainstep.plan.communication import bus_factor
 from trainstep.precision import DTYPES
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 
 
@@ -42,7 +43,7 @@ class _Part:
     failure: Failure | None = None
 
 
-def run_cases(cases: Sequence[CollectiveCase], process: Process, *, warmup: int, steps: int) -> Iterator[Record]:
+def run_cases(cases: Sequence[CollectiveCase], process: Process, *, warmup: int, steps: int) -> Iterator[Row]:
     """Measure case by case. All ranks must iterate; rank 0 gets the records, each when it is known, the others none."""
     if warmup < 0 or steps < 1:
         raise UsageError(f"warmup is {warmup} and steps {steps}; expected at least 0 and 1")
@@ -153,9 +154,9 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
     return bool((even == number).all()) and bool((odd == 2 * number).all())
 
 
-def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> Record:
+def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> Row:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
-    record = partial(Record, "collective", asdict(case) | {"backend": backend}, environment=describe(process.device))
+    record = partial(row_of, "collective", asdict(case) | {"backend": backend}, environment=describe(process.device))
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:
         return record(status=failure.status, reason=failure.reason)
@@ -183,7 +184,7 @@ def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> R
     return record(values, samples)
 
 
-def _fits(records: Sequence[Record]) -> Iterator[Record]:
+def _fits(records: Sequence[Row]) -> Iterator[Row]:
     """One line of overhead and bandwidth for each collective, number of ranks and type."""
     keys = list(dict.fromkeys(tuple((k, v) for k, v in row.case.items() if k != "size_mb") for row in records))
     for key in keys:
@@ -198,4 +199,4 @@ def _fits(records: Sequence[Record]) -> Iterator[Record]:
                 "bus_gb_s": fit.link.bus_bytes_per_s / 1e9,
                 "worst_error": fit.worst_error,
             }
-            yield Record("collective fit", case, values, environment=rows[0].environment)
+            yield row_of("collective fit", case, values, environment=rows[0].environment)

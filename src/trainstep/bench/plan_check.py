@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 
 from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.plan.layout import Layout, Strategy
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import step_seconds
 from trainstep.plan.strategy_memory import strategy_memory
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 
 STRATEGY_OF_SCHEME: dict[str, Strategy] = {
     "single": "single",
@@ -26,7 +27,7 @@ STRATEGY_OF_SCHEME: dict[str, Strategy] = {
 """Schemes of `trainstep bench parallel` that are planned."""
 
 
-def checked(records: Iterable[Record], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[Record]:
+def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[Row]:
     """Measured steps of named sizes, each beside its prediction: rows of the kinds step, rung, peak, checkpointing and
     parallel. What has no prediction, as compiled code's memory, stays empty."""
     for row in records:
@@ -70,10 +71,10 @@ def checked(records: Iterable[Record], machine: Machine, network_bytes_per_s: fl
                 }
         if values:
             case = {**row.case, "strategy": strategy, "gpus": ranks}
-            yield Record("plan check", case, values, environment=row.environment)
+            yield row_of("plan check", case, values, environment=row.environment)
 
 
-def _step_of(row: Record) -> StepConfig:
+def _step_of(row: Row) -> StepConfig:
     names = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer")
     settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
     return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]

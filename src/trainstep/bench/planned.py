@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UsageError
+from trainstep.kinds import row_of
 from trainstep.plan.layout import STRATEGIES, Layout, layout_of, tensor_parallel_choices
 from trainstep.plan.limits import (
     best_mesh_tokens,
@@ -31,7 +32,7 @@ from trainstep.plan.strategy_memory import (
     strategy_memory,
     tensor_bytes,
 )
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PlanRequest:
         }
 
 
-def plan_records(request: PlanRequest) -> Iterator[Record]:
+def plan_records(request: PlanRequest) -> Iterator[Row]:
     """Everything `trainstep plan` shows. Errors come before the first row."""
     model, tokens = request.model, request.step.batch * request.step.context
     for what, value, most in (
@@ -85,7 +86,7 @@ def plan_records(request: PlanRequest) -> Iterator[Record]:
     for policy in policies:
         blocks_per_checkpoint(policy)
         strategy_memory(request.model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
-    yield Record(
+    yield row_of(
         "plan machine",
         {"workload": request.name, "device": request.cluster.machine.name},
         _machine_values(request),
@@ -152,7 +153,7 @@ def _mesh(layout: Layout) -> dict[str, Scalar]:
     return {"strategy": layout.strategy, "gpus": layout.gpus, "tensor_parallel": layout.tensor}
 
 
-def _strategy_record(request: PlanRequest, plan: StepPlan) -> Record:
+def _strategy_record(request: PlanRequest, plan: StepPlan) -> Row:
     model, step, cluster, layout = request.model, request.step, request.cluster, plan.layout
     compute = plan.compute
     values: dict[str, Scalar] = {
@@ -173,10 +174,10 @@ def _strategy_record(request: PlanRequest, plan: StepPlan) -> Record:
         "tokens_per_s": plan.tokens_per_s,
         "utilisation": plan.utilisation(cluster.machine.peak_flops[step.precision]),
     }
-    return Record("plan", request.case(checkpointing=step.checkpointing, **_mesh(layout)), values)
+    return row_of("plan", request.case(checkpointing=step.checkpointing, **_mesh(layout)), values)
 
 
-def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Record:
+def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Row:
     step = dataclasses.replace(request.step, checkpointing=policy)
     memory = strategy_memory(request.model, step, layout)
     values = _memory_values(memory) | {
@@ -184,10 +185,10 @@ def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Record:
         "fits": fits(memory, request.cluster),
         "largest_batch": largest_batch(request.model, step, request.cluster, layout),
     }
-    return Record("plan memory", request.case(checkpointing=policy, **_mesh(layout)), values)
+    return row_of("plan memory", request.case(checkpointing=policy, **_mesh(layout)), values)
 
 
-def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Record]:
+def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Row]:
     """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
 
     Args:
@@ -224,10 +225,10 @@ def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Recor
                 "most_gpus": max(1, math.floor(most)),  # one alone does not communicate
                 "tokens_per_gpu": step.batch * step.context,
             }
-            yield Record("plan limit", request.case(axis=axis, connection=connection, gpus=cluster.gpus), values)
+            yield row_of("plan limit", request.case(axis=axis, connection=connection, gpus=cluster.gpus), values)
 
 
-def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[Record]:
+def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[Row]:
     """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs."""
     for gpus in gpu_counts(MOST_GPUS):
         cluster = scaled(request.cluster, gpus)
@@ -246,4 +247,4 @@ def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterato
                 f"{layout.strategy}_fits": fits(plan.memory, cluster),
             }
         if values:
-            yield Record("plan scaling", request.case(gpus=gpus), values)
+            yield row_of("plan scaling", request.case(gpus=gpus), values)

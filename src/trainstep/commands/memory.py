@@ -17,7 +17,7 @@ from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Record
+    from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
 _Grid: Any = grid_of(StepConfig)
@@ -70,7 +70,7 @@ class Memory(OneModel):
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")
 
-    def _records(self, source: WorkloadSource) -> Iterator[Record]:
+    def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
         from trainstep.bench.checkpointing import checkpointing_records, default_policies
         from trainstep.bench.peaks import peak_records

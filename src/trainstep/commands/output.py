@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import rich.console
 
-    from trainstep.records import Record
+    from trainstep.records import Row
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -26,18 +26,18 @@ BESIDE = ("trace", "snapshot")
 """Values of records that name a file written beside them."""
 
 
-def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
+def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | None = None) -> int:
     """Write each record as it comes, with progress; then print the tables and findings and write the report."""
     from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.formats import to_terminal
     from trainstep.report.report import Report
-    from trainstep.report.tables import make_tables
+    from trainstep.report.subjects import make_tables
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}", markup=False, highlight=False)
-    taken: list[Record] = []
+    taken: list[Row] = []
     code = 0
     try:
         with _interrupts() as interrupted:
@@ -52,7 +52,7 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
     finally:
         writer.close()
     report = Report(taken)
-    tables = make_tables(taken, brief=True)
+    tables = make_tables(taken, "terminal")
     if passes := repeatability(taken):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
@@ -95,8 +95,8 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _with_progress(
-    records: Iterable[Record], console: rich.console.Console, title: str, total: int | None
-) -> Iterator[Record]:
+    records: Iterable[Row], console: rich.console.Console, title: str, total: int | None
+) -> Iterator[Row]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -17,7 +17,7 @@ from trainstep.commands.output import run_and_report
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Record
+    from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
 
@@ -30,7 +30,7 @@ class Profile(OneModel):
     profiled_steps: int = 3
     """Steps that the profiler records, after as many of its own warm-ups as it needs."""
     nsys: FlagCreatePairsOff[bool] = False
-    """Record with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
+    """Row with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
     nvtx: FlagCreatePairsOff[bool] = False
     """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
     what runs under nsys or ncu."""
@@ -61,7 +61,7 @@ class Profile(OneModel):
             return 0
         return run_and_report(self._records(source), self.out, f"profile of {source.name}")
 
-    def _records(self, source: WorkloadSource) -> Iterator[Record]:
+    def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.ceilings import ceiling_records
         from trainstep.bench.profile import profile_records
         from trainstep.workload import resolve_device

@@ -22,7 +22,7 @@ from trainstep.report.sweep_axes import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
-    from trainstep.records import Record, Status
+    from trainstep.records import Row, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
     return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"
 
 
-def _told(records: Iterator[Record], axes: Sequence[str], total: int) -> Iterator[Record]:
+def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[Row]:
     """The rows, each said in a line where no progress bar is shown, as in the log of a long run."""
     for record in records:
         if not sys.stdout.isatty():

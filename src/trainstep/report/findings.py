@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import CeilingRow, RungRow
+from trainstep.records import Row, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.formula_findings import formula_findings
@@ -27,18 +28,18 @@ LOW_UTILISATION = 0.35
 """Below this share of the matmul ceiling a step leaves much to win."""
 
 
-def findings(records: Sequence[Record]) -> list[Finding]:
+def findings(records: Sequence[Row]) -> list[Finding]:
     """All that the rules find, the most important first."""
     found = [rule(records) for rule in _RULES]
     return [finding for each in found for finding in each]
 
 
-def kept_rungs(records: Sequence[Record]) -> list[Record]:
+def kept_rungs(records: Sequence[Row]) -> list[Row]:
     """The rungs the ladder was built on, the baseline first."""
-    return [row for row in of_kind(records, "rung") if row.values.get("kept")]
+    return [row for row in of_kind(records, RungRow) if row.values.get("kept")]
 
 
-def recommended_flags(records: Sequence[Record]) -> str:
+def recommended_flags(records: Sequence[Row]) -> str:
     """The settings of the last kept rung that differ from the baseline's, as flags to paste; empty if none was kept."""
     kept = kept_rungs(records)
     if not kept:
@@ -48,7 +49,7 @@ def recommended_flags(records: Sequence[Record]) -> str:
     return " ".join(f"--{name} {end[name]}" for name in names if end.get(name) != start.get(name))
 
 
-def _gain(records: Sequence[Record]) -> list[Finding]:
+def _gain(records: Sequence[Row]) -> list[Finding]:
     kept = kept_rungs(records)
     if not kept:
         return []
@@ -79,9 +80,9 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
     return [Finding("gain", sentence)]
 
 
-def _diverged(records: Sequence[Record]) -> list[Finding]:
+def _diverged(records: Sequence[Row]) -> list[Finding]:
     """The first row whose training loss stops being a number; records have None for such a loss."""
-    for row in [*full_steps(records), *of_kind(records, "rung")]:
+    for row in [*full_steps(records), *of_kind(records, RungRow)]:
         losses = row.samples.get("training_loss", ())
         broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
         if broken is not None:
@@ -94,8 +95,8 @@ def _diverged(records: Sequence[Record]) -> list[Finding]:
     return []
 
 
-def _utilisation(records: Sequence[Record]) -> list[Finding]:
-    step, ceilings = analysed_step(records), of_kind(records, "ceiling")
+def _utilisation(records: Sequence[Row]) -> list[Finding]:
+    step, ceilings = analysed_step(records), of_kind(records, CeilingRow)
     if step is None or step.values.get("achieved_tflops") is None:
         return []
     achieved = numeric(step.values["achieved_tflops"])
@@ -119,7 +120,7 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _launch_bound(records: Sequence[Record]) -> list[Finding]:
+def _launch_bound(records: Sequence[Row]) -> list[Finding]:
     """Told by the forward phase, which starts with an empty queue; later ones start when the host is already ahead."""
     step = analysed_step(records)
     if step is None or step.values.get("forward_issue_ms") is None:
@@ -137,7 +138,7 @@ def _launch_bound(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _warmup(records: Sequence[Record]) -> list[Finding]:
+def _warmup(records: Sequence[Row]) -> list[Finding]:
     rows = {row.case["warmup"]: row for row in full_steps(records)}
     if len(rows) < 2 or 0 not in rows:
         return []
@@ -155,9 +156,9 @@ def _warmup(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _rejected(records: Sequence[Record]) -> list[Finding]:
+def _rejected(records: Sequence[Row]) -> list[Finding]:
     found = []
-    for row in of_kind(records, "rung"):
+    for row in of_kind(records, RungRow):
         name, called = row.case["rung"], row.values.get("verdict")
         if row.status != "ok":
             found.append(Finding("ladder", f"Not used: {name} ({row.status}): {row.reason}."))
@@ -169,7 +170,7 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-_RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
+_RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _gain,
     _diverged,
     lambda records: phase_findings(analysed_step(records), records),

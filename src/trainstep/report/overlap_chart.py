@@ -10,7 +10,7 @@ from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 from bokeh.plotting import figure
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report import plots
 from trainstep.report.cells import get, number
 from trainstep.report.numbers import numeric
@@ -68,7 +68,7 @@ class _Bars:
         )
 
 
-def overlap_chart(rows: Sequence[Record]) -> figure:
+def overlap_chart(rows: Sequence[Row]) -> figure:
     """A strip for each scheme: its phases, its computation by stream, its communication; drag to zoom.
 
     Args:
@@ -116,7 +116,7 @@ def overlap_chart(rows: Sequence[Record]) -> figure:
     return plot
 
 
-def _heading(row: Record) -> str:
+def _heading(row: Row) -> str:
     hidden, spent = get(row, "hidden_share"), get(row, "communication_ms")
     if hidden is None:
         return "no communication"
@@ -126,7 +126,7 @@ def _heading(row: Record) -> str:
     )
 
 
-def _lanes_of(row: Record) -> list[str]:
+def _lanes_of(row: Row) -> list[str]:
     """Computation first, the busiest stream uppermost; communication right below, always."""
     busy: dict[str, float] = {}
     for lane, duration in zip(_texts(row, "lane"), row.series["duration_ns"], strict=True):
@@ -143,19 +143,19 @@ def _label(lane: str, lanes: Sequence[str]) -> str:
     return "computation" if alone else lane
 
 
-def _texts(row: Record, name: str) -> Iterator[str]:
+def _texts(row: Row, name: str) -> Iterator[str]:
     names = [str(each) for each in row.series[f"{name}_names"]]
     return (names[int(numeric(each))] for each in row.series[name])
 
 
-def _in_ms(row: Record, name: str) -> Iterator[tuple[float, float]]:
+def _in_ms(row: Row, name: str) -> Iterator[tuple[float, float]]:
     """Left and right ends."""
     prefix = f"{name}_" if name else ""
     for start, duration in zip(row.series[f"{prefix}start_ns"], row.series[f"{prefix}duration_ns"], strict=True):
         yield numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6
 
 
-def _add_kernels(bars: _Bars, row: Record, height: Mapping[str, float]) -> None:
+def _add_kernels(bars: _Bars, row: Row, height: Mapping[str, float]) -> None:
     texts = (_texts(row, name) for name in ("lane", "phase", "family", "kernel"))
     for (left, right), count, lane, phase, family, kernel in zip(
         _in_ms(row, ""), row.series["count"], *texts, strict=True
@@ -177,7 +177,7 @@ def _kernel_role(lane: str, family: str, phase: str) -> str:
     return PHASE_ROLES["communication"] if family == "communication" else PHASE_ROLES.get(phase, _OTHER)
 
 
-def _add_exposed(bars: _Bars, row: Record, height: Mapping[str, float]) -> None:
+def _add_exposed(bars: _Bars, row: Row, height: Mapping[str, float]) -> None:
     for left, right in _in_ms(row, "exposed"):
         bars.add(
             y=height[_COMMUNICATION],
@@ -189,7 +189,7 @@ def _add_exposed(bars: _Bars, row: Record, height: Mapping[str, float]) -> None:
         )
 
 
-def _add_phases(bars: _Bars, row: Record, y: float) -> None:
+def _add_phases(bars: _Bars, row: Row, y: float) -> None:
     for (left, right), phase in zip(_in_ms(row, "phase_span"), row.series["phase_span_names"], strict=True):
         bars.add(
             y=y,

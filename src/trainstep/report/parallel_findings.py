@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import ParallelTraceRow
+from trainstep.records import Row, of_kind
 from trainstep.report.finding import Finding
 from trainstep.report.numbers import number, numeric
 
 TOPIC = "data parallel"
 
 
-def parallel_findings(records: Sequence[Record]) -> list[Finding]:
+def parallel_findings(records: Sequence[Row]) -> list[Finding]:
     """The scheme that hides most of its communication, and the one that hides least."""
-    traced = [row for row in of_kind(records, "parallel trace") if row.values.get("hidden_share") is not None]
+    traced = [row for row in of_kind(records, ParallelTraceRow) if row.values.get("hidden_share") is not None]
     if not traced:
         return []
     traced.sort(key=lambda row: -numeric(row.values["hidden_share"]))
@@ -24,7 +25,7 @@ def parallel_findings(records: Sequence[Record]) -> list[Finding]:
     return [Finding(TOPIC, f"{sentence}.")]
 
 
-def _part(row: Record, exposed: str) -> str:
+def _part(row: Row, exposed: str) -> str:
     values = row.values
     return (
         f"{numeric(values['hidden_share']):.0%} with {row.case['scheme']} "

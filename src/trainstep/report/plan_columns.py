@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
 
@@ -35,7 +35,7 @@ _ROOM = Column("room for tensors (GiB)", lambda row: number(row.values.get("tens
 
 
 def _yes_no(title: str, name: str) -> Column:
-    def cell(row: Record) -> str:
+    def cell(row: Row) -> str:
         value: Scalar = row.values.get(name)
         return "–" if value is None else "yes" if value else "no"
 
@@ -43,7 +43,7 @@ def _yes_no(title: str, name: str) -> Column:
 
 
 def _throughput(strategy: str) -> Column:
-    def cell(row: Record) -> str:
+    def cell(row: Row) -> str:
         fits = row.values.get(f"{strategy}_fits")
         return "does not fit" if fits is False else number(row.values.get(f"{strategy}_tokens_per_s"))
 

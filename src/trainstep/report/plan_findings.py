@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import PlanMachineRow, PlanRow
+from trainstep.records import Row, of_kind
 from trainstep.report.finding import Finding, in_gib, in_ms
 from trainstep.report.numbers import number, numeric
 
 TOPIC = "plan"
 
 
-def plan_findings(records: Sequence[Record]) -> list[Finding]:
+def plan_findings(records: Sequence[Row]) -> list[Finding]:
     """About predictions alone; none where nothing was planned."""
-    rows = of_kind(records, "plan")
+    rows = of_kind(records, PlanRow)
     if not rows:
         return []
     fitting = [row for row in rows if row.values["fits"]]
     sentences = [_fastest(fitting) if fitting else _nothing_fits(rows)]
-    sentences += [f"Predictions stand on this: {row.values['basis']}." for row in of_kind(records, "plan machine")]
+    sentences += [f"Predictions stand on this: {row.values['basis']}." for row in of_kind(records, PlanMachineRow)]
     return [Finding(TOPIC, sentence) for sentence in sentences]
 
 
-def _fastest(rows: Sequence[Record]) -> str:
+def _fastest(rows: Sequence[Row]) -> str:
     best = max(rows, key=lambda row: numeric(row.values["tokens_per_s"]))
     gpus, values = numeric(best.case["gpus"]), best.values
     where = "one GPU" if gpus == 1 else f"{gpus:,.0f} GPUs"
@@ -33,7 +34,7 @@ def _fastest(rows: Sequence[Record]) -> str:
     )
 
 
-def _nothing_fits(rows: Sequence[Record]) -> str:
+def _nothing_fits(rows: Sequence[Row]) -> str:
     least = min(rows, key=lambda row: numeric(row.values["peak_gib"]))
     enough = [row for row in rows if row.values.get("smallest_gpus") is not None]
     fewest = min(enough, key=lambda row: numeric(row.values["smallest_gpus"]), default=None)

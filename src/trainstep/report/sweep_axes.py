@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.numbers import NONE, as_float, number
 
 NOT_AXES = ("command", "row")
@@ -23,7 +23,7 @@ class Measure:
     high: str = ""
     unit: str = "ms"
 
-    def text(self, row: Record | None) -> str:
+    def text(self, row: Row | None) -> str:
         """The row's value with its interval; why there is none; a dash where there is no row."""
         if row is None:
             return NONE
@@ -42,7 +42,7 @@ class Line:
 
     settings: Mapping[str, Scalar]
     """All else that differs within the sweep; empty where nothing does."""
-    rows: Mapping[Scalar, Record]
+    rows: Mapping[Scalar, Row]
     """Value on the axis → row."""
 
     @property
@@ -66,17 +66,17 @@ class Axis:
         return all(as_float(value) is not None for value in self.values)
 
 
-def in_order(rows: Sequence[Record]) -> list[Record]:
+def in_order(rows: Sequence[Row]) -> list[Row]:
     """The rows as the sweep's file orders its cases, whichever ended first."""
     return sorted(rows, key=lambda row: as_float(row.values.get("number")) or 0)
 
 
-def settings_of(rows: Sequence[Record]) -> list[str]:
+def settings_of(rows: Sequence[Row]) -> list[str]:
     """The flags that the sweep's file sets, fixed ones too."""
     return [name for name in dict.fromkeys(name for row in rows for name in row.case) if name not in NOT_AXES]
 
 
-def measures_of(rows: Sequence[Record]) -> list[Measure]:
+def measures_of(rows: Sequence[Row]) -> list[Measure]:
     """What these rows have: a time, and peak memory."""
     predicted = "predicted " if is_predicted(rows) else ""
     found = [
@@ -89,23 +89,23 @@ def measures_of(rows: Sequence[Record]) -> list[Measure]:
     return found
 
 
-def is_predicted(rows: Sequence[Record]) -> bool:
+def is_predicted(rows: Sequence[Row]) -> bool:
     """Whether the rows are a plan's, which measured nothing."""
     return any(row.case.get("command") == "plan" for row in rows)
 
 
-def axes_of(rows: Sequence[Record]) -> list[Axis]:
+def axes_of(rows: Sequence[Row]) -> list[Axis]:
     """Every flag with more than one value."""
     ordered = in_order(rows)
     names = [name for name in settings_of(ordered) if len({row.case.get(name) for row in ordered}) > 1]
     return [_axis(name, [*(other for other in names if other != name), "row"], ordered) for name in names]
 
 
-def _axis(name: str, others: Sequence[str], rows: Sequence[Record]) -> Axis:
+def _axis(name: str, others: Sequence[str], rows: Sequence[Row]) -> Axis:
     values = list(dict.fromkeys(row.case.get(name) for row in rows))
     if all(as_float(value) is not None for value in values):
         values.sort(key=lambda value: as_float(value) or 0)
-    lines: dict[tuple[Scalar, ...], dict[Scalar, Record]] = {}
+    lines: dict[tuple[Scalar, ...], dict[Scalar, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
     return Axis(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.columns import OUTCOME, Column, case_column, median_column, value_column
 from trainstep.report.numbers import count
 from trainstep.report.sweep_axes import is_predicted, settings_of, shown
@@ -12,7 +12,7 @@ from trainstep.report.sweep_axes import is_predicted, settings_of, shown
 CAPTION = "The sweep: one row per case, or per row of a case that measures several"
 
 
-def sweep_columns(rows: Sequence[Record]) -> tuple[Column, ...]:
+def sweep_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
     """The columns for these rows."""
     step = "predicted step (ms)" if is_predicted(rows) else "step (ms) [95 %]"
     return (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import SweepRow
+from trainstep.records import Row, of_kind
 from trainstep.report.finding import Finding, listed
 from trainstep.report.sweep_axes import in_order
 
@@ -14,9 +15,9 @@ _PLURAL = {"device": "devices", "threads": "numbers of threads", "torch": "versi
 """What of the environment makes times differ, where it differs."""
 
 
-def sweep_findings(records: Sequence[Record]) -> list[Finding]:
+def sweep_findings(records: Sequence[Row]) -> list[Finding]:
     """Rows without a result, and rows of different environments."""
-    rows = in_order(of_kind(records, "sweep"))
+    rows = in_order(of_kind(records, SweepRow))
     lacking = Counter(row.status for row in rows if row.status != "ok")
     found = []
     if lacking:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
 
@@ -22,7 +23,7 @@ POINTS = 50
 
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
-) -> Record:
+) -> Row:
     """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
 
     Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
@@ -52,7 +53,7 @@ def run_record(
     }
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     curve = [rows[at] for at in chosen]
-    return Record(
+    return row_of(
         "train",
         case_of(config, process.world_size),
         values,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.kinds import ParallelTraceRow
 from trainstep.measure.chrome_trace import GLOO, read_chrome_trace
 from trainstep.records import of_kind, read_records
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
 def traced(folder):
     rows = read_records(folder / "results.jsonl")
     assert [row.kind for row in rows] == ["parallel"] * 3 + ["parallel trace"] * 3, "all are timed before any is traced"
-    return {row.case["scheme"]: row for row in of_kind(rows, "parallel trace")}
+    return {row.case["scheme"]: row for row in of_kind(rows, ParallelTraceRow)}
 
 
 def bars(row, beginning):

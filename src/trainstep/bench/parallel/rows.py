@@ -12,12 +12,13 @@ from trainstep.bench.parallel.check import Agreement
 from trainstep.bench.parallel.measure import RankMeasurement
 from trainstep.bench.parallel.plan import moments, planned_bytes
 from trainstep.bench.step import phase_samples
+from trainstep.kinds import row_of
 from trainstep.measure.collectives import Collective
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 
 KIND = "parallel"
@@ -37,9 +38,9 @@ Result = Timed | Agreement | Failure
 """What came of a scheme: it was measured, or it does not agree with one process and is off by so much, or it failed."""
 
 
-def row_of(
+def parallel_row(
     case: ParallelCase, process: Process, result: Result, *, num_parameters: int, single_ms: float | None
-) -> Record:
+) -> Row:
     """The row of a scheme. One that does not agree shows by how much, and no speed.
 
     Args:
@@ -51,20 +52,20 @@ def row_of(
     """
     columns, environment = case.columns(process.world_size), describe(process.device)
     if isinstance(result, Failure):
-        return Record(KIND, columns, status=result.status, reason=result.reason, environment=environment)
+        return row_of(KIND, columns, status=result.status, reason=result.reason, environment=environment)
     if isinstance(result, Agreement):
         reason = (
             f"after a few steps its loss is off by {result.loss_error:.3g} ({result.loss_allowed:.3g} allowed) and its "
             f"parameters by {result.update_error:.3g} of their movement ({result.update_allowed:.3g} allowed)"
         )
         values = dataclasses.asdict(result)
-        return Record(KIND, columns, values, status="wrong", reason=reason, environment=environment)
+        return row_of(KIND, columns, values, status="wrong", reason=reason, environment=environment)
     samples = phase_samples(_slowest(result.ranks).timing)
     values = _values(case, process, result, samples, num_parameters, single_ms)
-    return Record(KIND, columns, values, samples, environment=environment)
+    return row_of(KIND, columns, values, samples, environment=environment)
 
 
-def step_ms(row: Record) -> float:
+def step_ms(row: Row) -> float:
     """The median step of a row that was timed, in milliseconds."""
     median = row.values["step_ms"]
     assert isinstance(median, float), f"a median of {median!r}"

@@ -17,14 +17,14 @@ from trainstep.bench.outcome import Failure, attempt_on_all_ranks
 from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.measure import measure
-from trainstep.bench.parallel.rows import Result, Timed, row_of, step_ms
+from trainstep.bench.parallel.rows import Result, Timed, parallel_row, step_ms
 from trainstep.bench.parallel.trace import trace_record, traced_step
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
-from trainstep.records import Record
+from trainstep.records import Row
 
 
-def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | None = None) -> Iterator[Record]:
+def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | None = None) -> Iterator[Row]:
     """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the records.
 
     Args:
@@ -43,13 +43,13 @@ def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | No
     comparison = compare_with_one_process(cases, process)
     single_ms: float | None = None
     timed: list[ParallelCase] = []
-    rows: dict[ParallelCase, Record] = {}  # on rank 0
+    rows: dict[ParallelCase, Row] = {}  # on rank 0
     for case in [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]:
         result = _measured(case, comparison.schemes[case.scheme], process)
         if isinstance(result, Timed):
             timed.append(case)
         if process.rank == 0:
-            row = row_of(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
+            row = parallel_row(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
             if case.scheme == "single" and isinstance(result, Timed):
                 single_ms = step_ms(row)
             rows[case] = row
@@ -67,8 +67,8 @@ def _measured(case: ParallelCase, agreement: Agreement | Failure | None, process
 
 
 def _traced(
-    cases: Sequence[ParallelCase], rows: Mapping[ParallelCase, Record], process: Process, folder: Path
-) -> Iterator[Record]:
+    cases: Sequence[ParallelCase], rows: Mapping[ParallelCase, Row], process: Process, folder: Path
+) -> Iterator[Row]:
     """One step of each scheme under the profiler, beside its row."""
     for case in cases:
         file = folder / f"trace-{case.scheme}.json.gz"

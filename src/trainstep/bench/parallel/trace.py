@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainstep.bench.outcome import Failure
 from trainstep.bench.timeline_rows import timeline_values
+from trainstep.kinds import row_of
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.intervals import Interval, length
 from trainstep.measure.kernels import Profile, profile_of
@@ -17,7 +18,7 @@ from trainstep.measure.profiler import record_steps
 from trainstep.measure.timing import device_clock
 from trainstep.measure.trace import Trace
 from trainstep.parallel.process import Process
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 
 KIND = "parallel trace"
@@ -97,7 +98,7 @@ def trace_record(
     *,
     step_ms: float,
     trace: str,
-) -> Record:
+) -> Row:
     """The row of a traced step: its overlap in milliseconds, and its bars as series.
 
     Args:
@@ -108,7 +109,7 @@ def trace_record(
         trace: name of the trace's file.
     """
     if isinstance(found, Failure):
-        return Record(KIND, case, status=found.status, reason=found.reason, environment=environment)
+        return row_of(KIND, case, status=found.status, reason=found.reason, environment=environment)
     shown = found[0]
     assert shown is not None, "rank 0 records"
     profile = shown.profile
@@ -134,7 +135,7 @@ def trace_record(
     kept |= _spans("exposed", [(first, last) for first, last in overlap.exposed if last - first >= shortest], start)
     kept |= _spans("phase_span", list(shown.phases.values()), start) | {"phase_span_names": list(shown.phases)}
     values |= drawn | {"exposed_from_us": shortest}
-    return Record(KIND, case, values, series=kept, environment=environment)
+    return row_of(KIND, case, values, series=kept, environment=environment)
 
 
 def _spans(name: str, intervals: Sequence[Interval], start: float) -> dict[str, Sequence[Scalar]]:

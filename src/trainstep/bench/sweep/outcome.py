@@ -10,7 +10,8 @@ from pathlib import Path
 
 from trainstep.bench.sweep.case import ROW_KINDS, Case
 from trainstep.errors import UsageError
-from trainstep.records import Record, Scalar, Status, of_kind, read_records
+from trainstep.kinds import SweepRow
+from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
@@ -22,7 +23,9 @@ _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
 _LONGEST = 240
 
 
-def rows_of(case: Case, folder: Path, code: int | None, seconds: float, timeout_s: float | None = None) -> list[Record]:
+def rows_of(
+    case: Case, folder: Path, code: int | None, seconds: float, timeout_s: float | None = None
+) -> list[SweepRow]:
     """The rows of a case whose process has ended.
 
     Args:
@@ -35,23 +38,23 @@ def rows_of(case: Case, folder: Path, code: int | None, seconds: float, timeout_
     found = _written(case, folder)
     values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
     rows = [
-        Record("sweep", case.columns() | {"row": told}, {**row.values, **values}, row.samples, row.status, row.reason,
-               row.environment)
+        make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, samples=row.samples,
+                 status=row.status, reason=row.reason, environment=row.environment)
         for row, told in zip(found, _told_apart(found), strict=True)
     ]  # fmt: skip
     is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
     if not rows or (code != 0 and not (is_told and not _errors(folder / "stderr.txt"))):
         failed = failed_row(case, *_failure(folder, code, timeout_s), values)
-        rows.append(replace(failed, case={**failed.case, "row": "end"}) if rows else failed)
+        rows.append(replace(failed, row="end") if rows else failed)
     return rows
 
 
-def failed_row(case: Case, status: Status, reason: str, values: Mapping[str, Scalar]) -> Record:
+def failed_row(case: Case, status: Status, reason: str, values: Mapping[str, Scalar]) -> SweepRow:
     """The row of a case that has no result."""
-    return Record("sweep", case.columns() | {"row": None}, values, status=status, reason=reason)
+    return make_row(SweepRow, case.columns(), values, status=status, reason=reason)
 
 
-def _written(case: Case, folder: Path) -> list[Record]:
+def _written(case: Case, folder: Path) -> list[Row]:
     try:
         records = read_records(folder / "results.jsonl")
     except UsageError:
@@ -60,7 +63,7 @@ def _written(case: Case, folder: Path) -> list[Record]:
     return of_kind(records, kinds[0]) if kinds else []
 
 
-def _told_apart(rows: Sequence[Record]) -> list[str | None]:
+def _told_apart(rows: Sequence[Row]) -> list[str | None]:
     """What tells each row of one case from the others, in words; nothing where there is one."""
     if len(rows) < 2:
         return [None] * len(rows)

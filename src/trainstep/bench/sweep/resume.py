@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainstep.bench.sweep.case import Place
 from trainstep.bench.sweep.grid_file import Grid
-from trainstep.records import Record, Status
+from trainstep.records import Row, Status
 
 Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
 """Runs cases and yields each when it has ended and its rows are kept."""
@@ -30,13 +30,13 @@ def is_finished(place: Place, retried: Sequence[Status] = ()) -> bool:
 
 def sweep_records(
     places: Sequence[Place], execute: Execute, retried: Sequence[Status] = ()
-) -> Generator[Record, None, None]:
+) -> Generator[Row, None, None]:
     """The rows of finished cases, then those of the others as they end, each with its case's number from 1."""
     numbers = {place.case.identity: number for number, place in enumerate(places, start=1)}
 
-    def rows(place: Place) -> Iterator[Record]:
+    def rows(place: Place) -> Iterator[Row]:
         for row in place.finished() or ():
-            yield replace(row, values={"number": numbers[place.case.identity], **row.values})
+            yield replace(row, number=numbers[place.case.identity])
 
     pending = [place for place in places if not is_finished(place, retried)]
     for place in places:

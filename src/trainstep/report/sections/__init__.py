@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.blocks import Section
 from trainstep.report.sections.activations import checkpointing, residuals
 from trainstep.report.sections.allocations import allocations
@@ -25,7 +25,7 @@ from trainstep.report.sections.summary import summary
 from trainstep.report.sections.sweep import sweep
 from trainstep.report.sections.workload import environment, workload
 
-SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
+SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     summary,
     phases,
     warmup,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import AttentionRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, get, median_of, number
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Series
@@ -14,9 +15,9 @@ from trainstep.report.plots import Series
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
 
 
-def attention(records: Sequence[Record]) -> Section | None:
+def attention(records: Sequence[Row]) -> Section | None:
     """All records of attention, where there are any."""
-    rows = of_kind(records, "attention")
+    rows = of_kind(records, AttentionRow)
     if not rows:
         return None
     impls = list(dict.fromkeys(str(row.case["impl"]) for row in rows))
@@ -40,7 +41,7 @@ _CHARTS = (
 )
 
 
-def _chart(rows: Sequence[Record], impls: Sequence[str], shape: str, value: str, title: str, unit: str) -> Chart:
+def _chart(rows: Sequence[Row], impls: Sequence[str], shape: str, value: str, title: str, unit: str) -> Chart:
     lengths = sorted({as_float(row.case["seq"]) or 0 for row in rows})
     series, legend = [], []
     for index, impl in enumerate(impls):
@@ -56,7 +57,7 @@ def _chart(rows: Sequence[Record], impls: Sequence[str], shape: str, value: str,
     return Chart(f"{value}-{shape}".replace(" ", "-").replace(",", ""), title, shape, plot, legend)
 
 
-def _table(rows: Sequence[Record]) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     settings = [name for name in (*SHAPE, "seq") if len({row.case[name] for row in rows}) > 1]
     table_rows = []
     for row in rows:
@@ -69,7 +70,7 @@ def _table(rows: Sequence[Record]) -> Table:
             cells += [Cell(NONE)] * 6
         cells += [cell_of(row, "predicted_peak_gib")]
         tone = Cell("") if row.status == "ok" else Cell(row.status, note=row.reason, tone="bad", is_text=True)
-        table_rows.append(Row([*cells, tone]))
+        table_rows.append(TableRow([*cells, tone]))
     columns = [
         *("Implementation", *settings, "Forward, ms", "Backward, ms", "Both, ms [95 %]", "TFLOP/s"),
         *("Before backward, GiB", "Peak, GiB", "Peak by formula, GiB", "Outcome"),

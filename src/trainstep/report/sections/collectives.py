@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import CollectiveFitRow, CollectiveRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, get, median_of, number
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Series
@@ -14,9 +15,9 @@ from trainstep.report.plots import Series
 SETTING = ("world_size", "dtype", "backend")
 
 
-def collectives(records: Sequence[Record]) -> Section | None:
+def collectives(records: Sequence[Row]) -> Section | None:
     """All records of collectives, where there are any."""
-    rows, fits = of_kind(records, "collective"), of_kind(records, "collective fit")
+    rows, fits = of_kind(records, CollectiveRow), of_kind(records, CollectiveFitRow)
     if not rows:
         return None
     blocks: list[Block] = []
@@ -36,15 +37,15 @@ def collectives(records: Sequence[Record]) -> Section | None:
     return Section("collectives", "Collectives", "Collectives by size", lead, [*blocks, _table(rows)])
 
 
-def _setting(row: Record) -> tuple[object, ...]:
+def _setting(row: Row) -> tuple[object, ...]:
     return tuple(row.case[name] for name in SETTING)
 
 
-def _times(rows: Sequence[Record], fits: Sequence[Record], title: str) -> Chart:
+def _times(rows: Sequence[Row], fits: Sequence[Row], title: str) -> Chart:
     def text(value: float) -> str:
         return f"{number(value)} ms"
 
-    def line(fit: Record, row: Record) -> float:
+    def line(fit: Row, row: Row) -> float:
         on_link = (get(row, "payload_bytes") or 0) * (get(row, "bus_gb_s") or 0) / (get(row, "algorithm_gb_s") or 1)
         return (get(fit, "overhead_us") or 0) / 1e3 + on_link / (get(fit, "bus_gb_s") or 1) / 1e6
 
@@ -60,18 +61,18 @@ def _times(rows: Sequence[Record], fits: Sequence[Record], title: str) -> Chart:
     return Chart(f"collective-time-{title}".replace(" ", "-").replace(",", ""), "Time", caption, plot, legend)
 
 
-def _bandwidths(rows: Sequence[Record], title: str) -> Chart:
+def _bandwidths(rows: Sequence[Row], title: str) -> Chart:
     series, legend = _series(rows, "bus_gb_s", lambda value: f"{number(value)} GB/s")
     plot = plots.curves(_sizes(rows), series, "MB", "GB/s")
     return Chart(f"collective-bus-{title}".replace(" ", "-").replace(",", ""), "Bus bandwidth", title, plot, legend)
 
 
-def _sizes(rows: Sequence[Record]) -> list[float]:
+def _sizes(rows: Sequence[Row]) -> list[float]:
     return sorted({as_float(row.case["size_mb"]) or 0 for row in rows})
 
 
 def _series(
-    rows: Sequence[Record], value: str, text: Callable[[float], str]
+    rows: Sequence[Row], value: str, text: Callable[[float], str]
 ) -> tuple[list[Series], list[tuple[str, str]]]:
     series, legend = [], []
     for index, name in enumerate(dict.fromkeys(str(row.case["collective"]) for row in rows)):
@@ -84,7 +85,7 @@ def _series(
     return series, legend
 
 
-def _fits(fits: Sequence[Record]) -> Table:
+def _fits(fits: Sequence[Row]) -> Table:
     settings = _shown(fits, SETTING)
     rows = []
     for fit in fits:
@@ -92,12 +93,12 @@ def _fits(fits: Sequence[Record]) -> Table:
         cells += [_setting_cell(fit, name) for name in settings]
         cells += [cell_of(fit, "overhead_us"), cell_of(fit, "bus_gb_s")]
         cells.append(cell_of(fit, "worst_error", lambda value: f"{100 * (as_float(value) or 0):.2g}%"))
-        rows.append(Row(cells))
+        rows.append(TableRow(cells))
     columns = ["Collective", *(_TITLES[name] for name in settings), "Overhead, µs", "Bus GB/s", "Worst error"]
     return Table("What a call costs: time = overhead + bytes on each link / bandwidth", columns, rows, "collective-fit")
 
 
-def _table(rows: Sequence[Record]) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     settings = _shown(rows, (*SETTING, "size_mb"))
     table_rows = []
     for row in rows:
@@ -109,7 +110,7 @@ def _table(rows: Sequence[Record]) -> Table:
         else:
             cells += [Cell(NONE)] * 5
         outcome = Cell("") if row.status == "ok" else Cell(row.status, note=row.reason, tone="bad", is_text=True)
-        table_rows.append(Row([*cells, outcome]))
+        table_rows.append(TableRow([*cells, outcome]))
     columns = [
         *("Collective", *(_TITLES[name] for name in settings), "Time, ms [95 %]"),
         *("Fastest rank, ms", "Slowest rank, ms", "Algorithm GB/s", "Bus GB/s", "Outcome"),
@@ -117,7 +118,7 @@ def _table(rows: Sequence[Record]) -> Table:
     return Table("One row per case", columns, table_rows, name="collectives")
 
 
-def _setting_cell(row: Record, name: str) -> Cell:
+def _setting_cell(row: Row, name: str) -> Cell:
     value = row.case[name]
     return Cell(f"{value:g}" if isinstance(value, float) else str(value), value, name, is_text=True)
 
@@ -125,5 +126,5 @@ def _setting_cell(row: Record, name: str) -> Cell:
 _TITLES = {"world_size": "Ranks", "dtype": "Type", "backend": "Backend", "size_mb": "MB"}
 
 
-def _shown(rows: Sequence[Record], names: Sequence[str]) -> list[str]:
+def _shown(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     return [name for name in names if len({row.case[name] for row in rows}) > 1]

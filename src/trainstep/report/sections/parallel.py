@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, by_case, of_kind
+from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.records import Row, by_case, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number, told_apart
@@ -16,9 +17,9 @@ from trainstep.report.sections.plain import plain_table
 _KINDS = ("weights", "gradients", "optimizer_state")
 
 
-def parallel(records: Sequence[Record]) -> Section | None:
+def parallel(records: Sequence[Row]) -> Section | None:
     """All schemes that were compared, where there are any."""
-    rows, traced = of_kind(records, "parallel"), of_kind(records, "parallel trace")
+    rows, traced = of_kind(records, ParallelRow), of_kind(records, ParallelTraceRow)
     if not rows and not traced:
         return None
     lead = (
@@ -29,7 +30,7 @@ def parallel(records: Sequence[Record]) -> Section | None:
     return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
 
 
-def _timed(rows: Sequence[Record]) -> list[Block]:
+def _timed(rows: Sequence[Row]) -> list[Block]:
     alone = next((get(row, "step_ms") for row in rows if row.case["scheme"] == "single"), None)
     charts = [
         Chart(
@@ -53,7 +54,7 @@ def _timed(rows: Sequence[Record]) -> list[Block]:
     return [Charts(charts), plain_table("parallel", rows)]
 
 
-def _traced(rows: Sequence[Record]) -> list[Block]:
+def _traced(rows: Sequence[Row]) -> list[Block]:
     """Steps below one another, a figure for each workload and number of ranks; and their sums."""
     groups = by_case([row for row in rows if row.status == "ok" and get(row, "bars")], "scheme")
     charts = [
@@ -69,7 +70,7 @@ def _traced(rows: Sequence[Record]) -> list[Block]:
     return [*(Charts([chart]) for chart in charts), plain_table("parallel trace", rows)]
 
 
-def _explained(rows: Sequence[Record]) -> str:
+def _explained(rows: Sequence[Row]) -> str:
     where = (
         "Communication is the time of Gloo’s threads in a collective"
         if any(row.values.get("on_cpu") for row in rows)
@@ -85,7 +86,7 @@ def _explained(rows: Sequence[Record]) -> str:
     return text
 
 
-def _step_bar(row: Record, alone: float | None) -> Bar:
+def _step_bar(row: Row, alone: float | None) -> Bar:
     scheme, step = str(row.case["scheme"]), get(row, "step_ms")
     if step is None:
         return Bar(scheme, None, row.status, f"{row.status}: {row.reason}")
@@ -97,7 +98,7 @@ def _step_bar(row: Record, alone: float | None) -> Bar:
     return Bar(scheme, step, f"{number(step)} ms", tip, low=spread[0], high=spread[1], base=base)
 
 
-def _memory_bar(row: Record) -> Bar:
+def _memory_bar(row: Row) -> Bar:
     scheme, peak = str(row.case["scheme"]), get(row, "peak_gib")
     if peak is None:
         return Bar(scheme, None, NONE, row.reason or "not measured")

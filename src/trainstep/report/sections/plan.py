@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import KINDS, PlanMachineRow, PlanScalingRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number
@@ -15,17 +16,17 @@ from trainstep.report.sections.plain import plain_table
 TABLES = ("plan machine", "plan", "plan memory", "plan limit", "plan scaling", "plan check")
 
 
-def plan(records: Sequence[Record]) -> Section | None:
+def plan(records: Sequence[Row]) -> Section | None:
     """Everything that was predicted and not measured."""
-    present = [kind for kind in TABLES if of_kind(records, kind)]
+    present = [kind for kind in TABLES if of_kind(records, KINDS[kind])]
     if not present:
         return None
     blocks: list[Block] = []
-    if scaling := of_kind(records, "plan scaling"):
+    if scaling := of_kind(records, PlanScalingRow):
         drawn = [_scaling(scaling, per_gpu=each) for each in (False, True)]
         blocks += [Charts(charts)] if (charts := [chart for chart in drawn if chart is not None]) else []
-    blocks += [plain_table(kind, of_kind(records, kind), kind.replace(" ", "-")) for kind in present]
-    bases = dict.fromkeys(str(row.values["basis"]) for row in of_kind(records, "plan machine"))
+    blocks += [plain_table(kind, of_kind(records, KINDS[kind]), kind.replace(" ", "-")) for kind in present]
+    bases = dict.fromkeys(str(row.values["basis"]) for row in of_kind(records, PlanMachineRow))
     lead = (
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
         "Communication that hides behind computation slows it, by a share that was measured on two H200s."
@@ -34,7 +35,7 @@ def plan(records: Sequence[Record]) -> Section | None:
     return Section("plan", "Plan", "Plan: predicted, not measured", lead, blocks)
 
 
-def _scaling(rows: Sequence[Record], *, per_gpu: bool) -> Chart | None:
+def _scaling(rows: Sequence[Row], *, per_gpu: bool) -> Chart | None:
     """Throughput of each strategy where it fits, with a line for perfect scaling; None where nothing ever fits."""
     counts = [as_float(row.case["gpus"]) or 1 for row in rows]
     ending = "_tokens_per_s"

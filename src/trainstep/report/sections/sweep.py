@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bokeh.plotting import figure
 
-from trainstep.records import Record, Scalar, of_kind
+from trainstep.kinds import SweepRow
+from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import plots
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
+from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get
 from trainstep.report.numbers import as_float
 from trainstep.report.plots import Series
 from trainstep.report.sections.plain import plain_table
+from trainstep.report.subjects import axis_table
 from trainstep.report.sweep_axes import Axis, Line, Measure, axes_of, in_order, is_predicted, measures_of, named, shown
-from trainstep.report.tables import axis_table
 
 MOST_LINES = 8
 """In one chart over numbers: as many as there are hues."""
@@ -24,9 +25,9 @@ DECADE = 10
 """Numbers that span this factor are set on logarithmic axes."""
 
 
-def sweep(records: Sequence[Record]) -> Section | None:
+def sweep(records: Sequence[Row]) -> Section | None:
     """All cases of a sweep, where there are any."""
-    rows = in_order(of_kind(records, "sweep"))
+    rows = in_order(of_kind(records, SweepRow))
     if not rows:
         return None
     measures = measures_of(rows)
@@ -34,7 +35,7 @@ def sweep(records: Sequence[Record]) -> Section | None:
     for axis in axes_of(rows):
         charts = [chart for measure in measures for chart in _charts(axis, measure)]
         blocks += [Charts(charts)] if charts else []
-        blocks += [_table(axis, measure) for measure in measures[:1]]
+        blocks += [axis_table(axis, measure) for measure in measures[:1]]
     failed = sum(row.status != "ok" for row in rows)
     says = "times are predictions" if is_predicted(rows) else "whiskers are 95 % intervals of the median"
     lead = (
@@ -42,12 +43,6 @@ def sweep(records: Sequence[Record]) -> Section | None:
         f"combinations of all other settings; {says}."
     )
     return Section("sweep", "Sweep", "The sweep", lead, [*blocks, plain_table("sweep", rows)])
-
-
-def _table(axis: Axis, measure: Measure) -> Table:
-    made = axis_table(axis, measure)
-    rows = [Row([Cell(text, is_text=not index) for index, text in enumerate(row)], row[0]) for row in made.rows]
-    return Table(made.caption, made.columns, rows, name=made.name)
 
 
 def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
@@ -62,7 +57,7 @@ def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
         yield Chart(f"sweep-{axis.name}-{measure.value}-{number}", title, facet, plot, legend)
 
 
-def _points(line: Line, measure: Measure) -> Mapping[Scalar, Record]:
+def _points(line: Line, measure: Measure) -> Mapping[Scalar, Row]:
     return {
         value: row
         for value, row in line.rows.items()
