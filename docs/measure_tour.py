@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from tables.source import RESULTS
-
 from trainstep.kinds import row_of
 from trainstep.records import RecordWriter, Row, read_records
 from trainstep.report.findings import recommended_flags

@@ -126,7 +126,7 @@ def loaded_after(statement: str) -> set[str]:
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (
-            "import trainstep.bench.planned, trainstep.bench.plan_check, trainstep.bench.calibration",
+            "import trainstep.plan.rows, trainstep.plan.check, trainstep.plan.calibration",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
 from tables.source import RESULTS
-from trainstep.bench.calibration import calibrated
-from trainstep.bench.plan_check import checked
 from trainstep.kinds import KINDS
-from trainstep.plan.alternate_ring import alternate_seconds
+from trainstep.plan.calibration import calibrated
+from trainstep.plan.check import checked
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import (
     ATTAINABLE,
@@ -20,8 +20,7 @@ from trainstep.plan.machine import (
     OPTIMIZER_FRACTION,
 )
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
-from trainstep.plan.strategy_memory import RESERVED_BYTES
-from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
+from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.records import Row, of_kind, read_records
 from trainstep.report import subjects
 from trainstep.report.numbers import number

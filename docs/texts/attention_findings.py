@@ -8,7 +8,6 @@ from statistics import median
 
 from tables.attention import ceiling_tflops
 from tables.source import figure, one, results
-
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
 from trainstep.attention.choice_table import FASTEST

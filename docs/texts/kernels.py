@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one
-
 from texts.wording import percent, times
 from trainstep.records import Row, Scalar
 from trainstep.report.finding import in_ms

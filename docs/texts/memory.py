@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.wording import percent, times
 from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.memory import peak
 from texts.wording import percent, times
 from trainstep.config import SIZES

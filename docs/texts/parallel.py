@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from tables.source import figure, one, setting
-
 from trainstep.plan.communication import Link, best_bucket_bytes
-from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number

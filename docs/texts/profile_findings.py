@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.kernels import CASE, profile
 from texts.wording import percent, span
 from trainstep.plan.roofline import OPTIMIZER_BYTES

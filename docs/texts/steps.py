@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.wording import percent, span, times
 from trainstep import config
 from trainstep.plan.roofline import OPTIMIZER_BYTES

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from tables.plan import predictions
 from tables.source import figure, one
-
 from texts.wording import percent
 from trainstep.plan.machine import INTERFERENCE
 from trainstep.records import Row

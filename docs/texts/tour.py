@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.findings import findings

@@ -247,7 +247,7 @@ def read_records(path: Path) -> list[Row]:
     Raises:
         UsageError: no such file, or a line that is no row (the message names the line).
     """
-    from trainstep.kinds import row_of  # the kinds are made of what this module defines
+    from trainstep.kinds import rows_of  # the kinds are made of what this module defines
 
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
@@ -255,12 +255,12 @@ def read_records(path: Path) -> list[Row]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read results from {path}: {error}") from error
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(row_of(**_parsed(line)))
+            rows += rows_of(**_parsed(line))
         except ValueError as error:
             raise UsageError(
                 f"{path}, line {number}: {error}; expected a row of a trainstep run. "
@@ -272,7 +272,7 @@ def read_records(path: Path) -> list[Row]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The line as the arguments of `kinds.row_of`."""
+    """The line as the arguments of `kinds.rows_of`."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

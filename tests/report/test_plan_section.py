@@ -1,9 +1,10 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
+from trainstep.report.sections.plan import plan
+
 from trainstep.kinds import KINDS, row_of
 from trainstep.report.findings import findings
 from trainstep.report.html import render
-from trainstep.report.sections.plan import plan
 from trainstep.report.subjects import TABLES
 from trainstep.report.tables import make_table
 

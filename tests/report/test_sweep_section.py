@@ -1,11 +1,11 @@
 import pytest
+from trainstep.report.sections.sweep import MOST_DOTS, MOST_LINES, sweep
+from trainstep.report.sweep_axes import axes_of, measures_of
 
 from trainstep.kinds import row_of
 from trainstep.report.findings import findings
 from trainstep.report.html import render
-from trainstep.report.sections.sweep import MOST_DOTS, MOST_LINES, sweep
 from trainstep.report.subjects import make_tables
-from trainstep.report.sweep_axes import axes_of, measures_of
 
 
 def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **settings):

@@ -66,8 +66,8 @@ class Plan(Common):
 
     def run(self) -> int:
         """Predict, print and write."""
-        from trainstep.bench.planned import PlanRequest, plan_records
         from trainstep.plan.machine import Cluster
+        from trainstep.plan.rows import PlanRequest, plan_records
 
         machine = self._machine()
         if self.memory_gib is not None:
@@ -86,8 +86,8 @@ class Plan(Common):
         return run_and_report(records, self.out, f"plan of {request.name}")
 
     def _machine(self) -> Machine:
-        from trainstep.bench.calibration import calibrated
         from trainstep.hardware import require_device
+        from trainstep.plan.calibration import calibrated
         from trainstep.plan.machine import machine_of
         from trainstep.records import read_records
 

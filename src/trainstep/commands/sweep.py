@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from trainstep.commands.options import Common
 from trainstep.commands.output import run_and_report
 from trainstep.errors import UsageError
-from trainstep.report.sweep_axes import named
+from trainstep.report.subjects.sweep import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place

@@ -1,6 +1,6 @@
 """The kinds of rows: a frozen dataclass each, by subject. Adding a kind is one class in a file here and its name below.
 
-`row_of` makes a row from what a file has, those of earlier versions included.
+`rows_of` makes rows from what a file has, those of earlier versions included.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KINDS: Mapping[str, type[Row]] = {
 """Name in files → kind."""
 
 
-def row_of(
+def rows_of(
     kind: str,
     case: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
@@ -58,23 +58,28 @@ def row_of(
     reason: str = "",
     environment: Mapping[str, Scalar] | None = None,
     series: Mapping[str, Sequence[Scalar]] | None = None,
-) -> Row:
-    """The row of these columns; columns of earlier versions are renamed first.
+) -> list[Row]:
+    """The row of these columns; columns of earlier versions are renamed first, which may make several rows of one.
 
     Raises:
         ValueError: no such kind, or columns that it does not have.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
-    return make_row(
-        KINDS[kind],
-        *migrated(kind, case or {}, values or {}),
-        samples=samples or {},
-        series=series or {},
-        status=status,
-        reason=reason,
-        environment=environment or {},
-    )
+    rest: dict[str, Any] = {
+        "samples": samples or {},
+        "series": series or {},
+        "status": status,
+        "reason": reason,
+        "environment": environment or {},
+    }
+    return [make_row(KINDS[kind], *columns, **rest) for columns in migrated(kind, case or {}, values or {})]
+
+
+def row_of(*columns: Any, **more: Any) -> Row:
+    """`rows_of` where there is one."""
+    (row,) = rows_of(*columns, **more)
+    return row
 
 
 __all__ = [
@@ -113,4 +118,5 @@ __all__ = [
     "TrainRow",
     "WorkloadRow",
     "row_of",
+    "rows_of",
 ]

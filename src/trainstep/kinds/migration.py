@@ -8,12 +8,25 @@ from typing import Any
 Columns = dict[str, Any]
 
 
-def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Columns, Columns]:
-    """The columns as they would be written today."""
+def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[Columns, Columns]]:
+    """The columns as they would be written today; of one row that would be several now, those of each."""
+    if kind == "plan scaling" and "strategy" not in case:
+        return _by_strategy(dict(case), values)
     columns = dict(case), dict(values)
     if kind in _CHANGES:
         _CHANGES[kind](*columns)
-    return columns
+    return [columns]
+
+
+def _by_strategy(case: Columns, values: Mapping[str, Any]) -> list[tuple[Columns, Columns]]:
+    """A row had the values of all strategies: `fsdp_tokens_per_s`."""
+    ending = "_tokens_per_s"
+    strategies = [name.removesuffix(ending) for name in values if name.endswith(ending)]
+    names = ("tokens_per_s", "step_ms", "exposed_ms", "limit", "peak_gib", "fits")
+    return [
+        ({**case, "strategy": strategy}, {name: values.get(f"{strategy}_{name}") for name in names})
+        for strategy in strategies
+    ]
 
 
 def _ceiling(case: Columns, values: Columns) -> None:

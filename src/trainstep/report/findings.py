@@ -17,8 +17,8 @@ from trainstep.report.numbers import number, numeric
 from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.peak_findings import peak_findings
 from trainstep.report.phase_findings import phase_findings
-from trainstep.report.plan_findings import plan_findings
-from trainstep.report.sweep_findings import sweep_findings
+from trainstep.report.subjects.plan import findings as plan_findings
+from trainstep.report.subjects.sweep import findings as sweep_findings
 
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""

@@ -6,7 +6,7 @@ from trainstep.bench.parallel.names import SchemeName, planned_scheme
 from trainstep.config import ModelConfig, OptimizerImpl, Precision
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.machine import GIB
-from trainstep.plan.strategy_memory import largest_group
+from trainstep.plan.strategies import largest_group
 from trainstep.records import Scalar
 
 

@@ -19,11 +19,11 @@ from trainstep.report.sections.memory import memory
 from trainstep.report.sections.parallel import parallel
 from trainstep.report.sections.peaks import peaks
 from trainstep.report.sections.phases import grid, phases, warmup
-from trainstep.report.sections.plan import plan
 from trainstep.report.sections.precision import accumulation, dtypes
 from trainstep.report.sections.summary import summary
-from trainstep.report.sections.sweep import sweep
 from trainstep.report.sections.workload import environment, workload
+from trainstep.report.subjects.plan import plan
+from trainstep.report.subjects.sweep import sweep
 
 SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     summary,

@@ -9,54 +9,32 @@ from trainstep.records import Row, of_kind
 from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.memory_columns import MEMORY_COLUMNS
 from trainstep.report.parallel_columns import PARALLEL_COLUMNS
-from trainstep.report.plan_columns import PLAN_COLUMNS
 from trainstep.report.step_columns import COLUMNS
-from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
-from trainstep.report.sweep_columns import CAPTION, sweep_columns
-from trainstep.report.tables import Definition, Place, Table, make_table, text_table
+from trainstep.report.subjects import plan, sweep
+from trainstep.report.tables import Definition, Place, Table, make_table
 from trainstep.report.train_columns import TRAIN_COLUMNS
 
-ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS, **TRAIN_COLUMNS}
+ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **TRAIN_COLUMNS}
 
 TABLES: Mapping[type[Row], Definition] = {
     **{
         KINDS[kind]: Definition(KINDS[kind], caption, columns, longest=BRIEF_ROWS.get(kind))
         for kind, (caption, columns) in ALL_COLUMNS.items()
     },
-    SweepRow: Definition(SweepRow, CAPTION, sweep_columns),
+    **{each.kind: each for subject in (plan, sweep) for each in subject.TABLES},
 }
 """The table of every kind of row that has one, in the order in which they are shown."""
 
+DERIVED = (*plan.DERIVED, *sweep.DERIVED)
+"""What makes further tables of the rows of several cases."""
+
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
-    """One table per kind of row that has columns, and per axis of a sweep."""
-    found = [make_table(each, rows, place) for kind, each in TABLES.items() if (rows := in_order_of(records, kind))]
-    swept = in_order(of_kind(records, SweepRow))
-    return found + [axis_table(axis, measure) for axis in axes_of(swept) for measure in measures_of(swept)[:1]]
+    """One table per kind of row that has columns, and those that are made of several rows each."""
+    found = [make_table(each, rows, place) for kind, each in TABLES.items() if (rows := _rows(records, kind))]
+    return found + [table for derived in DERIVED for table in derived(records)]
 
 
-def in_order_of(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
+def _rows(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
     """The rows of a kind as their table has them."""
-    rows = of_kind(records, kind)
-    return in_order(rows) if kind is SweepRow else rows
-
-
-def axis_table(axis: Axis, measure: Measure) -> Table:
-    """A sweep's measured values over one axis: a line per combination of all else, a column where those are few."""
-    name = axis.name.replace("_", " ")
-    values = [shown(value) for value in axis.values]
-    cells = [[measure.text(line.rows.get(value)) for value in axis.values] for line in axis.lines]
-    lines = [line.name for line in axis.lines]
-    if len(values) > len(lines):
-        rows = [[value, *row] for value, row in zip(values, zip(*cells, strict=True), strict=True)]
-        columns = [name, *lines]
-    else:
-        rows = [[line, *row] for line, row in zip(lines, cells, strict=True)]
-        columns = ["", *(f"{name} {value}" for value in values)]
-    interval = " [95 %]" if measure.low else ""
-    return text_table(
-        f"sweep-by-{axis.name.replace('_', '-')}",
-        f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
-        columns,
-        rows,
-    )
+    return sweep.in_order(of_kind(records, SweepRow)) if kind is SweepRow else of_kind(records, kind)

@@ -20,7 +20,8 @@ from typing import Any
 from trainstep.config import SIZES
 from trainstep.errors import UsageError
 from trainstep.hardware import DeviceSpec, require_device
-from trainstep.kinds import CeilingRow, CollectiveFitRow, RungRow, StepRow
+from trainstep.kinds import CeilingRow, CollectiveFitRow, StepRow
+from trainstep.kinds.steps import MeasuredStep
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import LaunchKey, Machine, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
@@ -75,12 +76,11 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
 
 def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     rows = [row for row in of_kind(records, CeilingRow) if row.status == "ok"]
-    copies = [_number(row, "gb_s") * 1e9 for row in rows if row.case["what"] == "copy"]
+    copies = [_positive(row, "gb_s") * 1e9 for row in rows if row.operation == "copy"]
     products: dict[str, float] = {}
     for row in rows:
-        operation, _, precision = str(row.case["what"]).partition(" ")
-        if operation == "matmul":
-            products[precision] = max(products.get(precision, 0.0), _number(row, "tflops") * 1e12)
+        if row.operation == "matmul" and row.precision is not None:
+            products[row.precision] = max(products.get(row.precision, 0.0), _positive(row, "tflops") * 1e12)
     found: dict[str, Any] = {}
     if products:
         half = {name: products["bf16"] for name in ("fp16", "bf16-pure") if "bf16" in products}
@@ -95,35 +95,32 @@ def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
 
 
 def _link(records: Sequence[Row]) -> dict[str, Any]:
-    rows = [row for row in of_kind(records, CollectiveFitRow) if row.case.get("backend") == "nccl"]
+    rows = [row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl"]
     if not rows:
         return {}
-    best = max(rows, key=lambda row: (row.case["collective"] == "all-reduce", int(str(row.case["world_size"]))))
-    return {"link": Link(_number(best, "overhead_us") / 1e6, _number(best, "bus_gb_s") * 1e9)}
+    best = max(rows, key=lambda row: (row.collective == "all-reduce", row.world_size))
+    return {"link": Link(_positive(best, "overhead_us") / 1e6, _positive(best, "bus_gb_s") * 1e9)}
 
 
-def _timed(records: Sequence[Row]) -> list[Row]:
+def _timed(records: Sequence[Row]) -> list[MeasuredStep]:
     """Full steps of named sizes on a GPU."""
-    rows = [*of_kind(records, StepRow), *of_kind(records, RungRow)]
     return [
         row
-        for row in rows
+        for row in of_kind(records, MeasuredStep)
         if row.status == "ok"
-        and row.case.get("mode", "step") == "step"
-        and row.case.get("workload") in SIZES
-        and isinstance(row.values.get("forward_issue_ms"), float)
+        and not (isinstance(row, StepRow) and row.mode != "step")
+        and row.workload in SIZES
+        and "forward_issue" in row.times
     ]
 
 
 def _launches(records: Sequence[Row]) -> dict[str, Any]:
     bound: dict[LaunchKey, list[tuple[float, float]]] = {}
     for row in _timed(records):
-        if row.case.get("checkpointing") is None and _number(row, "forward_issue_ms") > LAUNCH_BOUND * _number(
-            row, "forward_ms"
-        ):
-            layers = 1e3 * SIZES[str(row.case["workload"])].num_layers
-            pair = _number(row, "forward_ms") / layers, _number(row, "backward_ms") / layers
-            bound.setdefault((str(row.case["compile"]), str(row.case["attention"])), []).append(pair)
+        forward, backward = row.times["forward"].median, row.times["backward"].median
+        if row.checkpointing is None and row.times["forward_issue"].median > LAUNCH_BOUND * forward:
+            layers = 1e3 * SIZES[str(row.workload)].num_layers
+            bound.setdefault((str(row.compile), str(row.attention)), []).append((forward / layers, backward / layers))
     if not bound:
         return {}
     return {
@@ -137,15 +134,15 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
 def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
     for row in _timed(records):
-        name = str(row.case["optimizer"])
-        moved = OPTIMIZER_BYTES[name] * SIZES[str(row.case["workload"])].num_parameters
-        if row.case["precision"] != "bf16-pure":
-            fraction = moved / (_number(row, "optimizer_ms") / 1e3) / machine.copy_bytes_per_s
+        name = str(row.optimizer)
+        moved = OPTIMIZER_BYTES[name] * SIZES[str(row.workload)].num_parameters
+        if row.precision != "bf16-pure":
+            fraction = moved / (row.times["optimizer"].median / 1e3) / machine.copy_bytes_per_s
             reached[name] = max(reached.get(name, 0.0), fraction)
     return {"optimizer_fraction": {**machine.optimizer_fraction, **reached}} if reached else {}
 
 
-def _number(row: Row, name: str) -> float:
+def _positive(row: Row, name: str) -> float:
     value = row.values.get(name)
     if not isinstance(value, (int, float)) or value < 0:
         raise UsageError(f"a {row.kind} row of the calibration has {name} = {value!r}; expected a positive number")

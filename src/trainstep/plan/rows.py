@@ -1,6 +1,6 @@
 """`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
 
-`bench.plan_check` holds such predictions against measurements.
+`plan.check` holds such predictions against measurements.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UsageError
-from trainstep.kinds import row_of
-from trainstep.plan.layout import STRATEGIES, Layout, layout_of, tensor_parallel_choices
+from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.plan.limits import (
     best_mesh_tokens,
     data_axis_tokens,
@@ -23,16 +23,20 @@ from trainstep.plan.limits import (
 from trainstep.plan.machine import GIB, Cluster
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
-from trainstep.plan.strategy_memory import (
+from trainstep.plan.strategies import (
     MOST_GPUS,
+    STRATEGIES,
+    Layout,
     MemorySplit,
     fits,
     largest_batch,
+    layout_of,
     smallest_gpus,
     strategy_memory,
     tensor_bytes,
+    tensor_parallel_choices,
 )
-from trainstep.records import Row, Scalar
+from trainstep.records import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +53,12 @@ class PlanRequest:
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
 
-    def case(self, **more: Scalar) -> dict[str, Scalar]:
-        """The columns of a row."""
-        step = self.step
-        return {
-            "workload": self.name,
-            "device": self.cluster.machine.name,
-            "batch": step.batch,
-            "context": step.context,
-            "precision": step.precision,
-            "compile": step.compile,
-            "attention": step.attention,
-            "optimizer": step.optimizer,
-            **more,
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its rows, as the arguments of `PlannedStep`."""
+        names = ("batch", "context", "precision", "compile", "attention", "optimizer")
+        return {"workload": self.name, "device": self.cluster.machine.name} | {
+            name: getattr(self.step, name) for name in names
         }
 
 
@@ -86,17 +83,13 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
     for policy in policies:
         blocks_per_checkpoint(policy)
         strategy_memory(request.model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
-    yield row_of(
-        "plan machine",
-        {"workload": request.name, "device": request.cluster.machine.name},
-        _machine_values(request),
-    )
+    yield _machine_row(request)
     for plan in plans:
-        yield _strategy_record(request, plan)
+        yield _strategy_row(request, plan)
     for layout in layouts:
-        yield from (_memory_record(request, layout, policy) for policy in policies)
-    yield from _limit_records(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
-    yield from _scaling_records(request, layouts)
+        yield from (_memory_row(request, layout, policy) for policy in policies)
+    yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
+    yield from _scaling_rows(request, layouts)
 
 
 def _layouts(request: PlanRequest) -> list[Layout]:
@@ -122,73 +115,71 @@ def _default_policies(request: PlanRequest) -> list[str]:
     return list(dict.fromkeys(["none", "every-1", f"every-{best}", step.checkpointing]))
 
 
-def _machine_values(request: PlanRequest) -> dict[str, Scalar]:
+def _machine_row(request: PlanRequest) -> PlanMachineRow:
     machine, cluster = request.cluster.machine, request.cluster
     memory, room = machine.memory_bytes / GIB, tensor_bytes(machine) / GIB
-    return {
-        "parameters": request.model.num_parameters,
-        "gpus": cluster.gpus,
-        "gpus_per_node": cluster.gpus_per_node,
-        "memory_gib": memory,
-        "tensors_gib": room,
-        "product_tflops": machine.matmul_flops[request.step.precision] / 1e12,
-        "copy_gb_s": machine.copy_bytes_per_s / 1e9,
-        "link_gb_s": machine.link.bus_bytes_per_s / 1e9,
-        "link_overhead_us": machine.link.overhead_s * 1e6,
-        "network_gb_s": cluster.network_bytes_per_s / 1e9,
-        "basis": f"{machine.basis}; {room:.4g} of a GPU's {memory:.4g} GiB are for tensors, the rest is left to the "
+    return PlanMachineRow(
+        workload=request.name,
+        device=machine.name,
+        parameters=request.model.num_parameters,
+        gpus=cluster.gpus,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_gib=memory,
+        tensors_gib=room,
+        product_tflops=machine.matmul_flops[request.step.precision] / 1e12,
+        copy_gb_s=machine.copy_bytes_per_s / 1e9,
+        link_gb_s=machine.link.bus_bytes_per_s / 1e9,
+        link_overhead_us=machine.link.overhead_s * 1e6,
+        network_gb_s=cluster.network_bytes_per_s / 1e9,
+        basis=f"{machine.basis}; {room:.4g} of a GPU's {memory:.4g} GiB are for tensors, the rest is left to the "
         "CUDA context and the libraries, by assumption",
-    }
+    )
 
 
-def _memory_values(memory: MemorySplit) -> dict[str, Scalar]:
+def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
+    """What rows of a strategy and rows of a checkpointing policy have in common."""
     kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
-    return {f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds} | {
+    return {
+        **request.settings,
+        "checkpointing": step.checkpointing,
+        "strategy": layout.strategy,
+        "gpus": layout.gpus,
+        "tensor_parallel": layout.tensor,
+        **{f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds},
         "peak_gib": memory.total / GIB,
         "peak_at": memory.moment,
-    }
-
-
-def _mesh(layout: Layout) -> dict[str, Scalar]:
-    return {"strategy": layout.strategy, "gpus": layout.gpus, "tensor_parallel": layout.tensor}
-
-
-def _strategy_record(request: PlanRequest, plan: StepPlan) -> Row:
-    model, step, cluster, layout = request.model, request.step, request.cluster, plan.layout
-    compute = plan.compute
-    values: dict[str, Scalar] = {
-        **_memory_values(plan.memory),
-        "tensors_gib": tensor_bytes(cluster.machine) / GIB,
-        "fits": fits(plan.memory, cluster),
-        "largest_batch": largest_batch(model, step, cluster, layout),
-        "smallest_gpus": smallest_gpus(model, step, cluster, layout),
-        "sent_gb": plan.sent / 1e9,
-        "forward_ms": 1e3 * compute.forward.total,
-        "backward_ms": 1e3 * compute.backward.total,
-        "optimizer_ms": 1e3 * compute.optimizer.total,
-        "compute_ms": 1e3 * compute.total,
-        "communication_ms": 1e3 * plan.communication_s,
-        "exposed_ms": 1e3 * plan.exposed_s,
-        "step_ms": 1e3 * plan.step_s,
-        "limit": plan.limit,
-        "tokens_per_s": plan.tokens_per_s,
-        "utilisation": plan.utilisation(cluster.machine.peak_flops[step.precision]),
-    }
-    return row_of("plan", request.case(checkpointing=step.checkpointing, **_mesh(layout)), values)
-
-
-def _memory_record(request: PlanRequest, layout: Layout, policy: str) -> Row:
-    step = dataclasses.replace(request.step, checkpointing=policy)
-    memory = strategy_memory(request.model, step, layout)
-    values = _memory_values(memory) | {
         "tensors_gib": tensor_bytes(request.cluster.machine) / GIB,
         "fits": fits(memory, request.cluster),
         "largest_batch": largest_batch(request.model, step, request.cluster, layout),
     }
-    return row_of("plan memory", request.case(checkpointing=policy, **_mesh(layout)), values)
 
 
-def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Row]:
+def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
+    step, cluster, layout, compute = request.step, request.cluster, plan.layout, plan.compute
+    return PlanRow(
+        **_memory_columns(request, step, layout, plan.memory),
+        smallest_gpus=smallest_gpus(request.model, step, cluster, layout),
+        sent_gb=plan.sent / 1e9,
+        forward_ms=1e3 * compute.forward.total,
+        backward_ms=1e3 * compute.backward.total,
+        optimizer_ms=1e3 * compute.optimizer.total,
+        compute_ms=1e3 * compute.total,
+        communication_ms=1e3 * plan.communication_s,
+        exposed_ms=1e3 * plan.exposed_s,
+        step_ms=1e3 * plan.step_s,
+        limit=plan.limit,
+        tokens_per_s=plan.tokens_per_s,
+        utilisation=plan.utilisation(cluster.machine.peak_flops[step.precision]),
+    )
+
+
+def _memory_row(request: PlanRequest, layout: Layout, policy: str) -> PlanMemoryRow:
+    step = dataclasses.replace(request.step, checkpointing=policy)
+    memory = strategy_memory(request.model, step, layout)
+    return PlanMemoryRow(**_memory_columns(request, step, layout, memory))
+
+
+def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimitRow]:
     """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
 
     Args:
@@ -219,32 +210,35 @@ def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Row]:
         for axis, (least, ranks) in rows.items():
             most = tokens / least if least is not None else ranks
             assert most is not None, axis
-            values: dict[str, Scalar] = {
-                "flop_per_byte": flops / rate,
-                "least_tokens_per_gpu": least,
-                "most_gpus": max(1, math.floor(most)),  # one alone does not communicate
-                "tokens_per_gpu": step.batch * step.context,
-            }
-            yield row_of("plan limit", request.case(axis=axis, connection=connection, gpus=cluster.gpus), values)
+            yield PlanLimitRow(
+                **request.settings,
+                axis=axis,
+                connection=connection,
+                gpus=cluster.gpus,
+                flop_per_byte=flops / rate,
+                least_tokens_per_gpu=least,
+                most_gpus=max(1, math.floor(most)),  # one alone does not communicate
+                tokens_per_gpu=step.batch * step.context,
+            )
 
 
-def _scaling_records(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[Row]:
-    """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs."""
+def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[PlanScalingRow]:
+    """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs and strategy."""
     for gpus in gpu_counts(MOST_GPUS):
         cluster = scaled(request.cluster, gpus)
-        values: dict[str, Scalar] = {}
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
                 continue
             placed = dataclasses.replace(layout, data=gpus // layout.tensor)
             plan = strategy_plan(request.model, request.step, cluster, placed)
-            values |= {
-                f"{layout.strategy}_tokens_per_s": plan.tokens_per_s,
-                f"{layout.strategy}_step_ms": 1e3 * plan.step_s,
-                f"{layout.strategy}_exposed_ms": 1e3 * plan.exposed_s,
-                f"{layout.strategy}_limit": plan.limit,
-                f"{layout.strategy}_peak_gib": plan.memory.total / GIB,
-                f"{layout.strategy}_fits": fits(plan.memory, cluster),
-            }
-        if values:
-            yield row_of("plan scaling", request.case(gpus=gpus), values)
+            yield PlanScalingRow(
+                **request.settings,
+                gpus=gpus,
+                strategy=layout.strategy,
+                tokens_per_s=plan.tokens_per_s,
+                step_ms=1e3 * plan.step_s,
+                exposed_ms=1e3 * plan.exposed_s,
+                limit=plan.limit,
+                peak_gib=plan.memory.total / GIB,
+                fits=fits(plan.memory, cluster),
+            )

@@ -8,16 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.bench.calibration import calibrated
-from trainstep.bench.planned import PlanRequest, plan_records
 from trainstep.cli import main
 from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import require_device
-from trainstep.kinds import KINDS, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow, row_of
+from trainstep.kinds import (
+    CeilingRow,
+    PlanLimitRow,
+    PlanMachineRow,
+    PlanMemoryRow,
+    PlanRow,
+    PlanScalingRow,
+    WorkloadRow,
+    row_of,
+)
+from trainstep.plan.calibration import calibrated
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.plan.rows import PlanRequest, plan_records
 from trainstep.records import of_kind, read_records
 from trainstep.report.findings import findings
 from trainstep.report.subjects import TABLES
@@ -28,8 +37,8 @@ CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "lar
 H200 = {"device": "NVIDIA H200", "device_memory_gib": 139.8}
 
 
-def ceiling(what, **values):
-    return row_of("ceiling", {"what": what}, values, environment=H200)
+def ceiling(operation, precision=None, **values):
+    return CeilingRow(operation=operation, precision=precision, environment=H200, **values)
 
 
 def test_a_calibration_replaces_the_datasheet():
@@ -39,17 +48,23 @@ def test_a_calibration_replaces_the_datasheet():
     ahead = bound | {"forward_issue_ms": 3.0, "forward_ms": 120.0}
     fit = {"overhead_us": 25.0, "bus_gb_s": 300.0}
     records = [
-        ceiling("matmul bf16", tflops=700.0),
+        ceiling("matmul", "bf16", tflops=700.0),
         ceiling("copy", gb_s=4000.0),
         row_of(
-            "collective fit", {"backend": "nccl", "collective": "broadcast", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
+            "collective fit",
+            {"backend": "nccl", "collective": "broadcast", "world_size": 8, "dtype": "fp32"},
+            {**fit, "bus_gb_s": 1.0},
         ),
-        row_of("collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2}, fit),
         row_of(
-            "collective fit", {"backend": "gloo", "collective": "all-reduce", "world_size": 8}, {**fit, "bus_gb_s": 1.0}
+            "collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2, "dtype": "fp32"}, fit
         ),
-        row_of("rung", case, bound),
-        row_of("rung", case, ahead),
+        row_of(
+            "collective fit",
+            {"backend": "gloo", "collective": "all-reduce", "world_size": 8, "dtype": "fp32"},
+            {**fit, "bus_gb_s": 1.0},
+        ),
+        row_of("rung", {"rung": "one", **case}, bound),
+        row_of("rung", {"rung": "two", **case}, ahead),
     ]
     machine = calibrated(records)
     assert machine.matmul_flops["bf16"] == machine.matmul_flops["bf16-pure"] == 7e14
@@ -66,11 +81,11 @@ def test_a_calibration_replaces_the_datasheet():
 
 def test_calibrations_that_say_nothing():
     with pytest.raises(UsageError, match="names no device; say which with --device"):
-        calibrated([row_of("ceiling", {"what": "copy"}, {"gb_s": 1.0})])
+        calibrated([CeilingRow(operation="copy", gb_s=1.0)])
     with pytest.raises(UsageError, match="several devices: NVIDIA H200, NVIDIA L4"):
-        calibrated([ceiling("copy", gb_s=1.0), row_of("x", {}, environment={"device": "NVIDIA L4"})])
+        calibrated([ceiling("copy", gb_s=1.0), WorkloadRow(environment={"device": "NVIDIA L4"})])
     with pytest.raises(UsageError, match="neither ceilings, nor fits"):
-        calibrated([row_of("fact", {}, environment=H200)])
+        calibrated([WorkloadRow(environment=H200)])
     with pytest.raises(UsageError, match="is of NVIDIA H200, not of Tesla T4"):
         calibrated([ceiling("copy", gb_s=1.0)], require_device("T4"))
     with pytest.raises(UsageError, match="gb_s = None"):
@@ -153,24 +168,23 @@ def test_what_does_not_fit_by_less_than_the_reserve_says_so():
     (tight,) = [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
     assert tight.values["peak_gib"] < 30
     assert tight.values["fits"] is False
-    for kind in ("plan", "plan memory"):
-        assert "room for tensors (GiB) 29" in make_table(TABLES[KINDS[kind]], of_kind(records, kind)).caption
-    assert "29 of a GPU's 30 GiB are for tensors" in " ".join(found.sentence for found in findings(records))
+    for kind in (PlanRow, PlanMemoryRow):
+        assert "room for tensors (GiB) 29" in make_table(TABLES[kind], of_kind(records, kind)).caption
+    (basis,) = [found.figures["basis"] for found in findings(records) if found.id == "plan.basis"]
+    assert "29 of a GPU's 30 GiB are for tensors" in basis
 
 
 def test_a_limit_is_a_whole_number_of_gpus_and_says_of_what():
     records = planned_here("10B")
     limits = {row.case["axis"]: row.values for row in of_kind(records, PlanLimitRow)}
     for values in limits.values():
-        if (least := values["least_tokens_per_gpu"]) is not None:
+        if (least := values.get("least_tokens_per_gpu")) is not None:
             assert values["most_gpus"] == 8 * values["tokens_per_gpu"] // least
     assert (limits["data (gradients as kept)"]["most_gpus"], limits["fsdp"]["most_gpus"]) == (3, 6)
     (fsdp,) = [row.values for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp"]
     assert fsdp["communication_ms"] < fsdp["compute_ms"], "though 8 GPUs are beyond the limit of 6: other things count"
-    assert (
-        "the matrix products alone" in make_table(TABLES[KINDS["plan limit"]], of_kind(records, PlanLimitRow)).caption
-    )
-    assert "memory traffic" in make_table(TABLES[KINDS["plan"]], of_kind(records, PlanRow)).caption
+    assert "the matrix products alone" in make_table(TABLES[PlanLimitRow], of_kind(records, PlanLimitRow)).caption
+    assert "memory traffic" in make_table(TABLES[PlanRow], of_kind(records, PlanRow)).caption
 
 
 def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
@@ -233,7 +247,7 @@ def test_what_does_not_fit_says_how_many_gpus_it_takes(tmp_path, capsys):
     assert "Predicted: nothing fits. fsdp needs least" in said
     (fsdp,) = [
         row
-        for row in of_kind(read_records(tmp_path / "out" / "results.jsonl"), "plan")
+        for row in of_kind(read_records(tmp_path / "out" / "results.jsonl"), PlanRow)
         if row.case["strategy"] == "fsdp"
     ]
     assert fsdp.values["fits"] is False

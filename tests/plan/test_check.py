@@ -4,10 +4,10 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from trainstep.bench.calibration import calibrated
-from trainstep.bench.plan_check import checked
 from trainstep.hardware import require_device
 from trainstep.kinds import row_of
+from trainstep.plan.calibration import calibrated
+from trainstep.plan.check import checked
 from trainstep.plan.machine import machine_of
 from trainstep.records import read_records
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tables.exercise import alternate_bytes_sent, alternate_passes, alternate_seconds
 from trainstep.errors import UsageError
-from trainstep.plan.alternate_ring import alternate_bytes_sent, alternate_passes, alternate_seconds
 from trainstep.plan.communication import Link, collective_seconds
 
 

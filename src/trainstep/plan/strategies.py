@@ -1,4 +1,4 @@
-"""Memory of one GPU under each strategy, split by kind; the largest batch and the fewest GPUs that fit.
+"""Strategies of parallel training: their meshes, and what one GPU holds under each.
 
 `plan.memory` knows what one GPU holds at each moment of a step. A strategy divides some of it:
 
@@ -17,14 +17,73 @@ whole. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.plan.communication import RankBytes, rank_bytes
-from trainstep.plan.layout import Layout
+from trainstep.errors import UsageError
+from trainstep.plan.communication import RankBytes, Scheme, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
+
+Strategy = Literal["single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy with its mesh: `data` ranks, each of `tensor` GPUs."""
+
+    strategy: Strategy
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """All."""
+        return self.data * self.tensor
+
+    @property
+    def scheme(self) -> Scheme:
+        """What the data parallel ranks do."""
+        if self.strategy == "single":
+            return "ddp"
+        return "fsdp" if self.strategy == "fsdp + tp" else self.strategy
+
+
+def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelConfig) -> Layout:
+    """The mesh of a strategy over all GPUs; `tensor_parallel` counts for "fsdp + tp" alone.
+
+    Raises:
+        UsageError: GPUs, heads or the feed-forward cannot be divided so.
+    """
+    if strategy == "single":
+        return Layout(strategy)
+    if strategy != "fsdp + tp":
+        return Layout(strategy, gpus)
+    if tensor_parallel < 1:
+        raise UsageError(f"tensor_parallel is {tensor_parallel}; expected at least 1")
+    for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
+        if count % tensor_parallel:
+            fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
+            raise UsageError(
+                f"a mesh with tensor parallelism of {tensor_parallel} is impossible: it does not divide "
+                f"{count} {what}; choose among {fit}"
+            )
+    return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
+
+
+def tensor_parallel_choices(cluster: Cluster, model: ModelConfig) -> list[int]:
+    """The sizes above 1 that stay within a node and divide GPUs, heads and feed-forward."""
+    return [t for t in _divisors(math.gcd(cluster.gpus_per_node, model.num_heads, model.d_ff)) if t > 1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
 
 RESERVED_BYTES = GIB
 """Of a GPU's memory that no tensor gets: the CUDA context and the libraries' workspaces. An assumption."""
