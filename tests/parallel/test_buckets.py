@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainstep.parallel.buckets import MB, assign_buckets
+from trainstep.parallel.collectives import MB, assign_buckets
 
 ITEMS = st.lists(st.tuples(st.integers(0, 3 * MB), st.sampled_from("ab")), max_size=30)
 

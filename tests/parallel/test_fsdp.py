@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
+from tests.workers import Workers
 from trainstep import checkpointing
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.workers import Workers
+from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -403,8 +403,8 @@ def _poisoned_copy(original):
 
 def _train_late(process, repeats, dtype):
     results = []
-    original = ParameterGroup._copy_own
-    ParameterGroup._copy_own = _poisoned_copy(original)
+    original = GatherGroup._copy_own
+    GatherGroup._copy_own = _poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for seed in range(repeats):
@@ -416,7 +416,7 @@ def _train_late(process, repeats, dtype):
             results.append(sharded.gather_full_parameters())
     finally:
         torch.use_deterministic_algorithms(False)
-        ParameterGroup._copy_own = original
+        GatherGroup._copy_own = original
     return results
 
 
@@ -509,7 +509,7 @@ def _outside(process):
     sharded = FullyShardedDataParallel(build())
     optimizer = OPTIMIZERS["adamw"](sharded.parameters())
     calls = []
-    gather = ParameterGroup.gather
+    gather = GatherGroup.gather
 
     def counted(group, *how):
         calls.append(group.parameters[0].name if not group.is_gathered else None)
@@ -518,7 +518,7 @@ def _outside(process):
     head = sharded.module.head
     sharded.module.head = nn.Identity()
     sharded._contents = [entry for entry in sharded._contents if entry[0] is not sharded.module]
-    ParameterGroup.gather = counted
+    GatherGroup.gather = counted
     try:
         for step in range(3):
             tokens = batch(step).chunk(2)[process.rank]
@@ -533,7 +533,7 @@ def _outside(process):
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        ParameterGroup.gather = gather
+        GatherGroup.gather = gather
     return sharded.gather_full_parameters(), calls.count("head.weight")
 
 

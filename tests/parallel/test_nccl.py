@@ -5,9 +5,9 @@ import torch
 
 from tests.parallel import test_collectives, test_ddp, test_sharded_optimizer, test_sharded_optimizer_state
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
+from tests.workers import Workers
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
-from trainstep.parallel.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -20,6 +20,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +28,63 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.buckets import assign_buckets
-from trainstep.parallel.collectives import broadcast_from_first
+from trainstep.parallel.collectives import (
+    all_reduce_mean,
+    assign_buckets,
+    broadcast_from_first,
+    reduce_scatter_mean,
+    slice_of,
+)
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.reduction import Bucket, Reduction
+
+
+@dataclass
+class GradientBucket:
+    """Parameters, by number, whose gradients are averaged in one call."""
+
+    numbers: tuple[int, ...]
+    scattered: bool
+    """Whether each rank gets only its slice of the mean."""
+    waiting: set[int] = field(default_factory=set)
+    """Those whose gradient has not come yet in this step."""
+    started: bool = False
+    """Whether this step's call was made."""
+
+
+class BucketReduction:
+    """A bucket's call under way, from when it is made to when its result is waited for.
+
+    Args:
+        bucket: what is reduced.
+        gradients: its parameters' gradients, overwritten.
+        dtype: of the journey; None for the gradients' own.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
+    ) -> None:
+        self.bucket = bucket
+        self._gradients = gradients
+        self._group = group
+        self._travelling = gradients
+        if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
+            self._travelling = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+            torch._foreach_copy_(self._travelling, gradients)
+        reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
+        self._work = reduce(self._travelling, group)
+
+    def wait(self) -> list[Tensor]:
+        """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
+        self._work.wait()
+        travelled, means = self._travelling, self._gradients
+        if self.bucket.scattered:
+            rank, world_size = self._group.rank(), self._group.size()
+            travelled = [slice_of(tensor, rank, world_size) for tensor in travelled]
+            means = [slice_of(tensor, rank, world_size) for tensor in means]
+        if self._travelling is not self._gradients:
+            torch._foreach_copy_(means, travelled)
+        return means
 
 
 class DistributedDataParallel(nn.Module):
@@ -94,7 +148,7 @@ class DistributedDataParallel(nn.Module):
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in named]
         self._trained = [parameter for _, parameter in named]
-        self._pieces: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
+        self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
         self._make_buckets(list(reversed(range(len(named)))))
@@ -147,18 +201,18 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._synchronizing = before
 
-    def scatter_gradients(self, pieces: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def scatter_gradients(self, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
-        After `finish_gradient_synchronization()`, `piece.grad` is this rank's slice (see `collectives.slice_of`) and
+        After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`) and
         `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`.
 
         Args:
-            pieces: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
+            slices: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
         """
         assert not self._came, "called between backward and finish_gradient_synchronization()"
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
-        self._pieces = {numbers[id(parameter)]: piece for parameter, piece in pieces.items()}
+        self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
         self._make_buckets(self._order or list(reversed(range(len(self._trained)))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -175,10 +229,10 @@ class DistributedDataParallel(nn.Module):
         for number in order:
             parameter = self._trained[number]
             dtype = self.reduce_dtype or parameter.dtype
-            kind = (parameter.dtype, parameter.device, number in self._pieces)
+            kind = (parameter.dtype, parameter.device, number in self._slices)
             items.append((number, parameter.numel() * dtype.itemsize, kind))
         self._buckets = [
-            Bucket(tuple(numbers), scattered=numbers[0] in self._pieces)
+            GradientBucket(tuple(numbers), scattered=numbers[0] in self._slices)
             for numbers in assign_buckets(items, self.bucket_mb)
         ]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
@@ -186,7 +240,7 @@ class DistributedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
-        self._underway: list[Reduction] = []
+        self._underway: list[BucketReduction] = []
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.started = set(bucket.numbers), False
@@ -214,14 +268,14 @@ class DistributedDataParallel(nn.Module):
         self._next += 1
         bucket.started = True
         gradients = [self._gradient(number) for number in bucket.numbers]
-        self._underway.append(Reduction(bucket, gradients, self.reduce_dtype, self.process_group))
+        self._underway.append(BucketReduction(bucket, gradients, self.reduce_dtype, self.process_group))
 
-    def _settle(self, reduction: Reduction) -> None:
+    def _settle(self, reduction: BucketReduction) -> None:
         """Wait for a bucket, and put slices where they belong."""
         results = reduction.wait()
         if reduction.bucket.scattered:
             for number, result in zip(reduction.bucket.numbers, results, strict=True):
-                self._pieces[number].grad = result
+                self._slices[number].grad = result
                 self._trained[number].grad = None
 
     def _gradient(self, number: int) -> Tensor:
@@ -248,8 +302,8 @@ class DistributedDataParallel(nn.Module):
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
         for number in (used == 0).nonzero().flatten().tolist():
             self._trained[number].grad = None
-            if number in self._pieces:
-                self._pieces[number].grad = None
+            if number in self._slices:
+                self._slices[number].grad = None
 
     def _rebuild_buckets(self) -> None:
         """After the first step: fill buckets in the order in which rank 0's gradients came."""

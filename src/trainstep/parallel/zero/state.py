@@ -18,14 +18,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
-from trainstep.parallel.pieces import Piece
-from trainstep.parallel.runs import Run
+from trainstep.parallel.zero.slices import ParameterBucket, Piece, hyper_parameters
 
 Groups = list[dict[str, Any]]
 
 
 def dump(
-    runs: list[Run], groups: Groups, process_group: dist.ProcessGroup, twin: Callable[[Run], torch.optim.Optimizer]
+    buckets: list[ParameterBucket],
+    groups: Groups,
+    process_group: dist.ProcessGroup,
+    twin: Callable[[ParameterBucket], torch.optim.Optimizer],
 ) -> dict[str, Any]:
     """This rank's part. `fresh` marks parameters without state yet; `twin` makes an optimizer to take theirs from.
 
@@ -34,13 +36,13 @@ def dump(
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
     meshes: dict[str, DeviceMesh] = {}
-    for run in runs:
-        if run.optimizer is None:
+    for bucket in buckets:
+        if bucket.optimizer is None:
             continue
-        mine = [piece for piece in run.pieces if piece.mine is not None]
-        fresh |= {str(piece.number): piece.mine not in run.optimizer.state for piece in mine}
-        stand_ins = _states(twin(run)) if any(fresh[str(piece.number)] for piece in mine) else []
-        for position, (piece, own) in enumerate(zip(_in_order(run), _states(run.optimizer), strict=True)):
+        mine = [piece for piece in bucket.pieces if piece.mine is not None]
+        fresh |= {str(piece.number): piece.mine not in bucket.optimizer.state for piece in mine}
+        stand_ins = _states(twin(bucket)) if any(fresh[str(piece.number)] for piece in mine) else []
+        for position, (piece, own) in enumerate(zip(_in_order(bucket), _states(bucket.optimizer), strict=True)):
             name = str(piece.number)
             values = stand_ins[position] if fresh[name] else own
             device = piece.parameter.device.type
@@ -50,16 +52,16 @@ def dump(
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
-def consolidate(runs: list[Run], groups: Groups, process_group: dist.ProcessGroup) -> dict[str, Any]:
+def consolidate(buckets: list[ParameterBucket], groups: Groups, process_group: dist.ProcessGroup) -> dict[str, Any]:
     """The undivided optimizer's state dict, on CPU on the first rank of the group; empty on the others."""
     is_first = process_group.rank() == 0
     state: dict[int, dict[str, Any]] = {}
     whole: dict[int, dict[str, Any]] = {}
-    for run in runs:
-        if run.optimizer is None:
+    for bucket in buckets:
+        if bucket.optimizer is None:
             continue
-        for piece in run.pieces:
-            values = run.optimizer.state.get(piece.mine) if piece.mine is not None else None
+        for piece in bucket.pieces:
+            values = bucket.optimizer.state.get(piece.mine) if piece.mine is not None else None
             if not values:
                 continue
             if piece.owner is None:
@@ -77,7 +79,7 @@ def consolidate(runs: list[Run], groups: Groups, process_group: dist.ProcessGrou
     return {"state": dict(sorted(state.items())), "param_groups": _numbered(groups)}
 
 
-def restore(runs: list[Run], groups: Groups, state_dict: Mapping[str, Any]) -> None:
+def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Take over this rank's part of a state dict made by `dump` or `consolidate`, or by the undivided optimizer."""
     loaded = state_dict["param_groups"]
     counts, expected = [len(group["params"]) for group in loaded], [len(group["params"]) for group in groups]
@@ -87,25 +89,27 @@ def restore(runs: list[Run], groups: Groups, state_dict: Mapping[str, Any]) -> N
             "an optimizer over the same model, with the same groups"
         )
     for group, values in zip(groups, loaded, strict=True):
-        group.update({key: value for key, value in values.items() if key not in ("params", "param_names")})
+        group.update(hyper_parameters(values))
     numbers = [number for group in loaded for number in group["params"]]
     fresh = state_dict.get("fresh", {})
-    for run in runs:
-        if run.optimizer is None:
+    for bucket in buckets:
+        if bucket.optimizer is None:
             continue
         state = {}
-        for position, piece in enumerate(_in_order(run)):
+        for position, piece in enumerate(_in_order(bucket)):
             number = numbers[piece.number]
             values = state_dict["state"].get(str(number), state_dict["state"].get(number))
             if values and not fresh.get(str(number), False):
                 state[position] = {key: _own_part(value, piece) for key, value in values.items()}
-        run.optimizer.load_state_dict({"state": state, "param_groups": run.optimizer.state_dict()["param_groups"]})
+        bucket.optimizer.load_state_dict(
+            {"state": state, "param_groups": bucket.optimizer.state_dict()["param_groups"]}
+        )
 
 
-def _in_order(run: Run) -> list[Piece]:
-    """This rank's pieces in the order of the run's optimizer: by parameter group."""
-    mine = [piece for piece in run.pieces if piece.mine is not None]
-    return [piece for group in run.groups for piece in mine if piece.group == group]
+def _in_order(bucket: ParameterBucket) -> list[Piece]:
+    """This rank's pieces in the order of the bucket's optimizer: by parameter group."""
+    mine = [piece for piece in bucket.pieces if piece.mine is not None]
+    return [piece for group in bucket.groups for piece in mine if piece.group == group]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -8,11 +8,16 @@ beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging bu
 
 from __future__ import annotations
 
+import os
+import platform
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
-from typing import Literal, Protocol, get_args
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +25,6 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, all_gather_slices, slice_of
-from trainstep.parallel.peer_memory import PeerMemory, obstacle_to_sharing
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
@@ -80,6 +84,68 @@ class Collectives:
         work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
         assert work is not None, "an asynchronous call by a member of the group returns its work"
         return work
+
+
+class PeerMemory:
+    """A buffer on every rank that all ranks of one host can read and write, by plain copies.
+
+    Between GPUs it is torch's symmetric memory: every rank maps the others' buffers through NVLink or PCIe, and a copy
+    to or from them is the work of a copy engine, which takes no multiprocessor from computation. Between processes on
+    CPUs it is a file that all map.
+
+    Nothing here orders the ranks but `barrier`: whoever copies must have one before, so that the buffers are ready, and
+    one after, before their owners touch them again. All ranks of the group must construct it, with the same size.
+
+    Args:
+        nbytes: of each rank's buffer.
+        group: the ranks, all of one host.
+        device: of this rank: a GPU of its own, or the CPU.
+
+    Raises:
+        OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
+
+    Attributes:
+        nbytes: of each rank's buffer.
+        uncounted: of these, the bytes that `torch.cuda.memory_allocated` does not know of (all or none; it depends on
+            the version of torch).
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.nbytes = self.uncounted = nbytes
+        self._group = group
+        self._handle: Any = None
+        if device.type == "cuda":
+            from torch.distributed import _symmetric_memory as symmetric_memory
+
+            before = torch.cuda.memory_allocated(device)
+            with _agreed(group):
+                self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            if torch.cuda.memory_allocated(device) > before:
+                self.uncounted = 0
+            with _agreed(group):
+                handle = symmetric_memory.rendezvous(self._own, group)
+            self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+            self._handle = handle
+            self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        else:
+            self._buffers = _mapped_by_all(nbytes, group)
+
+    def of(self, rank: int) -> Tensor:
+        """The rank's buffer: (nbytes,), uint8, on this rank's device."""
+        return self._buffers[rank]
+
+    def barrier(self, channel: int = 0) -> None:
+        """What the current stream does from here on comes after what every rank's stream was given before its barrier.
+
+        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
+
+        Args:
+            channel: barriers that different streams may be at in one moment have different ones.
+        """
+        if self._handle is not None:
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+        else:
+            dist.barrier(self._group)
 
 
 class PeerCopies:
@@ -155,6 +221,30 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
+    mine = (platform.node(), _boot(), device.type, device.index)
+    everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts = {(node, boot) for node, boot, _, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if device.type == "cpu":
+        return None
+    if len({index for *_, index in everyone}) < group.size():
+        return "ranks share the number of a GPU, so which GPU is whose cannot be told"
+    barred = [
+        index
+        for *_, index in everyone
+        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index or 0)
+    ]
+    reasons: list[list[int | None]] = [barred] * group.size()
+    dist.all_gather_object(reasons, barred, group=group)
+    if any(reasons):
+        return "not every GPU can read every other's memory"
+    return None
+
+
 def choose_transport(
     asked: TransportName, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
 ) -> Transport:
@@ -179,7 +269,39 @@ def choose_transport(
     return Collectives(group)
 
 
-def check_name(name: str) -> None:
-    """Raise `UsageError` for the name of no transport."""
-    if name not in get_args(TransportName):
-        raise UsageError(f"transport is {name!r}; expected one of {', '.join(get_args(TransportName))}")
+def _boot() -> str:
+    """Tells two hosts of one name apart; empty where the kernel does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(prefix="trainstep-", dir=folder) as own:  # without its name the mappings stay
+        with _agreed(group):
+            os.posix_fallocate(own.fileno(), 0, nbytes)  # or writing where there is no room would be a bus error
+        paths = [own.name] * group.size()
+        dist.all_gather_object(paths, own.name, group=group)
+        with _agreed(group):
+            return [_mapped(Path(path), nbytes) for path in paths]
+
+
+def _mapped(path: Path, nbytes: int) -> Tensor:
+    if not path.exists():  # in a container with a /dev/shm of its own; from_file would make it, for this rank alone
+        raise FileNotFoundError(f"{path}, which another rank has, is not here")
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+@contextmanager
+def _agreed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Every rank goes on from here, or none does: what one fails with, all raise. Inside, no rank waits for another
+    that may have failed before."""
+    failure: str | None = None
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # of the driver, or where a container lets no memory be shared
+        failure = f"rank {group.rank()}: {error}"
+    failures = [failure] * group.size()
+    dist.all_gather_object(failures, failure, group=group)
+    if first := next((each for each in failures if each is not None), None):
+        raise OSError(first)

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.sharding.schedule import Call, Schedule, in_backward
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.schedule import Call, Schedule, in_backward
 
 
 class Boundary:
     """Around the calls of one unit, which need `groups`."""
 
-    def __init__(self, schedule: Schedule, groups: Sequence[ParameterGroup]) -> None:
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup]) -> None:
         self._schedule = schedule
         self._groups = groups
         self.is_open = False

@@ -1,4 +1,4 @@
-"""Which part of every parameter a rank updates: a slice of each, or some of them whole.
+"""Which part of every parameter a rank updates, and the buckets in which parameters are updated and exchanged.
 
 A parameter is cut into equal slices of its memory, so that its gradient can be reduce-scattered, and the parameter
 gathered again, in place and without padding. What cannot be cut evenly goes whole to the rank that has least so far;
@@ -7,14 +7,16 @@ those are small or rare. Optimizers that are not elementwise (they need a matrix
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import slice_of
+from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -105,3 +107,75 @@ def _mine(parameter: nn.Parameter, owner: int | None, rank: int, world_size: int
     if owner is None:
         return nn.Parameter(slice_of(parameter.detach(), rank, world_size))
     return parameter if owner == rank else None
+
+
+@dataclass
+class ParameterBucket:
+    """Parameters of one dtype and device, all of them sliced or none, that are gathered in as few calls as can be."""
+
+    pieces: list[Piece]
+    optimizer: torch.optim.Optimizer | None
+    """Updates this rank's part; None where it has none."""
+    groups: list[int]
+    """For each parameter group of `optimizer`, which one of the whole it belongs to."""
+
+    def take_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Give the bucket's optimizer the hyper-parameters as they are now in the groups of the whole."""
+        for group, index in self._groups():
+            group.update(hyper_parameters(param_groups[index]))
+
+    def give_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """The other way round, after a step: some optimizers count there."""
+        for group, index in self._groups():
+            param_groups[index].update(hyper_parameters(group))
+
+    def _groups(self) -> list[tuple[dict[str, Any], int]]:
+        return [] if self.optimizer is None else list(zip(self.optimizer.param_groups, self.groups, strict=True))
+
+    def update(self, process_group: dist.ProcessGroup) -> None:
+        """Update this rank's part."""
+        if self.optimizer is None:
+            return
+        sliced = [(piece.parameter, piece.mine) for piece in self.pieces if piece.owner is None]
+        for parameter, mine in sliced:
+            assert mine is not None, "every rank has its slice"
+            if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
+                mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
+        self.optimizer.step()
+        for _, mine in sliced:
+            assert mine is not None
+            mine.grad = None  # a view of the whole gradient, which would live on with it
+
+    def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:
+        """Start giving every rank the new parameters; returns what waits for each call."""
+        if process_group.size() == 1:
+            return []
+        parameters = [piece.parameter.detach() for piece in self.pieces]
+        if self.pieces[0].owner is None:
+            work = all_gather_slices(parameters, process_group)
+            return [work.wait]
+        calls = []
+        for owner in range(process_group.size()):
+            owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]
+            if owned:
+                calls.append(_broadcast(owned, owner, process_group))
+        return calls
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _broadcast(tensors: list[Tensor], owner: int, group: dist.ProcessGroup) -> Callable[[], object]:
+    """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
+    together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    work = dist.broadcast(together, group=group, group_src=owner, async_op=True)
+
+    def finish() -> None:
+        assert work is not None, "an asynchronous call by a member of the group returns its work"
+        work.wait()
+        if len(tensors) > 1 and group.rank() != owner:
+            torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
+
+    return finish

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean, slice_of
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Collectives, Transport
+from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import Collectives, Transport
 
 ALIGNMENT = 16
 """Elements at whose multiples a parameter starts in a buffer."""
 
 
-class Reduction:
+class BufferReduction:
     """A buffer's content under way: the mean over the ranks of this rank's rows."""
 
     def __init__(
@@ -107,7 +106,7 @@ class GradientBuffer:
         """Choose what carries gradients; once, before the first launch."""
         self._transport = transport
 
-    def launch(self, stream: SideStream) -> Reduction:
+    def launch(self, stream: SideStream) -> BufferReduction:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
         assert self._send is not None
         send, written = self._send, self._written
@@ -128,7 +127,7 @@ class GradientBuffer:
             start = self._starts[parameter]
             shape = parameter.shard.shape
             rows.append((parameter, result[start : start + shape.numel()].view(shape)))
-        return Reduction(pending, rows, written)
+        return BufferReduction(pending, rows, written)
 
     def _reduce_scatter(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
         def keep_own() -> None:

@@ -8,26 +8,22 @@ storage's memory back; the tensors stay, so what autograd saved for backward is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.parallel.sharding.gradients import GradientBuffer
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Start, Transport, padded
-
-if TYPE_CHECKING:
-    from trainstep.parallel.sharding.schedule import Call
+from trainstep.parallel.collectives import Pending, SideStream
+from trainstep.parallel.fsdp.gradients import GradientBuffer
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import Start, Transport, padded
 
 ALIGNMENT = 256
 """Bytes at whose multiples a parameter starts, as the CUDA allocator would place it."""
 
 
-class ParameterGroup:
+class GatherGroup:
     """One group.
 
     Attributes:
@@ -46,7 +42,7 @@ class ParameterGroup:
         device: torch.device,
     ) -> None:
         self.parameters = parameters
-        self.awaiting: WeakSet[Call] = WeakSet()
+        self.awaiting: WeakSet[object] = WeakSet()
         self.users = 0
         self._process_group = process_group
         self._pending: Pending | None = None
