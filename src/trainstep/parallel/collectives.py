@@ -10,6 +10,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -108,12 +109,11 @@ def clip_gradients_(
     """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
     Args:
-        divided: this rank's part of the gradients; no other rank has these elements.
+        divided: this rank's part of the gradients, which may be none; no other rank has these elements.
         replicated: gradients that are the same on every rank, and so counted once.
-        max_norm: the largest norm allowed.
-        norm_type: order of the norm; may be inf.
+        max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
         group: the ranks; all of them call.
-        device: of the gradients, of which this rank may have none.
+        device: of the gradients.
     """
     of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
     if norm_type == float("inf"):
@@ -155,30 +155,25 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
     return [bucket for _, bucket in sorted(closed)]
 
 
+@dataclass
 class Pending:
-    """Work under way. `wait` makes the current stream (on a CPU: the caller) wait for its end."""
+    """Work under way on a side stream."""
 
-    def __init__(
-        self,
-        event: torch.cuda.Event | None = None,
-        work: Waitable | None = None,
-        then: Callable[[], None] | None = None,
-        holds: object = None,
-    ) -> None:
-        self._event = event
-        self._work = work
-        self._then = then
-        self._holds = holds  # what must not be freed before the wait
+    event: torch.cuda.Event | None = None
+    work: Waitable | None = None
+    then: Callable[[], None] | None = None
+    holds: object = None
+    """What must not be freed before the wait."""
 
     def wait(self) -> None:
-        """Return when the current stream may use the result."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        if self._work is not None:
-            self._work.wait()  # for NCCL's the current stream waits, too
-        if self._then is not None:
-            self._then()
-        self._event = self._work = self._then = self._holds = None
+        """Let the current stream (on a CPU: the caller) wait for the end of the work."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        if self.work is not None:
+            self.work.wait()  # for NCCL's the current stream waits, too
+        if self.then is not None:
+            self.then()
+        self.event = self.work = self.then = self.holds = None
 
 
 class SideStream:

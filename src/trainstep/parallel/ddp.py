@@ -52,14 +52,7 @@ class GradientBucket:
 
 
 class BucketReduction:
-    """A bucket's call under way, from when it is made to when its result is waited for.
-
-    Args:
-        bucket: what is reduced.
-        gradients: its parameters' gradients, overwritten.
-        dtype: of the journey; None for the gradients' own.
-        group: the ranks.
-    """
+    """A bucket's call under way. Its parameters' `gradients` are overwritten; they travel in `dtype`, or as they are."""
 
     def __init__(
         self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
@@ -124,27 +117,18 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         group = resolve_group(process_group)
         _check_arguments(module, bucket_mb, reduce_dtype)
-        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        check_ranks_agree(type(self).__name__, tensors, group, settings=settings | {"allow_unused": allow_unused})
+        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
+        settings["allow_unused"] = allow_unused
+        check_ranks_agree(type(self).__name__, tensors, group, settings=settings)
         broadcast_from_first([tensor for _, tensor in tensors], group)
-        self._attach(module, group, bucket_mb, overlap, reduce_dtype, allow_unused)
-
-    def _attach(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        bucket_mb: float,
-        overlap: bool,
-        reduce_dtype: torch.dtype | None,
-        allow_unused: bool,
-    ) -> None:
-        self.module = module
         self.process_group = group
-        self.bucket_mb = bucket_mb
-        self.overlap = overlap
-        self.reduce_dtype = reduce_dtype
-        self.allow_unused = allow_unused
+        self.bucket_mb, self.overlap = bucket_mb, overlap
+        self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
+        self._attach(module)
+
+    def _attach(self, module: nn.Module) -> None:
+        self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in named]
         self._trained = [parameter for _, parameter in named]
@@ -180,7 +164,9 @@ class DistributedDataParallel(nn.Module):
             absent = [number for number in range(len(self._trained)) if number not in self._came]
             if absent and not self.allow_unused:
                 raise UsageError(self._unused_message(absent))
-            self._fill_in(absent)
+            for number in absent:
+                if self._trained[number].grad is None:
+                    self._trained[number].grad = torch.zeros_like(self._trained[number])
             while self._next < len(self._buckets):
                 self._start_next()
             for reduction in self._underway:
@@ -220,8 +206,10 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        module = copy.deepcopy(self.module, memo)
-        twin._attach(module, self.process_group, self.bucket_mb, self.overlap, self.reduce_dtype, self.allow_unused)
+        twin.process_group = self.process_group
+        twin.bucket_mb, twin.overlap = self.bucket_mb, self.overlap
+        twin.reduce_dtype, twin.allow_unused = self.reduce_dtype, self.allow_unused
+        twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
 
     def _make_buckets(self, order: list[int]) -> None:
@@ -288,12 +276,6 @@ class DistributedDataParallel(nn.Module):
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
         return gradient.detach()
-
-    def _fill_in(self, absent: list[int]) -> None:
-        for number in absent:
-            parameter = self._trained[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
         used = torch.ones(len(self._trained), dtype=torch.uint8)

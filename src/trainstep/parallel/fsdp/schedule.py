@@ -63,14 +63,7 @@ class Call:
 
 
 class Schedule:
-    """What happens at the calls of units, and at the gradients of their parameters.
-
-    Args:
-        groups: all groups of the wrapper.
-        process_group: the ranks.
-        prefetch: how many uses ahead a group is gathered.
-        device: of the parameters.
-    """
+    """What happens at the calls of units, and at the gradients of their parameters. Gathers run `prefetch` uses ahead."""
 
     def __init__(
         self, groups: Sequence[GatherGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
@@ -208,8 +201,8 @@ class Schedule:
         """All of a group's gradients are there, or all of its calls are behind us in backward."""
         if not group.awaiting:
             group.free()
-        if group.any_arrived:
-            group.forget_arrivals()
+        if group.arrived:
+            group.arrived.clear()
             if self.synchronise:
                 self._send(group)
 
@@ -228,7 +221,7 @@ class Schedule:
     def _free_all(self) -> None:
         for group in self.groups:
             group.users = 0
-            group.forget_arrivals()
+            group.arrived.clear()
             group.free()
 
 

@@ -65,37 +65,35 @@ class Rows:
         return torch.Size((self.per_rank * self.world_size, *self.shape[1:]))
 
 
+@dataclass(eq=False)
 class ShardedParameter:
-    """A parameter's shard, which the optimizer sees, and its full form, which the module computes with.
+    """A parameter's shard, which the optimizer sees, and its full form, which the module computes with."""
 
-    Attributes:
-        names: all names in the module; several if it is tied.
-        shape: of the full parameter.
-        rows: how it is cut, or None if it is replicated.
-        shard: this rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's.
-        full: while gathered, the whole parameter in the dtype it is computed with; a leaf whose storage comes and goes.
-    """
+    names: list[str]
+    """All names in the module; several if it is tied."""
+    slots: list[tuple[nn.Module, str]]
+    """(module, attribute) for each name."""
+    shard: nn.Parameter
+    """This rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's."""
+    shape: torch.Size
+    """Of the full parameter."""
+    rows: Rows | None
+    """How it is cut, or None if it is replicated."""
+    full: nn.Parameter | None = None
+    """While gathered, the whole parameter in the dtype it is computed with; a leaf whose storage comes and goes."""
 
-    def __init__(
-        self,
-        names: list[str],
-        slots: list[tuple[nn.Module, str]],
-        shard: nn.Parameter,
-        shape: torch.Size,
-        rows: Rows | None,
-    ) -> None:
-        self.names = names
-        self.slots = slots
-        self.shard = shard
-        self.shape = shape
-        self.rows = rows
-        self.trainable = shard.requires_grad
-        self.full: nn.Parameter | None = None
+    def __post_init__(self) -> None:
+        self.trainable = self.shard.requires_grad
 
     @property
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Of the full parameter with as many rows as make the shards equal."""
+        return self.shape if self.rows is None else self.rows.padded_shape
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
@@ -171,11 +169,7 @@ class PlannedGroup:
 
 
 def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> list[PlannedGroup]:
-    """The groups of a module's parameters, in order of definition.
-
-    Args:
-        root: the module to shard.
-        chosen: modules that each form a unit; by default the blocks.
+    """The groups of a module's parameters, in order of definition. Units are the modules `chosen`, else the blocks.
 
     Raises:
         UsageError: a chosen module is not inside `root`, or has no `forward` that would be called.
@@ -220,7 +214,7 @@ def shard_parameters(
             for attribute, there in module._parameters.items()
             if there is not None
         }
-        if _has_meta(module):
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
             _materialise(name, module, own, device, initialize)
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
@@ -239,9 +233,7 @@ def shard_parameters(
 def refuse_retired_parameters(owner: object, parameters: Mapping[str, nn.Parameter]) -> None:
     """As long as `owner` lives, let the step of an optimizer that has one of `parameters` fail, as it would do nothing.
 
-    Args:
-        owner: what replaced the parameters.
-        parameters: the replaced ones by name; they are not kept alive.
+    The parameters are not kept alive.
     """
     retired: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
     for name, parameter in parameters.items():
@@ -302,11 +294,6 @@ def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module
 
     visit(root, root, False)
     return units
-
-
-def _has_meta(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 def _materialise(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
 
 _ALIGNMENT = 256
+"""Bytes at whose multiples a tensor starts in a buffer, as the CUDA allocator would place it."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
@@ -45,42 +46,30 @@ for _name in ("all_gather", "all_to_all"):
 Start = Callable[[], Waitable | None]
 
 
-class Transport(Protocol):
-    """What is started runs on the current stream or, if starting it returned something, until that is waited for."""
-
-    name: TransportName
-
-    @property
-    def uncounted_bytes(self) -> int:
-        """Bytes it holds that torch's allocator does not count."""
-
-    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
-        """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
-        rank has there. The tensors' storage may come and go in between."""
-
-    def receive_buffer(self, send: Tensor) -> Tensor:
-        """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
-
-    def exchange(self, receive: Tensor, send: Tensor) -> Waitable | None:
-        """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
-
-
 class Collectives:
-    """NCCL between GPUs, Gloo between CPUs; one host or many."""
+    """NCCL between GPUs, Gloo between CPUs; one host or many.
+
+    What a transport starts runs on the current stream or, if starting it returned something, until that is waited for.
+    """
 
     name: TransportName = "collectives"
     uncounted_bytes = 0
+    """Bytes it holds that torch's allocator does not count."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
+        rank has there. The tensors' storage may come and go in between."""
         return lambda: all_gather_slices(tensors, self._group)
 
     def receive_buffer(self, send: Tensor) -> Tensor:
+        """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
         return torch.empty_like(send)
 
     def exchange(self, receive: Tensor, send: Tensor) -> Waitable:
+        """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
         work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
         assert work is not None, "an asynchronous call by a member of the group returns its work"
         return work
@@ -105,13 +94,11 @@ class PeerMemory:
         OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
 
     Attributes:
-        nbytes: of each rank's buffer.
-        uncounted: of these, the bytes that `torch.cuda.memory_allocated` does not know of (all or none; it depends on
-            the version of torch).
+        uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
     """
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.nbytes = self.uncounted = nbytes
+        self.uncounted = nbytes
         self._group = group
         self._handle: Any = None
         if device.type == "cuda":
@@ -169,12 +156,9 @@ class PeerCopies:
         self._rank, self._ranks = group.rank(), group.size()
         self._slice_bytes = padded(slice_bytes)
         self._memory = PeerMemory(max(self._slice_bytes + exchange_bytes, 1), group, device)  # outbox, inbox
+        self.uncounted_bytes = self._memory.uncounted
         self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
         """In another order on every rank, so that no two read from one at a time."""
-
-    @property
-    def uncounted_bytes(self) -> int:
-        return self._memory.uncounted
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
         sizes = [tensor.numel() // self._ranks for tensor in tensors]
@@ -216,14 +200,18 @@ class PeerCopies:
         return inbox[: like.nbytes].view(like.dtype).view(like.shape)
 
 
+Transport = Collectives | PeerCopies
+
+
 def padded(nbytes: int) -> int:
-    """What a slice of so many bytes takes of `slice_bytes`."""
+    """What a tensor of so many bytes takes in a buffer."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
-    mine = (platform.node(), _boot(), device.type, device.index)
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # tells two hosts of one name apart, where the kernel says it
+    mine = (platform.node(), boot_id.read_text() if boot_id.exists() else "", device.type, device.index)
     everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     hosts = {(node, boot) for node, boot, _, _ in everyone}
@@ -238,11 +226,9 @@ def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str |
         for *_, index in everyone
         if index != device.index and not torch.cuda.can_device_access_peer(device.index, index or 0)
     ]
-    reasons: list[list[int | None]] = [barred] * group.size()
-    dist.all_gather_object(reasons, barred, group=group)
-    if any(reasons):
-        return "not every GPU can read every other's memory"
-    return None
+    of_all: list[list[int | None]] = [barred] * group.size()
+    dist.all_gather_object(of_all, barred, group=group)
+    return "not every GPU can read every other's memory" if any(of_all) else None
 
 
 def choose_transport(
@@ -267,12 +253,6 @@ def choose_transport(
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
     warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
     return Collectives(group)
-
-
-def _boot() -> str:
-    """Tells two hosts of one name apart; empty where the kernel does not say."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
 
 
 def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:

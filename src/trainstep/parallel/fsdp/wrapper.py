@@ -51,6 +51,11 @@ class FullyShardedDataParallel(nn.Module):
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
             auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
 
+    Attributes:
+        module, process_group, device: as they were given or chosen.
+        transport: what carries parameters and gradients: collectives or peer-copies.
+        uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
+
     Raises:
         UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
         UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
@@ -70,14 +75,14 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_arguments(module, compute_dtype, prefetch, transport)
-        self._process_group = resolve_group(process_group)
+        self.process_group = resolve_group(process_group)
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
         planned = [parameter for group in plan for parameter in group.parameters]
         check_ranks_agree(
             "FullyShardedDataParallel",
             [(name, entry.parameter) for entry in planned for name in entry.names],
-            self._process_group,
+            self.process_group,
             settings={
                 "compute_dtype": compute_dtype,
                 "prefetch": prefetch,
@@ -85,17 +90,17 @@ class FullyShardedDataParallel(nn.Module):
                 "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
             },
         )
-        self.device = _device_for([entry.parameter for entry in planned], self._process_group, device)
+        self.device = _device_for([entry.parameter for entry in planned], self.process_group, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
-        sharded = shard_parameters(module, planned, self._process_group, self.device, initialize)
+        sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
         self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
         gather_groups = [
-            GatherGroup([sharded[entry] for entry in group.parameters], self._process_group, compute_dtype, self.device)
+            GatherGroup([sharded[entry] for entry in group.parameters], self.process_group, compute_dtype, self.device)
             for group in plan
         ]
-        self._transport = choose_transport(
+        carrier = choose_transport(
             transport,
-            self._process_group,
+            self.process_group,
             self.device,
             slice_bytes=max((group.slice_bytes for group in gather_groups), default=0),
             exchange_bytes=max(
@@ -104,8 +109,9 @@ class FullyShardedDataParallel(nn.Module):
             ),
         )
         for group in gather_groups:
-            group.connect(self._transport)
-        self._schedule = Schedule(gather_groups, self._process_group, prefetch, self.device)
+            group.connect(carrier)
+        self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
+        self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
         needed: dict[nn.Module, list[GatherGroup]] = {}
         for planned_group, group in zip(plan, gather_groups, strict=True):
             for unit in planned_group.units:
@@ -167,7 +173,7 @@ class FullyShardedDataParallel(nn.Module):
             replicated,
             max_norm=max_norm,
             norm_type=norm_type,
-            group=self._process_group,
+            group=self.process_group,
             device=self.device,
         )
 
@@ -187,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
                 values = torch.empty(rows.padded_shape, dtype=shard.dtype, device=shard.device)
                 values[rows.start : rows.stop] = shard
                 if rows.world_size > 1:
-                    all_gather_slices([values], self._process_group).wait()
+                    all_gather_slices([values], self.process_group).wait()
                 if rows.padded_shape != rows.shape:
                     values = values[: rows.shape[0]].clone()
             values = values.to(device if device is not None else values.device)
@@ -248,26 +254,11 @@ class FullyShardedDataParallel(nn.Module):
         """All parameters, in the order of `parameters()`."""
         return self._sharded
 
-    @property
-    def transport(self) -> TransportName:
-        """What carries parameters and gradients: collectives or peer-copies."""
-        return self._transport.name
-
-    @property
-    def uncounted_bytes(self) -> int:
-        """Bytes that the transport's buffers take on this rank beyond what `torch.cuda.memory_allocated` counts."""
-        return self._transport.uncounted_bytes
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self._process_group
-
     def _by_name(self) -> dict[str, ShardedParameter]:
         return {name: parameter for parameter in self._sharded for name in parameter.names}
 
     def _mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self._process_group, self.device.type)
+        return DeviceMesh.from_group(self.process_group, self.device.type)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

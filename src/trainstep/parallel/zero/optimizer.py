@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -72,10 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Parameter → this rank's state of its part of it."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                if bucket.optimizer is not None and piece.mine is not None and piece.mine in bucket.optimizer.state:
-                    state[piece.parameter] = bucket.optimizer.state[piece.mine]
+        for piece, values in (each for bucket in self._buckets for each in bucket.states()):
+            if values is not None:
+                state[piece.parameter] = values
         return state
 
     @state.setter
@@ -197,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
         items = [
-            (i, piece.size, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
+            (i, piece.parameter.nbytes, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
             for i, piece in enumerate(pieces)
         ]
         for indices in assign_buckets(items, self._exchange_mb):
@@ -208,28 +208,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
         groups = sorted({piece.group for piece in pieces if piece.mine is not None})
-        return ParameterBucket(pieces, self._inner(pieces, groups) if groups else None, groups)
-
-    def _inner(self, pieces: list[Piece], groups: list[int]) -> torch.optim.Optimizer:
         parts = [
             hyper_parameters(self.param_groups[group])
             | {"params": [piece.mine for piece in pieces if piece.group == group and piece.mine is not None]}
             for group in groups
         ]
-        return self._optimizer_cls(parts, **self._options)
+        return ParameterBucket(pieces, self._optimizer_cls(parts, **self._options) if parts else None, groups)
 
-    def _twin(self, bucket: ParameterBucket) -> torch.optim.Optimizer:
-        """An optimizer like the bucket's, over copies of its parameters, that has made one step on zero gradients."""
-        pieces = [
-            Piece(piece.number, piece.group, piece.parameter, piece.owner, nn.Parameter(torch.zeros_like(piece.mine)))
-            for piece in bucket.pieces
-            if piece.mine is not None
-        ]
-        twin = self._inner(pieces, bucket.groups)
-        for piece in pieces:
+    def _twin(self, bucket: ParameterBucket) -> ParameterBucket:
+        """A bucket over copies of this rank's pieces, whose optimizer has made one step on zero gradients."""
+        pieces = []
+        for piece, _ in bucket.states():
             assert piece.mine is not None
-            piece.mine.grad = torch.zeros_like(piece.mine)
-        twin.step()
+            copy = nn.Parameter(torch.zeros_like(piece.mine))
+            copy.grad = torch.zeros_like(copy)
+            pieces.append(replace(piece, mine=copy))
+        twin = self._bucket(pieces)
+        assert twin.optimizer is not None, "there are pieces without state"
+        twin.optimizer.step()
         return twin
 
     def _all_pieces(self) -> list[Piece]:
@@ -241,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in self._all_pieces():
             divided.add(id(piece.parameter))
             if piece.owner is None and piece.mine is not None:
-                start = piece.parameter.data_ptr() + rank * (piece.size // world_size)
+                start = piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size)
                 if piece.mine.data_ptr() != start:
                     raise UsageError(
                         f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
@@ -287,13 +283,9 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
     return group | {"params": [nn.Parameter(torch.empty_like(tensor, device="meta")) for tensor in tensors]}
 
 
-def _scattered(pieces: Iterable[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
+def _scattered(pieces: list[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
     known = {id(parameter) for parameter in ddp.parameters()}
-    found = {}
     for piece in pieces:
         if id(piece.parameter) not in known:
             raise UsageError(f"parameter number {piece.number} is not one of ddp; leave out ddp=, or the parameter")
-        if piece.owner is None:
-            assert piece.mine is not None, "every rank has its slice"
-            found[piece.parameter] = piece.mine
-    return found
+    return {piece.parameter: piece.mine for piece in pieces if piece.owner is None and piece.mine is not None}

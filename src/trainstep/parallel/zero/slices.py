@@ -45,11 +45,6 @@ class Piece:
     mine: nn.Parameter | None
     """What this rank's optimizer updates: its slice, sharing the parameter's memory, or the parameter, or nothing."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of the parameter."""
-        return self.parameter.numel() * self.parameter.element_size()
-
 
 def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
     """Whether an optimizer's parameters are cut into slices, by its class and the caller's choice.
@@ -92,7 +87,7 @@ def cut(
         if sliced and world_size > 1 and divisible:
             owners[number] = None
         else:
-            whole.append((parameter.numel() * parameter.element_size(), number))
+            whole.append((parameter.nbytes, number))
     for size, number in sorted(whole, key=lambda item: (-item[0], item[1])):  # the largest first, to the least loaded
         owner = min(range(world_size), key=lambda each: (loads[each], each))
         loads[owner] += size
@@ -119,6 +114,15 @@ class ParameterBucket:
     groups: list[int]
     """For each parameter group of `optimizer`, which one of the whole it belongs to."""
 
+    def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
+        """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
+        return [
+            (piece, self.optimizer.state.get(piece.mine))
+            for group in self.groups
+            for piece in self.pieces
+            if piece.group == group and piece.mine is not None and self.optimizer is not None
+        ]
+
     def take_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Give the bucket's optimizer the hyper-parameters as they are now in the groups of the whole."""
         for group, index in self._groups():
@@ -136,14 +140,12 @@ class ParameterBucket:
         """Update this rank's part."""
         if self.optimizer is None:
             return
-        sliced = [(piece.parameter, piece.mine) for piece in self.pieces if piece.owner is None]
+        sliced = [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
         for parameter, mine in sliced:
-            assert mine is not None, "every rank has its slice"
             if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
                 mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
         self.optimizer.step()
         for _, mine in sliced:
-            assert mine is not None
             mine.grad = None  # a view of the whole gradient, which would live on with it
 
     def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:

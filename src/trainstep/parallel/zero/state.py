@@ -27,9 +27,9 @@ def dump(
     buckets: list[ParameterBucket],
     groups: Groups,
     process_group: dist.ProcessGroup,
-    twin: Callable[[ParameterBucket], torch.optim.Optimizer],
+    twin: Callable[[ParameterBucket], ParameterBucket],
 ) -> dict[str, Any]:
-    """This rank's part. `fresh` marks parameters without state yet; `twin` makes an optimizer to take theirs from.
+    """This rank's part. `fresh` marks parameters without state yet; they have that of the bucket's `twin`.
 
     Parameters' numbers are strings here, since torch.distributed.checkpoint makes strings of them.
     """
@@ -37,18 +37,15 @@ def dump(
     fresh: dict[str, bool] = {}
     meshes: dict[str, DeviceMesh] = {}
     for bucket in buckets:
-        if bucket.optimizer is None:
-            continue
-        mine = [piece for piece in bucket.pieces if piece.mine is not None]
-        fresh |= {str(piece.number): piece.mine not in bucket.optimizer.state for piece in mine}
-        stand_ins = _states(twin(bucket)) if any(fresh[str(piece.number)] for piece in mine) else []
-        for position, (piece, own) in enumerate(zip(_in_order(bucket), _states(bucket.optimizer), strict=True)):
-            name = str(piece.number)
-            values = stand_ins[position] if fresh[name] else own
-            device = piece.parameter.device.type
+        own = bucket.states()
+        stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
+        for (piece, values), (_, stand_in) in zip(own, stand_ins, strict=True):
+            name, device = str(piece.number), piece.parameter.device.type
+            fresh[name] = values is None
             if piece.owner is None and device not in meshes:
                 meshes[device] = DeviceMesh.from_group(process_group, device)
-            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in values.items()}
+            filled = (stand_in if values is None else values) or {}
+            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in filled.items()}
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
@@ -57,19 +54,14 @@ def consolidate(buckets: list[ParameterBucket], groups: Groups, process_group: d
     is_first = process_group.rank() == 0
     state: dict[int, dict[str, Any]] = {}
     whole: dict[int, dict[str, Any]] = {}
-    for bucket in buckets:
-        if bucket.optimizer is None:
+    for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
+        assert values is not None
+        if piece.owner is not None:
+            whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
             continue
-        for piece in bucket.pieces:
-            values = bucket.optimizer.state.get(piece.mine) if piece.mine is not None else None
-            if not values:
-                continue
-            if piece.owner is None:
-                full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
-                if is_first:
-                    state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
-            else:
-                whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
+        full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
+        if is_first:
+            state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
     if received is None:
@@ -96,7 +88,7 @@ def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[
         if bucket.optimizer is None:
             continue
         state = {}
-        for position, piece in enumerate(_in_order(bucket)):
+        for position, (piece, _) in enumerate(bucket.states()):
             number = numbers[piece.number]
             values = state_dict["state"].get(str(number), state_dict["state"].get(number))
             if values and not fresh.get(str(number), False):
@@ -104,19 +96,6 @@ def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[
         bucket.optimizer.load_state_dict(
             {"state": state, "param_groups": bucket.optimizer.state_dict()["param_groups"]}
         )
-
-
-def _in_order(bucket: ParameterBucket) -> list[Piece]:
-    """This rank's pieces in the order of the bucket's optimizer: by parameter group."""
-    mine = [piece for piece in bucket.pieces if piece.mine is not None]
-    return [piece for group in bucket.groups for piece in mine if piece.group == group]
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Every parameter's state, in the optimizer's order, empty where there is none."""
-    return [
-        dict(optimizer.state.get(parameter, {})) for group in optimizer.param_groups for parameter in group["params"]
-    ]
 
 
 def _numbered(groups: Groups) -> Groups:
