@@ -7,7 +7,7 @@ on `collectives`. The names below are imported on first use.
 One word for one thing, here and in the names of the code:
 
 rank, world size
-    One process of a process group, and how many there are. `group` without more is the process group.
+    One process of a process group, and how many there are.
 share
     A rank's part of the global batch.
 slice
@@ -22,9 +22,10 @@ piece
 bucket
     Tensors that travel in one call: a `GradientBucket` in backward, a `ParameterBucket` in the sharded optimizer's
     step.
-gather group
-    Parameters that FSDP gathers and frees together, for the calls of its *units*, usually one block. A *parameter
-    group* is torch.optim's: parameters with hyper-parameters of their own.
+group
+    In `process`, `collectives`, `ddp` and `fsdp.transport` the *process group*: the ranks that communicate. In `zero` a
+    *parameter group*, as in torch.optim: parameters with hyper-parameters of their own. In `fsdp` a *gather group*:
+    parameters that are gathered and freed together, for the calls of its *units*, usually one block.
 buffer
     Memory that FSDP's gradients are copied into to be sent, by destination.
 flat

@@ -52,7 +52,7 @@ class GradientBucket:
 
 
 class BucketReduction:
-    """A bucket's call under way. Its parameters' `gradients` are overwritten; they travel in `dtype`, or as they are."""
+    """A bucket's call under way. `gradients` are overwritten; they are sent in `dtype` (None: in their own)."""
 
     def __init__(
         self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
@@ -60,23 +60,23 @@ class BucketReduction:
         self.bucket = bucket
         self._gradients = gradients
         self._group = group
-        self._travelling = gradients
+        self._sent = gradients
         if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
-            self._travelling = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
-            torch._foreach_copy_(self._travelling, gradients)
+            self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+            torch._foreach_copy_(self._sent, gradients)
         reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
-        self._work = reduce(self._travelling, group)
+        self._work = reduce(self._sent, group)
 
     def wait(self) -> list[Tensor]:
         """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
         self._work.wait()
-        travelled, means = self._travelling, self._gradients
+        sent, means = self._sent, self._gradients
         if self.bucket.scattered:
             rank, world_size = self._group.rank(), self._group.size()
-            travelled = [slice_of(tensor, rank, world_size) for tensor in travelled]
+            sent = [slice_of(tensor, rank, world_size) for tensor in sent]
             means = [slice_of(tensor, rank, world_size) for tensor in means]
-        if self._travelling is not self._gradients:
-            torch._foreach_copy_(means, travelled)
+        if self._sent is not self._gradients:
+            torch._foreach_copy_(means, sent)
         return means
 
 
@@ -94,8 +94,8 @@ class DistributedDataParallel(nn.Module):
         bucket_mb: megabytes (10^6 bytes) of gradients per call. 0 makes one call per parameter, infinity a single one.
         overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
         process_group: the ranks; by default all.
-        reduce_dtype: cast gradients to this type for the journey (bfloat16 halves the bytes and rounds each gradient
-            twice more); by default they travel as they are.
+        reduce_dtype: cast gradients to this type to send them (bfloat16 halves the bytes and rounds each gradient
+            twice more); by default they are sent as they are.
         allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
             rank keep none. Costs one more small collective and a wait of the host in each step.
 

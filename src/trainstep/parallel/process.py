@@ -123,20 +123,20 @@ def fresh_store(store: Store, rank: int, world_size: int, *, timeout_s: float) -
     differ between hosts). Then a rank that is early finds the address of a process that is dead, and waits for it in
     vain. So before anything else the ranks agree on a new name, under which they then keep all they write.
 
-    Rank 0 makes the name. Every other rank calls by leaving a word that it has just made up; rank 0 answers each word
-    with the name; the rank that made up the word, and no other, confirms. Rank 0 answers again when a rank's word
+    Rank 0 makes the name. Every other rank asks for it with a token that it has just made; rank 0 answers each token
+    with the name; the rank that made the token, and no other, confirms. Rank 0 answers again when a rank's token
     changes, as it does when the first one was a dead process's.
 
     Raises:
         TimeoutError: some rank has not come in time.
     """
-    word = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     if rank == 0:
-        _answer_all(store, word, world_size, time.monotonic() + timeout_s)
-        return PrefixStore(f"start/{word}", store)
-    store.set(f"call/{rank}", word)
-    store.wait([f"answer/{word}"], timedelta(seconds=timeout_s))
-    name = store.get(f"answer/{word}").decode()
+        _answer_all(store, token, world_size, time.monotonic() + timeout_s)
+        return PrefixStore(f"start/{token}", store)
+    store.set(f"call/{rank}", token)
+    store.wait([f"answer/{token}"], timedelta(seconds=timeout_s))
+    name = store.get(f"answer/{token}").decode()
     store.set(f"confirm/{name}/{rank}", "")
     return PrefixStore(f"start/{name}", store)
 
@@ -149,10 +149,10 @@ def _answer_all(store: Store, name: str, world_size: int, deadline: float) -> No
             if store.check([f"confirm/{name}/{rank}"]):
                 waiting.discard(rank)
             elif store.check([f"call/{rank}"]):
-                word = store.get(f"call/{rank}").decode()
-                if answered.get(rank) != word:
-                    answered[rank] = word
-                    store.set(f"answer/{word}", name)
+                token = store.get(f"call/{rank}").decode()
+                if answered.get(rank) != token:
+                    answered[rank] = token
+                    store.set(f"answer/{token}", name)
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {', '.join(map(str, sorted(waiting)))} did not come to the rendezvous in time")
         time.sleep(_POLL_S)
@@ -183,7 +183,7 @@ def bind_device(device: str, local_rank: int) -> torch.device:
 
 
 def is_restart() -> bool:
-    """Whether torchrun gives this command again, to all processes, because one of them died."""
+    """Whether torchrun has started all processes again because one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

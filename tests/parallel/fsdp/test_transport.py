@@ -6,8 +6,8 @@ import platform
 import pytest
 import torch
 
+from tests.parallel.fsdp.test_wrapper import CASES, _train, assert_same
 from tests.parallel.nets import build, train_alone
-from tests.parallel.test_fsdp import CASES, _train, assert_same
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel

@@ -1,7 +1,7 @@
 """Where the call of a unit meets the schedule.
 
 A unit's class is replaced by a subclass whose `__call__` goes through the boundary. So the boundary lies outside of
-what `module.compile()` compiles and of the module's hooks, and it is there whenever the module is called, by whomever.
+what `module.compile()` compiles and of the module's hooks, and it is there whenever the module is called.
 Code that runs a unit's `forward` without calling it (activation checkpointing of several blocks together, or computing
 one again) meets the same boundary there.
 

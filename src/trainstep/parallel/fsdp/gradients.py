@@ -1,4 +1,4 @@
-"""Gradients on their way from the full parameters of every rank to the shards' `.grad`.
+"""Gradients, from the full parameters of every rank to the shards' `.grad`.
 
 A buffer holds the gradients of a group, destination by destination: first all that rank 0 owns, then rank 1's, and so
 on. Gradients in the shards' own dtype are reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are

@@ -63,7 +63,7 @@ class Call:
 
 
 class Schedule:
-    """What happens at the calls of units, and at the gradients of their parameters. Gathers run `prefetch` uses ahead."""
+    """What happens at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
 
     def __init__(
         self, groups: Sequence[GatherGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device

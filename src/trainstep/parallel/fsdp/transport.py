@@ -1,4 +1,4 @@
-"""How gathered parameters and exchanged gradients travel: by collectives, or by copies between the memories of a host.
+"""What carries gathered parameters and exchanged gradients: collectives, or copies between the memories of a host.
 
 A collective is a kernel: while it runs, its thread blocks take multiprocessors and memory bandwidth from the
 computation beside it. Copies between GPUs of one host are done by copy engines instead. On two H200s a matrix product

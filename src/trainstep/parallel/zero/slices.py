@@ -169,15 +169,15 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _broadcast(tensors: list[Tensor], owner: int, group: dist.ProcessGroup) -> Callable[[], object]:
+def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Callable[[], object]:
     """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
     together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    work = dist.broadcast(together, group=group, group_src=owner, async_op=True)
+    work = dist.broadcast(together, group=process_group, group_src=owner, async_op=True)
 
     def finish() -> None:
         assert work is not None, "an asynchronous call by a member of the group returns its work"
         work.wait()
-        if len(tensors) > 1 and group.rank() != owner:
+        if len(tensors) > 1 and process_group.rank() != owner:
             torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
 
     return finish

@@ -126,12 +126,12 @@ def _portable(value: Any, piece: Piece, mesh: DeviceMesh | None) -> Any:
     )
 
 
-def _gathered(value: Any, piece: Piece, group: dist.ProcessGroup) -> Any:
+def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
     if not _is_elementwise(value, piece):
         return value
     full = torch.empty_like(piece.parameter, dtype=value.dtype, requires_grad=False)
-    slice_of(full, group.rank(), group.size()).copy_(value)
-    all_gather_slices([full], group).wait()
+    slice_of(full, process_group.rank(), process_group.size()).copy_(value)
+    all_gather_slices([full], process_group).wait()
     return full
 
 
