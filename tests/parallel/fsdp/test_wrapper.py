@@ -303,6 +303,25 @@ def test_clipping_counts_every_element_once(four, norm_type, max_norm):
     assert not gradients["blocks.1.up.weight"].any(), "a frozen parameter has no gradient"
 
 
+def _clip_by_the_largest(process):
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(nn.Linear(3, 2))
+    sharded(torch.ones(4, 3)).square().sum().backward()
+    sharded.finish_gradient_synchronization()
+    rows = sharded.module.weight.shape[0]
+    return rows, sharded.clip_grad_norm_(1e6, float("inf")).item()
+
+
+def test_clipping_by_the_largest_element_where_ranks_have_no_rows(four):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    module(torch.ones(4, 3)).square().sum().backward()
+    largest = max(parameter.grad.abs().max().item() for parameter in module.parameters())
+    rows, norms = zip(*four.run(_clip_by_the_largest), strict=True)
+    assert rows == (1, 1, 0, 0)
+    assert norms == pytest.approx([largest] * 4)
+
+
 def _scale(process):
     """An overflow on rank 1 alone: no rank may step."""
     sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16)
