@@ -11,8 +11,8 @@ from torch import nn
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.fsdp.transport import TransportName
 from trainstep.parallel.process import Process
-from trainstep.parallel.sharding.transport import TransportName
 from trainstep.precision import AUTOCAST_DTYPES
 from trainstep.training_step import MakeOptimizer, Replica, recipe
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.workers import WorkerError, Workers
 from trainstep.errors import UsageError
 from trainstep.parallel.process import bind_device, check_ranks_agree, join_group, resolve_group, torchrun_command
-from trainstep.parallel.workers import WorkerError, Workers
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -176,7 +176,7 @@ def _never(process):
 
 ORPHANS = """
 import sys, tests.parallel.test_process as t
-from trainstep.parallel.workers import Workers
+from tests.workers import Workers
 if __name__ == "__main__":
     workers = Workers(2)
     workers.run(t._identity)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from tests.workers import Workers
 from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.kinds import ParallelTraceRow
-from trainstep.parallel.workers import Workers
 from trainstep.records import of_kind
 from trainstep.workload import builtin_source
 

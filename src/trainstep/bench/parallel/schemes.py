@@ -21,8 +21,8 @@ from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.fsdp.transport import TransportName
 from trainstep.parallel.process import Process
-from trainstep.parallel.sharding.transport import TransportName
 from trainstep.precision import AUTOCAST_DTYPES
 from trainstep.schemes import check_shardable, data_parallel, fully_sharded, sharded_optimizer
 from trainstep.training_step import MakeOptimizer, Replica, alone, recipe

@@ -6,8 +6,7 @@ from torch import nn
 
 from tests.parallel.nets import build
 from trainstep.errors import UsageError
-from trainstep.parallel.sharding.parameter import Rows
-from trainstep.parallel.sharding.plan import plan_groups
+from trainstep.parallel.fsdp.shards import Rows, plan_groups
 
 
 def names(root, chosen=None):

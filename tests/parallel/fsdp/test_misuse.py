@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from tests.workers import WorkerError, Workers
 from trainstep.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.distributed
 

@@ -8,26 +8,20 @@ storage's memory back; the tensors stay, so what autograd saved for backward is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import accumulate
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.parallel.sharding.gradients import GradientBuffer
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Start, Transport, padded
-
-if TYPE_CHECKING:
-    from trainstep.parallel.sharding.schedule import Call
-
-ALIGNMENT = 256
-"""Bytes at whose multiples a parameter starts, as the CUDA allocator would place it."""
+from trainstep.parallel.collectives import Pending, SideStream
+from trainstep.parallel.fsdp.gradients import GradientBuffer
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import Start, Transport, padded
 
 
-class ParameterGroup:
+class GatherGroup:
     """One group.
 
     Attributes:
@@ -36,6 +30,7 @@ class ParameterGroup:
         awaiting: calls whose backward has not reached the call's inputs. A call whose graph is gone leaves by itself.
         users: calls that are running in forward.
         full_bytes: of the storage, while gathered.
+        arrived: parameters whose gradient backward has brought since the group's gradients were sent.
     """
 
     def __init__(
@@ -46,12 +41,12 @@ class ParameterGroup:
         device: torch.device,
     ) -> None:
         self.parameters = parameters
-        self.awaiting: WeakSet[Call] = WeakSet()
+        self.awaiting: WeakSet[object] = WeakSet()
         self.users = 0
         self._process_group = process_group
         self._pending: Pending | None = None
         self._all_gather: Start | None = None
-        self._arrived: set[ShardedParameter] = set()
+        self.arrived: set[ShardedParameter] = set()
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
         self.buffers: list[GradientBuffer] = []
@@ -68,30 +63,24 @@ class ParameterGroup:
 
     def _lay_out(self, compute_dtype: torch.dtype | None, device: torch.device) -> None:
         """Place every full parameter in the group's storage, then give the memory back."""
-        starts, end = [], 0
-        for parameter in self.parameters:
-            starts.append(end)
-            shape = parameter.shape if parameter.rows is None else parameter.rows.padded_shape
-            size = shape.numel() * parameter.compute_dtype(compute_dtype).itemsize
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.full_bytes = end
-        memory = torch.empty(end, dtype=torch.uint8, device=device)
+        dtypes = [parameter.compute_dtype(compute_dtype) for parameter in self.parameters]
+        sizes = [p.padded_shape.numel() * dtype.itemsize for p, dtype in zip(self.parameters, dtypes, strict=True)]
+        *starts, self.full_bytes = accumulate(map(padded, sizes), initial=0)
+        memory = torch.empty(self.full_bytes, dtype=torch.uint8, device=device)
         self._copies: list[tuple[Tensor, nn.Parameter]] = []  # (place in the storage, shard)
         self._gathered_bytes: list[Tensor] = []
-        for parameter, start in zip(self.parameters, starts, strict=True):
-            dtype = parameter.compute_dtype(compute_dtype)
+        for parameter, dtype, start, size in zip(self.parameters, dtypes, starts, sizes, strict=True):
             rows = parameter.rows
-            shape = parameter.shape if rows is None else rows.padded_shape
-            region = memory[start : start + shape.numel() * dtype.itemsize]
-            padded = region.view(dtype).view(shape)
-            own = padded if rows is None else padded[rows.start : rows.stop]
+            region = memory[start : start + size]
+            whole = region.view(dtype).view(parameter.padded_shape)
+            own = whole if rows is None else whole[rows.start : rows.stop]
             if own.numel() > 0:
                 self._copies.append((own, parameter.shard))
             if rows is not None:
                 self._gathered_bytes.append(region)
             # .data: gathering must not count as a change of what autograd saved
-            whole = padded.data if rows is None else padded.data[: rows.shape[0]]
-            parameter.full = nn.Parameter(whole, requires_grad=parameter.trainable)
+            full = whole.data if rows is None else whole.data[: rows.shape[0]]
+            parameter.full = nn.Parameter(full, requires_grad=parameter.trainable)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
 
@@ -110,7 +99,7 @@ class ParameterGroup:
         if self._gathered_bytes and self._process_group.size() > 1:
             self._all_gather = transport.gather_of(self._gathered_bytes)
         for buffer in self.buffers:
-            buffer.connect(transport)
+            buffer.transport = transport
 
     def gather(self, stream: SideStream) -> None:
         """Start gathering, unless it has been started."""
@@ -147,22 +136,13 @@ class ParameterGroup:
         assert parameter.full is not None
         gradient, parameter.full.grad = parameter.full.grad, None
         assert gradient is not None, f"{parameter.name}: called without a gradient"
-        self._arrived.add(parameter)
+        self.arrived.add(parameter)
         if parameter.rows is None:
             return gradient
         self._buffer_of[parameter].add(parameter, gradient, accumulate=accumulate)
         return None
 
     @property
-    def any_arrived(self) -> bool:
-        """Whether backward has brought a gradient since `forget_arrivals`."""
-        return bool(self._arrived)
-
-    @property
     def all_arrived(self) -> bool:
-        """Whether backward has brought all gradients since `forget_arrivals`."""
-        return len(self._arrived) == len(self._trainable) > 0
-
-    def forget_arrivals(self) -> None:
-        """Begin to count again."""
-        self._arrived.clear()
+        """Whether backward has brought all gradients."""
+        return len(self.arrived) == len(self._trainable) > 0

@@ -6,13 +6,12 @@ import platform
 import pytest
 import torch
 
+from tests.parallel.fsdp.test_wrapper import CASES, _train, assert_same
 from tests.parallel.nets import build, train_alone
-from tests.parallel.test_fsdp import CASES, _train, assert_same
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.peer_memory import PeerMemory, obstacle_to_sharing
-from trainstep.parallel.sharding.transport import Collectives, PeerCopies, choose_transport
+from trainstep.parallel.fsdp.transport import Collectives, PeerCopies, PeerMemory, choose_transport, obstacle_to_sharing
 
 pytestmark = pytest.mark.distributed
 

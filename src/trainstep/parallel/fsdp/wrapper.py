@@ -1,44 +1,31 @@
-"""Fully sharded data parallel (ZeRO-3, Rajbhandari et al. 2020): every rank keeps its rows of every matrix.
-
-The schedule of a step, for a model of blocks b0 … bn:
-
-- At rest a rank has its rows of every parameter with two or more dimensions, in the dtype they are trained in, their
-  gradients and the optimizer's state for them. Parameters with fewer dimensions are replicated.
-- Forward. When block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
-  own rows are cast to `compute_dtype` into their place in the full parameters, and one all-gather fills in the rest.
-  The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
-  of the last blocks are kept, because backward begins with them.
-- Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Each gradient,
-  as autograd finishes it, is copied into the send buffer of its block. When the block's gradients are all there, the
-  buffer is sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When
-  backward has left the block, its full parameters are freed.
-- `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
-
-On a GPU nothing of this makes the host wait. The parts are in `parallel/sharding/`.
-"""
+"""The module around a sharded one; the schedule of a step is in `trainstep.parallel.fsdp`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.parallel.collectives import all_gather_slices
+from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
+from trainstep.parallel.fsdp import boundary
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.schedule import Schedule, in_backward
+from trainstep.parallel.fsdp.shards import (
+    Initialize,
+    ShardedParameter,
+    plan_groups,
+    refuse_retired_parameters,
+    shard_parameters,
+)
+from trainstep.parallel.fsdp.transport import TransportName, choose_transport
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.sharding import boundary, checkpoint
-from trainstep.parallel.sharding.construct import Initialize, shard_parameters
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.plan import plan_groups
-from trainstep.parallel.sharding.retired import refuse_retired_parameters
-from trainstep.parallel.sharding.schedule import Schedule, in_backward
-from trainstep.parallel.sharding.transport import TransportName, check_name, choose_transport
 
 MAX_PREFETCH = 2
 
@@ -64,6 +51,11 @@ class FullyShardedDataParallel(nn.Module):
             Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
             auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
 
+    Attributes:
+        module, process_group, device: as they were given or chosen.
+        transport: what carries parameters and gradients: collectives or peer-copies.
+        uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
+
     Raises:
         UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
         UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
@@ -82,16 +74,15 @@ class FullyShardedDataParallel(nn.Module):
         transport: TransportName = "auto",
     ) -> None:
         super().__init__()
-        _check_arguments(module, compute_dtype, prefetch)
-        check_name(transport)
-        self._process_group = resolve_group(process_group)
+        _check_arguments(module, compute_dtype, prefetch, transport)
+        self.process_group = resolve_group(process_group)
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
         planned = [parameter for group in plan for parameter in group.parameters]
         check_ranks_agree(
             "FullyShardedDataParallel",
             [(name, entry.parameter) for entry in planned for name in entry.names],
-            self._process_group,
+            self.process_group,
             settings={
                 "compute_dtype": compute_dtype,
                 "prefetch": prefetch,
@@ -99,31 +90,30 @@ class FullyShardedDataParallel(nn.Module):
                 "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
             },
         )
-        self.device = _device_for([entry.parameter for entry in planned], self._process_group, device)
+        self.device = _device_for([entry.parameter for entry in planned], self.process_group, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
-        sharded = shard_parameters(module, planned, self._process_group, self.device, initialize)
+        sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
         self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
-        parameter_groups = [
-            ParameterGroup(
-                [sharded[entry] for entry in group.parameters], self._process_group, compute_dtype, self.device
-            )
+        gather_groups = [
+            GatherGroup([sharded[entry] for entry in group.parameters], self.process_group, compute_dtype, self.device)
             for group in plan
         ]
-        self._transport = choose_transport(
+        carrier = choose_transport(
             transport,
-            self._process_group,
+            self.process_group,
             self.device,
-            slice_bytes=max((group.slice_bytes for group in parameter_groups), default=0),
+            slice_bytes=max((group.slice_bytes for group in gather_groups), default=0),
             exchange_bytes=max(
-                (buffer.exchange_bytes(compute_dtype) for group in parameter_groups for buffer in group.buffers),
+                (buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers),
                 default=0,
             ),
         )
-        for group in parameter_groups:
-            group.connect(self._transport)
-        self._schedule = Schedule(parameter_groups, self._process_group, prefetch, self.device)
-        needed: dict[nn.Module, list[ParameterGroup]] = {}
-        for planned_group, group in zip(plan, parameter_groups, strict=True):
+        for group in gather_groups:
+            group.connect(carrier)
+        self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
+        self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
+        needed: dict[nn.Module, list[GatherGroup]] = {}
+        for planned_group, group in zip(plan, gather_groups, strict=True):
             for unit in planned_group.units:
                 needed.setdefault(unit, []).append(group)
         for unit, unit_groups in needed.items():
@@ -178,21 +168,14 @@ class FullyShardedDataParallel(nn.Module):
         """
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
-        norms = [
-            nn.utils.get_total_norm(gradients, norm_type).float() if gradients else torch.zeros((), device=self.device)
-            for gradients in (sharded, replicated)
-        ]
-        if norm_type == float("inf"):
-            dist.all_reduce(norms[0], dist.ReduceOp.MAX, group=self._process_group)
-            total = torch.maximum(*norms)
-        else:
-            powers = norms[0] ** norm_type
-            dist.all_reduce(powers, group=self._process_group)
-            total = (powers + norms[1] ** norm_type) ** (1 / norm_type)
-        gradients = sharded + replicated
-        if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        return total
+        return clip_gradients_(
+            sharded,
+            replicated,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.device,
+        )
 
     @torch.no_grad()
     def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -210,7 +193,7 @@ class FullyShardedDataParallel(nn.Module):
                 values = torch.empty(rows.padded_shape, dtype=shard.dtype, device=shard.device)
                 values[rows.start : rows.stop] = shard
                 if rows.world_size > 1:
-                    all_gather_slices([values], self._process_group).wait()
+                    all_gather_slices([values], self.process_group).wait()
                 if rows.padded_shape != rows.shape:
                     values = values[: rows.shape[0]].clone()
             values = values.to(device if device is not None else values.device)
@@ -231,7 +214,11 @@ class FullyShardedDataParallel(nn.Module):
 
         For torch.distributed.checkpoint; see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
         """
-        return checkpoint.module_state(self)
+        by_name, mesh = self._by_name(), self._mesh()
+        return {
+            name: by_name[name].as_saved(mesh) if name in by_name else value
+            for name, value in self.module.state_dict().items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
@@ -239,7 +226,24 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             UsageError: `strict`, and names are missing or unknown; or a shape is wrong.
         """
-        checkpoint.load_module_state(self, state_dict, strict=strict)
+        own, by_name, mesh = self.state_dict(), self._by_name(), self._mesh()
+        missing, unknown = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        if strict and (missing or unknown):
+            raise UsageError(
+                f"the state does not fit: missing are {', '.join(missing) or 'none'}; "
+                f"unknown are {', '.join(unknown) or 'none'}"
+            )
+        with torch.no_grad():
+            for name in own.keys() & state_dict.keys():
+                value = state_dict[name]
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape != own[name].shape:
+                    raise UsageError(f"{name} has shape {tuple(value.shape)}; expected {tuple(own[name].shape)}")
+                if name in by_name:
+                    by_name[name].load(value, mesh)
+                else:
+                    own[name].copy_(value)
 
     def __deepcopy__(self, memo: object) -> FullyShardedDataParallel:
         raise UsageError(
@@ -250,20 +254,11 @@ class FullyShardedDataParallel(nn.Module):
         """All parameters, in the order of `parameters()`."""
         return self._sharded
 
-    @property
-    def transport(self) -> TransportName:
-        """What carries parameters and gradients: collectives or peer-copies."""
-        return self._transport.name
+    def _by_name(self) -> dict[str, ShardedParameter]:
+        return {name: parameter for parameter in self._sharded for name in parameter.names}
 
-    @property
-    def uncounted_bytes(self) -> int:
-        """Bytes that the transport's buffers take on this rank beyond what `torch.cuda.memory_allocated` counts."""
-        return self._transport.uncounted_bytes
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self._process_group
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.process_group, self.device.type)
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -291,13 +286,15 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
 
-def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int) -> None:
+def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
     if compute_dtype is not None and not compute_dtype.is_floating_point:
         raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
     if prefetch not in range(MAX_PREFETCH + 1):
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
+    if transport not in get_args(TransportName):
+        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
     if any(boundary.is_unit(inner) for inner in module.modules()):
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     lazy = [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]

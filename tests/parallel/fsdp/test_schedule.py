@@ -13,8 +13,8 @@ from trainstep.config import ModelConfig
 from trainstep.model.loss import cross_entropy
 from trainstep.model.transformer import build_transformer
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.sharding import gradients, transport
-from trainstep.parallel.sharding.group import ParameterGroup
+from trainstep.parallel.fsdp import gradients, transport
+from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -45,9 +45,9 @@ class Recorder:
             self.most_gathered = max(self.most_gathered, sum(g.full_bytes for g in live))
 
         for kind in ("gather", "wait", "free"):
-            original = getattr(ParameterGroup, kind)
+            original = getattr(GatherGroup, kind)
             wrapped = functools.partialmethod(_bound(note, kind, original))
-            self._replace(ParameterGroup, kind, wrapped)
+            self._replace(GatherGroup, kind, wrapped)
         for module, name in (
             (transport, "all_gather_slices"),
             (gradients, "reduce_scatter_mean"),

@@ -1,4 +1,4 @@
-"""Gradients on their way from the full parameters of every rank to the shards' `.grad`.
+"""Gradients, from the full parameters of every rank to the shards' `.grad`.
 
 A buffer holds the gradients of a group, destination by destination: first all that rank 0 owns, then rank 1's, and so
 on. Gradients in the shards' own dtype are reduce-scattered. Gradients in a narrower dtype are *exchanged* as they are
@@ -10,36 +10,35 @@ the wire as one in the narrow dtype: half of them for bfloat16 into float32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import all_reduce_mean, reduce_scatter_mean, slice_of
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.streams import Pending, SideStream
-from trainstep.parallel.sharding.transport import Collectives, Transport
+from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import Collectives, Transport
 
-ALIGNMENT = 16
+_ALIGNMENT = 16
 """Elements at whose multiples a parameter starts in a buffer."""
 
 
-class Reduction:
+@dataclass
+class BufferReduction:
     """A buffer's content under way: the mean over the ranks of this rank's rows."""
 
-    def __init__(
-        self, pending: Pending, rows: list[tuple[ShardedParameter, Tensor]], written: set[ShardedParameter]
-    ) -> None:
-        self._pending = pending
-        self._rows = rows
-        self._written = written
+    pending: Pending
+    rows: list[tuple[ShardedParameter, Tensor]]
+    written: set[ShardedParameter]
+    """Those that this rank had a gradient of."""
 
     def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
         """Wait; attach what this rank had a gradient of. Returns what it sent zeros for, to be decided later."""
-        self._pending.wait()
+        self.pending.wait()
         undecided = []
-        for parameter, gradient in self._rows:
-            if parameter in self._written:
+        for parameter, gradient in self.rows:
+            if parameter in self.written:
                 parameter.attach_gradient(gradient)
             else:
                 undecided.append((parameter, gradient))
@@ -58,8 +57,8 @@ class GradientBuffer:
         self._size = 0  # elements per destination
         for parameter in parameters:
             self._starts[parameter] = self._size
-            self._size += -(-self._shard_size(parameter) // ALIGNMENT) * ALIGNMENT
-        self._transport: Transport = Collectives(process_group)
+            self._size += -(-self._shard_size(parameter) // _ALIGNMENT) * _ALIGNMENT
+        self.transport: Transport = Collectives(process_group)
         self._send: Tensor | None = None  # (ranks, size)
         self._written: set[ShardedParameter] = set()
 
@@ -103,11 +102,7 @@ class GradientBuffer:
         """Forget what has not been sent."""
         self._send, self._written = None, set()
 
-    def connect(self, transport: Transport) -> None:
-        """Choose what carries gradients; once, before the first launch."""
-        self._transport = transport
-
-    def launch(self, stream: SideStream) -> Reduction:
+    def launch(self, stream: SideStream) -> BufferReduction:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
         assert self._send is not None
         send, written = self._send, self._written
@@ -128,7 +123,7 @@ class GradientBuffer:
             start = self._starts[parameter]
             shape = parameter.shard.shape
             rows.append((parameter, result[start : start + shape.numel()].view(shape)))
-        return Reduction(pending, rows, written)
+        return BufferReduction(pending, rows, written)
 
     def _reduce_scatter(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
         def keep_own() -> None:
@@ -137,7 +132,7 @@ class GradientBuffer:
         return stream.run(lambda: reduce_scatter_mean([send], self._process_group), after=keep_own)
 
     def _exchange(self, send: Tensor, result: Tensor, stream: SideStream) -> Pending:
-        transport = self._transport
+        transport = self.transport
         receive = transport.receive_buffer(send)
 
         def add_up() -> None:
@@ -146,8 +141,7 @@ class GradientBuffer:
         return stream.run(lambda: transport.exchange(receive, send), after=add_up)
 
     def _shard_size(self, parameter: ShardedParameter) -> int:
-        assert parameter.rows is not None
-        return parameter.rows.padded_shape.numel() // self._ranks
+        return parameter.padded_shape.numel() // self._ranks
 
     def _place(self, send: Tensor, parameter: ShardedParameter) -> Tensor:
         """The parameter's rows in the buffer, by destination: (ranks, elements of a shard)."""

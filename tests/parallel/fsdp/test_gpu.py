@@ -10,12 +10,12 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from tests.workers import WorkerError, Workers
 from trainstep.config import SIZES
 from trainstep.model.loss import cross_entropy
 from trainstep.model.transformer import build_transformer, init_module
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.workers import WorkerError, Workers
+from trainstep.parallel.fsdp.group import GatherGroup
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -90,17 +90,17 @@ def test_trains_as_one_process(gpus):
 
 def _poisoned(process, cases):
     """Gathered memory starts as NaN, so that a read before its time shows."""
-    original = ParameterGroup._copy_own
+    original = GatherGroup._copy_own
 
     def copy_own(group):
         torch.empty(0, dtype=torch.uint8, device=process.device).set_(group._storage).fill_(255)
         original(group)
 
-    ParameterGroup._copy_own = copy_own
+    GatherGroup._copy_own = copy_own
     try:
         return _train_cases(process, cases)
     finally:
-        ParameterGroup._copy_own = original
+        GatherGroup._copy_own = original
 
 
 @pytest.mark.parametrize("transport", ["collectives", "auto"])

@@ -18,56 +18,50 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
-from trainstep.parallel.pieces import Piece
-from trainstep.parallel.runs import Run
+from trainstep.parallel.zero.slices import ParameterBucket, Piece, hyper_parameters
 
 Groups = list[dict[str, Any]]
 
 
 def dump(
-    runs: list[Run], groups: Groups, process_group: dist.ProcessGroup, twin: Callable[[Run], torch.optim.Optimizer]
+    buckets: list[ParameterBucket],
+    groups: Groups,
+    process_group: dist.ProcessGroup,
+    twin: Callable[[ParameterBucket], ParameterBucket],
 ) -> dict[str, Any]:
-    """This rank's part. `fresh` marks parameters without state yet; `twin` makes an optimizer to take theirs from.
+    """This rank's part. `fresh` marks parameters without state yet; they have that of the bucket's `twin`.
 
     Parameters' numbers are strings here, since torch.distributed.checkpoint makes strings of them.
     """
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
     meshes: dict[str, DeviceMesh] = {}
-    for run in runs:
-        if run.optimizer is None:
-            continue
-        mine = [piece for piece in run.pieces if piece.mine is not None]
-        fresh |= {str(piece.number): piece.mine not in run.optimizer.state for piece in mine}
-        stand_ins = _states(twin(run)) if any(fresh[str(piece.number)] for piece in mine) else []
-        for position, (piece, own) in enumerate(zip(_in_order(run), _states(run.optimizer), strict=True)):
-            name = str(piece.number)
-            values = stand_ins[position] if fresh[name] else own
-            device = piece.parameter.device.type
+    for bucket in buckets:
+        own = bucket.states()
+        stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
+        for (piece, values), (_, stand_in) in zip(own, stand_ins, strict=True):
+            name, device = str(piece.number), piece.parameter.device.type
+            fresh[name] = values is None
             if piece.owner is None and device not in meshes:
                 meshes[device] = DeviceMesh.from_group(process_group, device)
-            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in values.items()}
+            filled = (stand_in if values is None else values) or {}
+            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in filled.items()}
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
-def consolidate(runs: list[Run], groups: Groups, process_group: dist.ProcessGroup) -> dict[str, Any]:
+def consolidate(buckets: list[ParameterBucket], groups: Groups, process_group: dist.ProcessGroup) -> dict[str, Any]:
     """The undivided optimizer's state dict, on CPU on the first rank of the group; empty on the others."""
     is_first = process_group.rank() == 0
     state: dict[int, dict[str, Any]] = {}
     whole: dict[int, dict[str, Any]] = {}
-    for run in runs:
-        if run.optimizer is None:
+    for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
+        assert values is not None
+        if piece.owner is not None:
+            whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
             continue
-        for piece in run.pieces:
-            values = run.optimizer.state.get(piece.mine) if piece.mine is not None else None
-            if not values:
-                continue
-            if piece.owner is None:
-                full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
-                if is_first:
-                    state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
-            else:
-                whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
+        full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
+        if is_first:
+            state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
     if received is None:
@@ -77,7 +71,7 @@ def consolidate(runs: list[Run], groups: Groups, process_group: dist.ProcessGrou
     return {"state": dict(sorted(state.items())), "param_groups": _numbered(groups)}
 
 
-def restore(runs: list[Run], groups: Groups, state_dict: Mapping[str, Any]) -> None:
+def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Take over this rank's part of a state dict made by `dump` or `consolidate`, or by the undivided optimizer."""
     loaded = state_dict["param_groups"]
     counts, expected = [len(group["params"]) for group in loaded], [len(group["params"]) for group in groups]
@@ -87,32 +81,21 @@ def restore(runs: list[Run], groups: Groups, state_dict: Mapping[str, Any]) -> N
             "an optimizer over the same model, with the same groups"
         )
     for group, values in zip(groups, loaded, strict=True):
-        group.update({key: value for key, value in values.items() if key not in ("params", "param_names")})
+        group.update(hyper_parameters(values))
     numbers = [number for group in loaded for number in group["params"]]
     fresh = state_dict.get("fresh", {})
-    for run in runs:
-        if run.optimizer is None:
+    for bucket in buckets:
+        if bucket.optimizer is None:
             continue
         state = {}
-        for position, piece in enumerate(_in_order(run)):
+        for position, (piece, _) in enumerate(bucket.states()):
             number = numbers[piece.number]
             values = state_dict["state"].get(str(number), state_dict["state"].get(number))
             if values and not fresh.get(str(number), False):
                 state[position] = {key: _own_part(value, piece) for key, value in values.items()}
-        run.optimizer.load_state_dict({"state": state, "param_groups": run.optimizer.state_dict()["param_groups"]})
-
-
-def _in_order(run: Run) -> list[Piece]:
-    """This rank's pieces in the order of the run's optimizer: by parameter group."""
-    mine = [piece for piece in run.pieces if piece.mine is not None]
-    return [piece for group in run.groups for piece in mine if piece.group == group]
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Every parameter's state, in the optimizer's order, empty where there is none."""
-    return [
-        dict(optimizer.state.get(parameter, {})) for group in optimizer.param_groups for parameter in group["params"]
-    ]
+        bucket.optimizer.load_state_dict(
+            {"state": state, "param_groups": bucket.optimizer.state_dict()["param_groups"]}
+        )
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -143,12 +126,12 @@ def _portable(value: Any, piece: Piece, mesh: DeviceMesh | None) -> Any:
     )
 
 
-def _gathered(value: Any, piece: Piece, group: dist.ProcessGroup) -> Any:
+def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
     if not _is_elementwise(value, piece):
         return value
     full = torch.empty_like(piece.parameter, dtype=value.dtype, requires_grad=False)
-    slice_of(full, group.rank(), group.size()).copy_(value)
-    all_gather_slices([full], group).wait()
+    slice_of(full, process_group.rank(), process_group.size()).copy_(value)
+    all_gather_slices([full], process_group).wait()
     return full
 
 

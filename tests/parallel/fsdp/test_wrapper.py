@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
+from tests.workers import Workers
 from trainstep import checkpointing
 from trainstep.parallel import FullyShardedDataParallel
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.workers import Workers
+from trainstep.parallel.fsdp.group import GatherGroup
 
 pytestmark = pytest.mark.distributed
 
@@ -303,6 +303,25 @@ def test_clipping_counts_every_element_once(four, norm_type, max_norm):
     assert not gradients["blocks.1.up.weight"].any(), "a frozen parameter has no gradient"
 
 
+def _clip_by_the_largest(process):
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(nn.Linear(3, 2))
+    sharded(torch.ones(4, 3)).square().sum().backward()
+    sharded.finish_gradient_synchronization()
+    rows = sharded.module.weight.shape[0]
+    return rows, sharded.clip_grad_norm_(1e6, float("inf")).item()
+
+
+def test_clipping_by_the_largest_element_where_ranks_have_no_rows(four):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    module(torch.ones(4, 3)).square().sum().backward()
+    largest = max(parameter.grad.abs().max().item() for parameter in module.parameters())
+    rows, norms = zip(*four.run(_clip_by_the_largest), strict=True)
+    assert rows == (1, 1, 0, 0)
+    assert norms == pytest.approx([largest] * 4)
+
+
 def _scale(process):
     """An overflow on rank 1 alone: no rank may step."""
     sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16)
@@ -403,8 +422,8 @@ def _poisoned_copy(original):
 
 def _train_late(process, repeats, dtype):
     results = []
-    original = ParameterGroup._copy_own
-    ParameterGroup._copy_own = _poisoned_copy(original)
+    original = GatherGroup._copy_own
+    GatherGroup._copy_own = _poisoned_copy(original)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         for seed in range(repeats):
@@ -416,7 +435,7 @@ def _train_late(process, repeats, dtype):
             results.append(sharded.gather_full_parameters())
     finally:
         torch.use_deterministic_algorithms(False)
-        ParameterGroup._copy_own = original
+        GatherGroup._copy_own = original
     return results
 
 
@@ -509,7 +528,7 @@ def _outside(process):
     sharded = FullyShardedDataParallel(build())
     optimizer = OPTIMIZERS["adamw"](sharded.parameters())
     calls = []
-    gather = ParameterGroup.gather
+    gather = GatherGroup.gather
 
     def counted(group, *how):
         calls.append(group.parameters[0].name if not group.is_gathered else None)
@@ -518,7 +537,7 @@ def _outside(process):
     head = sharded.module.head
     sharded.module.head = nn.Identity()
     sharded._contents = [entry for entry in sharded._contents if entry[0] is not sharded.module]
-    ParameterGroup.gather = counted
+    GatherGroup.gather = counted
     try:
         for step in range(3):
             tokens = batch(step).chunk(2)[process.rank]
@@ -533,7 +552,7 @@ def _outside(process):
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        ParameterGroup.gather = gather
+        GatherGroup.gather = gather
     return sharded.gather_full_parameters(), calls.count("head.weight")
 
 

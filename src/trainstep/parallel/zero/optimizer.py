@@ -1,19 +1,10 @@
-"""An optimizer whose state and work are divided among the ranks (ZeRO stage 1; Rajbhandari et al. 2020, section 5.1).
-
-Schedule. Every rank holds all parameters, but updates only its part of them (see `pieces`), and so keeps optimizer
-state for that part alone. In `step`, the parameters are walked through in runs of up to `exchange_mb`: a run's part is
-updated, and then the run is gathered in one call, on the group's own stream, while the next run is being updated. At
-the end the current stream waits for the last of them.
-
-With `ddp` given, gradients are reduce-scattered during backward instead of all-reduced: each rank gets only the mean it
-needs, for half the bytes, and gathering the parameters then costs the other half. The whole step sends as much as
-plain data parallel training.
-"""
+"""The optimizer whose state and work are divided among the ranks; the schedule is in `trainstep.parallel.zero`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.buckets import assign_buckets
+from trainstep.parallel.collectives import assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
-from trainstep.parallel.optimizer_state import consolidate, dump, restore
-from trainstep.parallel.pieces import Piece, cut, may_slice
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.runs import Run, hyper_parameters
+from trainstep.parallel.zero.slices import ParameterBucket, Piece, cut, hyper_parameters, may_slice
+from trainstep.parallel.zero.state import consolidate, dump, restore
 
-Shard = Literal["auto", "slices", "parameters"]
+Division = Literal["auto", "slices", "parameters"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -62,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         ddp: DistributedDataParallel | None = None,
-        shard: Shard = "auto",
+        shard: Division = "auto",
         exchange_mb: float = 256.0,
         **kwargs: Any,
     ) -> None:
@@ -72,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
         self._loads = [0] * self.process_group.size()
-        self._runs: list[Run] = []
+        self._buckets: list[ParameterBucket] = []
         groups = _as_groups(params)
         probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)  # its own checks, without its memory
         self._divided = 0  # parameter groups that are divided already; none until the ranks are known to agree
@@ -83,15 +73,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Parameter → this rank's state of its part of it."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for run in self._runs:
-            for piece in run.pieces:
-                if run.optimizer is not None and piece.mine is not None and piece.mine in run.optimizer.state:
-                    state[piece.parameter] = run.optimizer.state[piece.mine]
+        for piece, values in (each for bucket in self._buckets for each in bucket.states()):
+            if values is not None:
+                state[piece.parameter] = values
         return state
 
     @state.setter
     def state(self, _: Any) -> None:
-        """Torch's constructor sets an empty one; ours is in the optimizers of the runs."""
+        """Torch's constructor sets an empty one; ours is in the optimizers of the buckets."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, the same on every rank."""
@@ -120,14 +109,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "leave out ddp=, or train in bfloat16, which needs no scaling"
             )
         self._check()
-        underway: list[Callable[[], None]] = []
-        for run in self._runs:
-            run.take_settings(self.param_groups)
-        for run in self._runs:
-            run.update(self.process_group)
-            underway += run.exchange(self.process_group)
-        for run in self._runs:
-            run.give_settings(self.param_groups)
+        underway: list[Callable[[], object]] = []
+        for bucket in self._buckets:
+            bucket.take_settings(self.param_groups)
+        for bucket in self._buckets:
+            bucket.update(self.process_group)
+            underway += bucket.exchange(self.process_group)
+        for bucket in self._buckets:
+            bucket.give_settings(self.param_groups)
         for finish in underway:
             finish()
         return loss
@@ -152,20 +141,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ddp is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        mine = self.local_gradients()
-        of_each = torch._foreach_norm(mine, norm_type) if mine else ()
-        device = self.param_groups[0]["params"][0].device
-        norms = torch.stack([torch.zeros((), device=device), *(norm.float() for norm in of_each)])
-        if norm_type == float("inf"):
-            total = norms.max()
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.process_group)
-        else:
-            total = norms.pow(norm_type).sum()
-            dist.all_reduce(total, group=self.process_group)
-            total = total.pow(1 / norm_type)
-        if mine:
-            torch._foreach_mul_(mine, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        return total
+        return clip_gradients_(
+            self.local_gradients(),
+            [],
+            max_norm=max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.param_groups[0]["params"][0].device,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for torch.distributed.checkpoint: pass the optimizer itself to its `save` and `load`.
@@ -173,14 +156,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Slices are one-dimensional DTensors, so that they can be loaded at any world size. What has no state yet is
         filled in with what `load` can write into, and marked.
         """
-        return dump(self._runs, self.param_groups, self.process_group, self._twin)
+        return dump(self._buckets, self.param_groups, self.process_group, self._twin)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict that the undivided optimizer would have, on CPU, on rank 0 of the group; empty on others.
 
         All ranks must call it.
         """
-        return consolidate(self._runs, self.param_groups, self.process_group)
+        return consolidate(self._buckets, self.param_groups, self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state over from `state_dict()`, or from a full one: ours, or that of the undivided optimizer.
@@ -190,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: its parameter groups are not those of this optimizer.
         """
-        restore(self._runs, self.param_groups, state_dict)
+        restore(self._buckets, self.param_groups, state_dict)
 
     def _divide_new_groups(self) -> None:
         """Divide the parameters of the groups that came last."""
@@ -214,43 +197,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
         items = [
-            (i, piece.size, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
+            (i, piece.parameter.nbytes, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
             for i, piece in enumerate(pieces)
         ]
-        for bucket in assign_buckets(items, self._exchange_mb):
-            self._runs.append(self._run([pieces[i] for i in bucket]))
+        for indices in assign_buckets(items, self._exchange_mb):
+            self._buckets.append(self._bucket([pieces[i] for i in indices]))
         if self._ddp is not None:
             self._ddp.scatter_gradients(_scattered(self._all_pieces(), self._ddp))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
 
-    def _run(self, pieces: list[Piece]) -> Run:
+    def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
         groups = sorted({piece.group for piece in pieces if piece.mine is not None})
-        return Run(pieces, self._inner(pieces, groups) if groups else None, groups)
-
-    def _inner(self, pieces: list[Piece], groups: list[int]) -> torch.optim.Optimizer:
         parts = [
             hyper_parameters(self.param_groups[group])
             | {"params": [piece.mine for piece in pieces if piece.group == group and piece.mine is not None]}
             for group in groups
         ]
-        return self._optimizer_cls(parts, **self._options)
+        return ParameterBucket(pieces, self._optimizer_cls(parts, **self._options) if parts else None, groups)
 
-    def _twin(self, run: Run) -> torch.optim.Optimizer:
-        """An optimizer like the run's, over copies of its parameters, that has made one step on zero gradients."""
-        pieces = [
-            Piece(piece.number, piece.group, piece.parameter, piece.owner, nn.Parameter(torch.zeros_like(piece.mine)))
-            for piece in run.pieces
-            if piece.mine is not None
-        ]
-        twin = self._inner(pieces, run.groups)
-        for piece in pieces:
+    def _twin(self, bucket: ParameterBucket) -> ParameterBucket:
+        """A bucket over copies of this rank's pieces, whose optimizer has made one step on zero gradients."""
+        pieces = []
+        for piece, _ in bucket.states():
             assert piece.mine is not None
-            piece.mine.grad = torch.zeros_like(piece.mine)
-        twin.step()
+            copy = nn.Parameter(torch.zeros_like(piece.mine))
+            copy.grad = torch.zeros_like(copy)
+            pieces.append(replace(piece, mine=copy))
+        twin = self._bucket(pieces)
+        assert twin.optimizer is not None, "there are pieces without state"
+        twin.optimizer.step()
         return twin
 
     def _all_pieces(self) -> list[Piece]:
-        return [piece for run in self._runs for piece in run.pieces]
+        return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     def _check(self) -> None:
         rank, world_size = self.process_group.rank(), self.process_group.size()
@@ -258,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in self._all_pieces():
             divided.add(id(piece.parameter))
             if piece.owner is None and piece.mine is not None:
-                start = piece.parameter.data_ptr() + rank * (piece.size // world_size)
+                start = piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size)
                 if piece.mine.data_ptr() != start:
                     raise UsageError(
                         f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
@@ -304,13 +283,9 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
     return group | {"params": [nn.Parameter(torch.empty_like(tensor, device="meta")) for tensor in tensors]}
 
 
-def _scattered(pieces: Iterable[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
+def _scattered(pieces: list[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
     known = {id(parameter) for parameter in ddp.parameters()}
-    found = {}
     for piece in pieces:
         if id(piece.parameter) not in known:
             raise UsageError(f"parameter number {piece.number} is not one of ddp; leave out ddp=, or the parameter")
-        if piece.owner is None:
-            assert piece.mine is not None, "every rank has its slice"
-            found[piece.parameter] = piece.mine
-    return found
+    return {piece.parameter: piece.mine for piece in pieces if piece.owner is None and piece.mine is not None}

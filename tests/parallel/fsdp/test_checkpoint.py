@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from tests.workers import WorkerError, Workers
 from trainstep.errors import UsageError
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
-from trainstep.parallel.workers import WorkerError, Workers
 
 pytestmark = pytest.mark.distributed
 

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.sharding.gradients import Reduction, ReplicatedGradients
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.sharding.parameter import ShardedParameter
-from trainstep.parallel.sharding.streams import SideStream
+from trainstep.parallel.collectives import SideStream
+from trainstep.parallel.fsdp.gradients import BufferReduction, ReplicatedGradients
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.shards import ShardedParameter
 
 
 @dataclass(eq=False)
 class Use:
     """One group needed by one call, or by several in a row."""
 
-    group: ParameterGroup
+    group: GatherGroup
     needs_backward: bool = False
 
 
@@ -37,11 +37,11 @@ class Use:
 class Pass:
     """The groups that calls needed since the wrapper's forward began."""
 
-    predicted: list[ParameterGroup] | None
+    predicted: list[GatherGroup] | None
     """What they needed in the pass before; None once it turns out otherwise."""
     uses: list[Use] = field(default_factory=list)
 
-    def record(self, group: ParameterGroup) -> int:
+    def record(self, group: GatherGroup) -> int:
         """Note that a call needs a group; the position of this use."""
         if self.uses and self.uses[-1].group is group:
             return len(self.uses) - 1
@@ -56,24 +56,17 @@ class Pass:
 class Call:
     """One call of a unit."""
 
-    groups: Sequence[ParameterGroup]
+    groups: Sequence[GatherGroup]
     recorded_in: Pass | None
     """None for a call during backward, which computes activations again."""
     positions: list[int]
 
 
 class Schedule:
-    """What happens at the calls of units, and at the gradients of their parameters.
-
-    Args:
-        groups: all groups of the wrapper.
-        process_group: the ranks.
-        prefetch: how many uses ahead a group is gathered.
-        device: of the parameters.
-    """
+    """What happens at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
+        self, groups: Sequence[GatherGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
     ) -> None:
         self.groups = groups
         self.synchronise = True
@@ -81,10 +74,10 @@ class Schedule:
         self._device = device
         self._gathers = SideStream(device)
         self._reductions = SideStream(device)
-        self._recorded: dict[bool, list[ParameterGroup]] = {}
+        self._recorded: dict[bool, list[GatherGroup]] = {}
         self._with_gradients = False
         self._pass = Pass(None)
-        self._under_way: list[Reduction] = []
+        self._under_way: list[BufferReduction] = []
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._replicated = ReplicatedGradients([p for group in groups for p in group.parameters], process_group)
@@ -105,7 +98,7 @@ class Schedule:
         self._with_gradients = torch.is_grad_enabled()
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
-    def enter(self, groups: Sequence[ParameterGroup]) -> Call:
+    def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         if in_backward():
             call = Call(groups, None, [])
@@ -120,7 +113,7 @@ class Schedule:
             group.users += 1
         return call
 
-    def gather_again(self, groups: Sequence[ParameterGroup]) -> None:
+    def gather_again(self, groups: Sequence[GatherGroup]) -> None:
         """Backward computes activations again, and goes on through the same parameters."""
         for group in groups:
             group.gather(self._gathers)
@@ -183,19 +176,19 @@ class Schedule:
         self._used, self._undecided = set(), []
         self._free_all()
 
-    def _upcoming(self, call: Call) -> Iterator[ParameterGroup]:
+    def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None and call.recorded_in.predicted is not None:
             first = max(call.positions) + 1
             yield from call.recorded_in.predicted[first : first + self._prefetch]
 
-    def _preceding(self, call: Call) -> Iterator[ParameterGroup]:
+    def _preceding(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None:
             last = min(call.positions)
             for use in reversed(call.recorded_in.uses[max(0, last - self._prefetch) : last]):
                 if use.needs_backward:
                     yield use.group
 
-    def _on_gradient(self, group: ParameterGroup, parameter: ShardedParameter, full: Tensor) -> None:
+    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter, full: Tensor) -> None:
         """Autograd has finished a full parameter's gradient."""
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
@@ -204,16 +197,16 @@ class Schedule:
         if group.all_arrived:
             self._settle(group)
 
-    def _settle(self, group: ParameterGroup) -> None:
+    def _settle(self, group: GatherGroup) -> None:
         """All of a group's gradients are there, or all of its calls are behind us in backward."""
         if not group.awaiting:
             group.free()
-        if group.any_arrived:
-            group.forget_arrivals()
+        if group.arrived:
+            group.arrived.clear()
             if self.synchronise:
                 self._send(group)
 
-    def _send(self, group: ParameterGroup) -> None:
+    def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
         ready = [buffer for buffer in group.buffers if buffer.holds_gradients]
         if ready:
@@ -228,7 +221,7 @@ class Schedule:
     def _free_all(self) -> None:
         for group in self.groups:
             group.users = 0
-            group.forget_arrivals()
+            group.arrived.clear()
             group.free()
 
 

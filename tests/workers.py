@@ -1,4 +1,4 @@
-"""Processes of one machine that run functions together: for tests and examples. Real runs are torchrun's.
+"""Processes of one machine that run functions together, for tests. Real runs are torchrun's.
 
 Each worker joins one group and then waits for functions; starting costs once, not per function. Workers are forked
 from a server that has imported torch (and started no threads), so a new group is up in tenths of a second. They never

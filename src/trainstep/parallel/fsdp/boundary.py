@@ -1,7 +1,7 @@
 """Where the call of a unit meets the schedule.
 
 A unit's class is replaced by a subclass whose `__call__` goes through the boundary. So the boundary lies outside of
-what `module.compile()` compiles and of the module's hooks, and it is there whenever the module is called, by whomever.
+what `module.compile()` compiles and of the module's hooks, and it is there whenever the module is called.
 Code that runs a unit's `forward` without calling it (activation checkpointing of several blocks together, or computing
 one again) meets the same boundary there.
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.parallel.sharding.group import ParameterGroup
-from trainstep.parallel.sharding.schedule import Call, Schedule, in_backward
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.schedule import Call, Schedule, in_backward
 
 
 class Boundary:
     """Around the calls of one unit, which need `groups`."""
 
-    def __init__(self, schedule: Schedule, groups: Sequence[ParameterGroup]) -> None:
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup]) -> None:
         self._schedule = schedule
         self._groups = groups
         self.is_open = False
