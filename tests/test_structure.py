@@ -122,7 +122,7 @@ def loaded_after(statement: str) -> set[str]:
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         ("import trainstep.plan.flops, trainstep.hardware, trainstep.config", {"torch", "numpy"}),
         (
-            "import trainstep.bench.sweep.resume, trainstep.bench.sweep.here, trainstep.bench.sweep.jobs",
+            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.processes, trainstep.bench.sweep.jobs",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (

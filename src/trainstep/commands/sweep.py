@@ -59,7 +59,7 @@ class Sweep(Common):
         """Run what is not finished, print and write."""
         from trainstep.bench.sweep.grid_file import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
-        from trainstep.bench.sweep.resume import RETRIED, is_finished, places_of, sweep_records
+        from trainstep.bench.sweep.rows import RETRIED, sweep_records
         from trainstep.cli import parse
         from trainstep.held_folder import held_folder
 
@@ -73,10 +73,10 @@ class Sweep(Common):
         grid = load_grid(self.file, parse)
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         retried = RETRIED if self.retry == "failed" else ()
-        places = places_of(grid, out)
+        places = grid.places(out)
         if self.dry_run:
             for place in places:
-                print("finished" if is_finished(place, retried) else "to run", shlex.join(place.case.words), sep="  ")
+                print("finished" if place.is_finished(retried) else "to run", shlex.join(place.case.words), sep="  ")
             print(_count(places, retried))
             return 0
         if self.executor == "slurm":
@@ -94,8 +94,8 @@ class Sweep(Common):
                 )
 
     def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
-        from trainstep.bench.sweep.here import run_here, visible_gpus
         from trainstep.bench.sweep.jobs import Resources, run_jobs
+        from trainstep.bench.sweep.processes import run_here, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1
@@ -106,9 +106,7 @@ class Sweep(Common):
 
 def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
     """How many cases there are, and how many of them are left."""
-    from trainstep.bench.sweep.resume import is_finished
-
-    finished = sum(is_finished(place, retried) for place in places)
+    finished = sum(place.is_finished(retried) for place in places)
     to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
     return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"
 

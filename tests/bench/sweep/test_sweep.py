@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.bench.sweep import child
+from trainstep.bench.sweep import processes
 from trainstep.bench.sweep.case import Case, Place, flags
 from trainstep.bench.sweep.grid_file import load_grid
-from trainstep.bench.sweep.here import run_here, visible_gpus
 from trainstep.bench.sweep.jobs import Resources, run_jobs
-from trainstep.bench.sweep.resume import is_finished, places_of
+from trainstep.bench.sweep.processes import run_here, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
@@ -78,7 +77,7 @@ def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, 
     assert {"sweep.csv", "sweep-by-mode.md", "sweep-by-seed.tex"} <= tables
     assert "Step by seed" in (out / "report.html").read_text()
 
-    monkeypatch.setattr(child, "command_of", lambda place: pytest.fail("a second run runs nothing"))
+    monkeypatch.setattr(processes, "command_of", lambda place: pytest.fail("a second run runs nothing"))
     assert run("sweep", str(file), "--out", str(out)) == 0
     again = read_records(out / "results.jsonl")
     assert "12 finished before, nothing to run" in capsys.readouterr().out
@@ -130,7 +129,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
     assert row.status == "failed"
     assert "absent" in row.reason
     grid = load_grid(file, parse)
-    assert [is_finished(place) for place in places_of(grid, out)] == [True, False]
+    assert [place.is_finished() for place in grid.places(out)] == [True, False]
 
 
 STARVED = json.dumps({"kind": "step", "case": {"workload": "toy"}, "status": "out of memory", "reason": "needed 9"})
@@ -141,7 +140,7 @@ def scripted(monkeypatch, script):
     """Run `script` in place of trainstep; it knows its folder as `out`."""
     program = "import os, signal, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n"
     program += f"row, starved = {STEP!r} + chr(10), {STARVED!r} + chr(10)\n" + textwrap.dedent(script)
-    monkeypatch.setattr(child, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
+    monkeypatch.setattr(processes, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
 
 
 def places(folder, *settings):

@@ -27,7 +27,7 @@ from trainstep.kinds import (
     StepRow,
     SweepRow,
 )
-from trainstep.records import Row, Scalar, of_kind, read_records, write_whole
+from trainstep.records import Row, Scalar, Status, of_kind, read_records, write_whole
 
 ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
     "analyze": (RungRow,),
@@ -133,3 +133,8 @@ class Place:
         """Forget an earlier run, so that nothing of it can pass for this one's."""
         for name in ("rows.jsonl", "results.jsonl"):
             (self.folder / name).unlink(missing_ok=True)
+
+    def is_finished(self, retried: Sequence[Status] = ()) -> bool:
+        """Whether the case has ended before, and not with a status that is to be tried again."""
+        rows = self.finished()
+        return rows is not None and not any(row.status in retried for row in rows)

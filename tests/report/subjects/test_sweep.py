@@ -1,11 +1,10 @@
 import pytest
-from trainstep.report.sections.sweep import MOST_DOTS, MOST_LINES, sweep
-from trainstep.report.sweep_axes import axes_of, measures_of
 
 from trainstep.kinds import row_of
 from trainstep.report.findings import findings
 from trainstep.report.html import render
 from trainstep.report.subjects import make_tables
+from trainstep.report.subjects.sweep import MOST_DOTS, MOST_LINES, axes_of, measures_of, sweep
 
 
 def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **settings):
@@ -27,19 +26,19 @@ GRID = [
 def test_a_table_for_all_cases_and_one_per_axis_in_the_files_order():
     tables = {table.name: table for table in make_tables(GRID)}
     assert list(tables) == ["sweep", "sweep-by-size", "sweep-by-context"]
-    assert [cells[0] for cells in tables["sweep"].rows] == ["1", "2", "3", "4"]
+    assert [cells[0] for cells in tables["sweep"].texts()] == ["1", "2", "3", "4"]
     assert "steps 7" in tables["sweep"].caption
-    assert tables["sweep-by-context"].columns == ("", "context 64", "context 512")
-    assert tables["sweep-by-context"].rows == (
+    assert tables["sweep-by-context"].columns == ["", "context 64", "context 512"]
+    assert tables["sweep-by-context"].texts() == [
         ("size small", "10.0 [9.00–11.0]", "20.0 [19.0–21.0]"),
         ("size medium", "30.0 [29.0–31.0]", "out of memory"),
-    )
+    ]
 
 
 def test_an_axis_longer_than_its_lines_goes_down_the_table():
     (_, table) = make_tables([row(index, float(context), context=context) for index, context in enumerate((9, 2, 5))])
-    assert table.columns == ("context", "all cases")
-    assert [cells[0] for cells in table.rows] == ["2", "5", "9"]
+    assert table.columns == ["context", "all cases"]
+    assert [cells[0] for cells in table.texts()] == ["2", "5", "9"]
 
 
 def test_a_case_that_measured_nothing_is_a_gap_not_a_point():
@@ -86,9 +85,9 @@ def test_predictions_are_called_so():
 @pytest.mark.parametrize(("commits", "says"), [("aa", False), ("ab", True)])
 def test_rows_of_different_environments_are_remarked_on(commits, says):
     rows = [row(n, context=n, commit=commit) for n, commit in enumerate(commits, start=1)]
-    found = [each.sentence for each in findings(rows) if "commit" in each.sentence]
+    found = [each for each in findings(rows) if each.id == "sweep.environments"]
     assert bool(found) == says
-    assert not says or "commits a and b" in found[0]
+    assert not says or found[0].figures == {"commit": ("a", "b")}
 
 
 def test_a_sweep_of_failures_alone_is_a_table():

@@ -1,14 +1,15 @@
-"""What came of a case's process → rows: those that it wrote, and one that says why where it did not end well."""
+"""A case's process → rows: those that it wrote, and one that says why where it did not end well."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainstep.bench.sweep.case import ROW_KINDS, Case
+from trainstep.bench.sweep.case import ROW_KINDS, Case, Place
 from trainstep.errors import UsageError
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
@@ -104,3 +105,28 @@ def _lines(path: Path) -> list[str]:
     except OSError:
         return []
     return [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+
+
+Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
+"""Runs cases and yields each when it has ended and its rows are kept."""
+
+RETRIED: tuple[Status, ...] = ("failed", "out of memory")
+
+
+def sweep_records(
+    places: Sequence[Place], execute: Execute, retried: Sequence[Status] = ()
+) -> Generator[Row, None, None]:
+    """The rows of finished cases, then those of the others as they end, each with its case's number from 1."""
+    numbers = {place.case.identity: number for number, place in enumerate(places, start=1)}
+
+    def rows(place: Place) -> Iterator[Row]:
+        for row in place.finished() or ():
+            yield replace(row, number=numbers[place.case.identity])
+
+    pending = [place for place in places if not place.is_finished(retried)]
+    for place in places:
+        if place not in pending:
+            yield from rows(place)
+    with contextlib.closing(execute(pending)) as ended:
+        for place in ended:
+            yield from rows(place)
