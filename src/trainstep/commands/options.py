@@ -101,7 +101,7 @@ def flags_of(
         for name, value in values.items()
         if name not in without
     }
-    typed_dict: Any = typing.TypedDict  # mypy knows no computed fields
+    typed_dict: Any = typing.TypedDict  # mypy takes only fields written out
     made = typed_dict(f"{config.__name__}Flags", flags, total=False)
     made.__doc__ = config.__doc__
     return made
