@@ -26,7 +26,7 @@ def run(folder: str, *words: str) -> tuple[list[Row], float]:
     """The records of one command, and the seconds it took."""
     out = Path("results/tour") / folder
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trainstep.cli", *words, "--out", str(out)], check=True)
+    subprocess.run([sys.executable, "-m", "trainstep", *words, "--out", str(out)], check=True)
     return read_records(out / "results.jsonl"), time.perf_counter() - start
 
 

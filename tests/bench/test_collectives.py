@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def torchrun(processes, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "trainstep.cli", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
+    command += ["-m", "trainstep", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
 
 
@@ -54,11 +54,11 @@ def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
 
 def test_without_torchrun_it_says_what_to_run():
     found = subprocess.run(
-        [sys.executable, "-m", "trainstep.cli", "bench", "collectives", "--size-mb", "1"],
+        [sys.executable, "-m", "trainstep", "bench", "collectives", "--size-mb", "1"],
         capture_output=True, text=True, cwd=REPOSITORY,
     )  # fmt: skip
     assert found.returncode == 2
-    assert "run: torchrun --nproc-per-node=2 -m trainstep.cli bench collectives --size-mb 1" in found.stderr
+    assert "run: torchrun --nproc-per-node=2 -m trainstep bench collectives --size-mb 1" in found.stderr
     assert "Traceback" not in found.stderr
 
 

@@ -85,7 +85,7 @@ def test_without_torchrun_the_command_is_given(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    command = "torchrun --nproc-per-node=2 -m trainstep.cli bench collectives --size-mb 1,10"
+    command = "torchrun --nproc-per-node=2 -m trainstep bench collectives --size-mb 1,10"
     assert torchrun_command() == command
     with pytest.raises(UsageError, match=f"MASTER_PORT are not set; run: {command}"), join_group():
         pass

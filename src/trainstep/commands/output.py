@@ -97,23 +97,10 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 def _with_progress(
     records: Iterable[Row], console: rich.console.Console, title: str, total: int | None
 ) -> Iterator[Row]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
+    times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=total)
         for record in records:

@@ -11,18 +11,26 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from trainstep.commands.options import Common
+from trainstep.commands.analyze import Analyze
+from trainstep.commands.bench import Bench
+from trainstep.commands.memory import Memory
+from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import run_and_report
+from trainstep.commands.plan import Plan
+from trainstep.commands.profile import Profile
 from trainstep.errors import UsageError
 from trainstep.report.subjects.sweep import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
     from trainstep.records import Row, Status
+
+SWEPT: Any = Union[Analyze, Bench, Memory, Plan, Profile]  # noqa: UP007 - a value here, not an annotation
+"""The commands that a sweep's file may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +64,9 @@ class Sweep(Common):
     """Folder for results.jsonl, tables/, report.html and cases/; by default results/sweep-NAME of NAME.toml."""
 
     def run(self) -> int:
-        """Run what is not finished, print and write."""
         from trainstep.bench.sweep.grid_file import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
-        from trainstep.cli import parse
         from trainstep.held_folder import held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
@@ -70,7 +76,7 @@ class Sweep(Common):
             )
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
-        grid = load_grid(self.file, parse)
+        grid = load_grid(self.file, lambda words: parse_as(SWEPT, words))
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         retried = RETRIED if self.retry == "failed" else ()
         places = grid.places(out)

@@ -7,8 +7,7 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from trainstep.commands.grids import commas
-from trainstep.commands.options import Common
+from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
 from trainstep.errors import UsageError
 
@@ -32,7 +31,6 @@ class Tune(Common):
     """Measure and print, and leave the tables as they are."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         from trainstep.attention import measure_choice
         from trainstep.attention.triton import tune
         from trainstep.precision import DTYPES

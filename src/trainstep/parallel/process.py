@@ -189,7 +189,7 @@ def is_restart() -> bool:
 
 def torchrun_command(processes: int = 2) -> str:
     """The command that starts this very command line under torchrun."""
-    return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep.cli", *sys.argv[1:]])
+    return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep", *sys.argv[1:]])
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

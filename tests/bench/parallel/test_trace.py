@@ -20,7 +20,7 @@ SCHEMES = ("single", "flat", "overlapped")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("traced")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-               "trainstep.cli", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
+               "trainstep", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
                "--scheme", ",".join(SCHEMES), "--trace", "--out", str(out)]  # fmt: skip
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert found.returncode == 0, found.stderr

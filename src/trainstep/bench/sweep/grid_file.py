@@ -13,7 +13,7 @@ from typing import Any
 
 from trainstep.bench.grid import expand
 from trainstep.bench.sweep.case import PROCESSES, ROW_KINDS, Case, Place, flags
-from trainstep.config import StepConfig, resolve_size
+from trainstep.config import StepConfig, load_toml, resolve_size
 from trainstep.errors import UsageError
 from trainstep.records import Scalar
 
@@ -110,6 +110,8 @@ def _check(path: Path, where: str, command: str, name: str, value: Scalar, parse
         if name == "size":
             for each in str(value).split(","):
                 resolve_size(each)
+        if name == "config":
+            load_toml(Path(str(value)))
         if name in StepConfig.__dataclass_fields__ and not isinstance(value, str):
             StepConfig(**{name: value})  # type: ignore[arg-type]
     except UsageError as error:

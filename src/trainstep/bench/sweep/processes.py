@@ -70,7 +70,7 @@ class Child:
 
 def command_of(place: Place) -> list[str]:
     """The command line of a case."""
-    words = ["-m", "trainstep.cli", *place.case.words, "--out", str(place.folder)]
+    words = ["-m", "trainstep", *place.case.words, "--out", str(place.folder)]
     if place.case.processes is None:
         return [sys.executable, *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={place.case.processes}"]
