@@ -23,7 +23,6 @@ from trainstep.commands.output import run_and_report
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Profile
 from trainstep.errors import UsageError
-from trainstep.report.subjects.sweep import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
@@ -119,6 +118,8 @@ def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
 
 def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[Row]:
     """The rows, each said in a line where no progress bar is shown, as in the log of a long run."""
+    from trainstep.report.subjects.sweep import named
+
     for record in records:
         if not sys.stdout.isatty():
             point = {name: record.case[name] for name in (*axes, "row") if record.case.get(name) is not None}
