@@ -11,7 +11,7 @@ from tables.source import figure, one, results
 
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
-from trainstep.attention.choice_table import FASTEST
+from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
@@ -186,7 +186,11 @@ def float32() -> str:
             faster.append(f"{told} (faster from {faster_from('sdpa-efficient', 'fp32', head_dim):,} on)")
         else:
             slower.append(f"{told} (eager {in_ms(plain)})")
-    chosen = {d: {impl for _, impl in FASTEST["sm_90", "float32", d, True]} for d in (16, 32, 64, 128, 256)}
+    shipped = CHOICES.shipped()
+    chosen = {
+        d: {impl for _, impl in shipped[ChoiceCase("sm_90", "float32", d, True)].by_length}
+        for d in (16, 32, 64, 128, 256)
+    }
     own = [d for d, impls in chosen.items() if impls == {OURS}]
     others = [d for d, impls in chosen.items() if impls == {"sdpa-efficient"}]
     assert [*own, *others] == list(chosen)

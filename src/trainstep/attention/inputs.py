@@ -40,6 +40,13 @@ def describe(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
+def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The inputs as autocast casts them, checked as `check_inputs` does, and the factor on QKᵀ."""
+    _require_tensors(q, k, v)
+    q, k, v = _as_autocast(q, k, v)
+    return q, k, v, resolve_scale(scale, _sizes_of(q, k, v).head_dim)
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     """Return the sizes of a well-formed call.
 
@@ -47,6 +54,35 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     fit together.
     """
     _require_tensors(q, k, v)
+    return _sizes_of(q, k, v)
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError unless it is finite."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not math.isfinite(scale):
+        raise UsageError(f"scale must be a finite number, got {scale}")
+    return float(scale)
+
+
+def _require_tensors(*inputs: Tensor) -> None:
+    for name, t in zip("qkv", inputs, strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise TypeError(f"q, k and v must share one floating-point dtype: got {describe(q, k, v)}")
     if not q.device == k.device == v.device:
@@ -75,29 +111,3 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
         )
     batch = math.prod(q.shape[matched])
     return Sizes(batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1])
-
-
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError unless it is finite."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not math.isfinite(scale):
-        raise UsageError(f"scale must be a finite number, got {scale}")
-    return float(scale)
-
-
-def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
-    _require_tensors(q, k, v)
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
-    return q, k, v
-
-
-def _require_tensors(*inputs: Tensor) -> None:
-    for name, t in zip("qkv", inputs, strict=True):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
