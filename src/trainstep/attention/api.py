@@ -51,13 +51,7 @@ IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, impl: str = "auto"
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) V.
 
@@ -116,15 +110,9 @@ def sdpa_replaced(impl: str) -> Iterator[Replaced]:
     original = F.scaled_dot_product_attention
 
     def replacement(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         if attn_mask is not None or dropout_p:
             raise UnsupportedError(
                 f"the model calls scaled_dot_product_attention with {'a mask' if dropout_p == 0 else 'dropout'}, which "

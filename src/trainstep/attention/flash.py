@@ -53,8 +53,9 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
     ) -> Tensor:
-        factor = resolve_scale(scale, check_inputs(q, k, v).head_dim)
+        check_inputs(q, k, v)
         _require_supported(q, k, v)
+        factor = resolve_scale(scale, q.shape[-1])
         o, lse = forward_op(q, k, v, is_causal, factor)
         _save(ctx, q, k, v, o, lse, is_causal, factor)
         return cast(Tensor, o)

@@ -22,28 +22,14 @@ import triton
 import triton.testing
 from torch import Tensor
 
+from trainstep.attention import tuned
 from trainstep.attention.api import attention
 from trainstep.attention.flash import runs_hopper_kernels
 from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
 from trainstep.attention.hopper import forward as hopper_forward
 from trainstep.attention.triton import dkdv, dq, forward
-from trainstep.attention.tuned import (
-    CHOICES,
-    HOPPER_TILES,
-    TILES,
-    Choice,
-    ChoiceCase,
-    HopperTile,
-    HopperTileCase,
-    Kernel,
-    Tile,
-    TileCase,
-    TilePrecision,
-    block_of,
-    gpu_name,
-    hopper_block_of,
-)
+from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, Kernel, Tile
 from trainstep.config import Precision
 from trainstep.errors import UsageError
 from trainstep.precision import DTYPES, matmul_precision
@@ -129,14 +115,14 @@ def tune_choice(
     rep_ms: int = 30,
     progress: Callable[[str], None] = lambda _: None,
     save: bool = True,
-) -> dict[ChoiceCase, Choice]:
+) -> dict[tuned.ChoiceCase, tuned.Choice]:
     """Time forward + backward of every implementation at 16,384 tokens and width 2048; return the fastest.
 
     With `save`, they go into the user's table after each dtype, head_dim and masking. Raises UsageError without a GPU,
     or if the user's tables cannot be read.
     """
     gpu = _this_gpu()
-    choices: dict[ChoiceCase, Choice] = {}
+    choices: dict[tuned.ChoiceCase, tuned.Choice] = {}
     lengths = sorted(lengths)
     for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
         rows: list[tuple[int, str]] = []
@@ -147,7 +133,9 @@ def tune_choice(
             progress(f"{shape} {dtype} causal={is_causal}: {name} {time:.3f} ms of {times}")
             if not rows or rows[-1][1] != name:
                 rows.append((length if rows else 0, name))
-        choices[ChoiceCase(gpu, str(dtype).removeprefix("torch."), head_dim, is_causal)] = Choice(tuple(rows))
+        choices[tuned.ChoiceCase(gpu, str(dtype).removeprefix("torch."), head_dim, is_causal)] = tuned.Choice(
+            tuple(rows)
+        )
         if save:
             CHOICES.save(choices)
     return choices
@@ -159,7 +147,7 @@ def _this_gpu() -> str:
         raise UsageError("tuning measures on a GPU, and torch finds none")
     for table in (TILES, HOPPER_TILES, CHOICES):
         table.entries()
-    return gpu_name(torch.cuda.get_device_capability())
+    return tuned.gpu_name(torch.cuda.get_device_capability())
 
 
 def candidates(kernel: Kernel, hopper: bool, dtype: torch.dtype, head_dim: int) -> Iterator[AnyTile]:
@@ -259,19 +247,22 @@ def _compile(job: tuple[int, Precision, bool, Kernel, AnyTile]) -> None:
         return  # it fails again, and is reported, when it is measured
 
 
-def fastest(results: list[Measurement], gpu: str) -> tuple[dict[TileCase, Tile], dict[HopperTileCase, HopperTile]]:
+def fastest(
+    results: list[Measurement], gpu: str
+) -> tuple[dict[tuned.TileCase, Tile], dict[tuned.HopperTileCase, HopperTile]]:
     """The fastest measured tile of each case, as entries of the two tables."""
-    tiles: dict[TileCase, Tile] = {}
-    hopper_tiles: dict[HopperTileCase, HopperTile] = {}
+    tiles: dict[tuned.TileCase, Tile] = {}
+    hopper_tiles: dict[tuned.HopperTileCase, HopperTile] = {}
+    precisions: dict[str, tuned.TilePrecision] = {"fp32": "tf32x3", "tf32": "tf32"}
     timed = [result for result in results if result.time_ms is not None]
     for best in sorted(timed, key=_merit, reverse=True):  # the best of a case is put in last
-        if isinstance(best.tile, HopperTile):
-            hopper_tiles[HopperTileCase(best.kernel, hopper_block_of(best.head_dim), best.is_causal)] = best.tile
+        kernel, tile, is_causal = best.kernel, best.tile, best.is_causal
+        if isinstance(tile, HopperTile):
+            block = tuned.hopper_block_of(best.head_dim)
+            hopper_tiles[tuned.HopperTileCase(kernel, block, is_causal)] = tile
         else:
-            precision: TilePrecision = "16-bit"
-            if best.dtype in ("fp32", "tf32"):
-                precision = "tf32x3" if best.dtype == "fp32" else "tf32"
-            tiles[TileCase(gpu, best.kernel, precision, block_of(best.head_dim), best.is_causal)] = best.tile
+            precision, block = precisions.get(best.dtype, "16-bit"), tuned.block_of(best.head_dim)
+            tiles[tuned.TileCase(gpu, kernel, precision, block, is_causal)] = tile
     return tiles, hopper_tiles
 
 
