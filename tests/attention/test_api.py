@@ -125,12 +125,12 @@ def test_flags_offer_what_there_is() -> None:
 )
 def test_inputs_are_cast_and_checked_once(call, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("_require_tensors", "_as_autocast", "_require_that_they_fit"):
+    for name in ("_require_tensors", "_as_autocast", "_check_dtypes_and_shapes"):
         original = getattr(inputs, name)
         monkeypatch.setattr(inputs, name, lambda *t, of=original: calls.append(of.__name__) or of(*t))
     with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(UsageError):  # no GPU: refused after the checks
         call(Q, Q, Q)
-    assert calls == ["_require_tensors", "_as_autocast", "_require_that_they_fit"]
+    assert calls == ["_require_tensors", "_as_autocast", "_check_dtypes_and_shapes"]
 
 
 @pytest.mark.parametrize("impl", ["eager", "sdpa", "flash-reference"])

@@ -1,11 +1,9 @@
 """The tuned tables: what is shipped, what the user's cache changes of it, and what is refused."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import pytest
 import torch
 
@@ -37,23 +35,6 @@ class _On:
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device("cuda")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's folder of tables, empty."""
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / name)
-    for table in (TILES, HOPPER_TILES, CHOICES):
-        monkeypatch.setattr(table, "_entries", None)
-    _forget_look_ups()
-    yield tmp_path / "trainstep" / "attention"
-    _forget_look_ups()
-
-
-def _forget_look_ups() -> None:
-    tuned._tile.cache_clear()
-    hopper_tile_for.cache_clear()
-    vars(tuned).pop("FASTEST", None)
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:

@@ -76,7 +76,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
 
     The table (`choice.json`) holds self-attention: one length, as many key heads as query heads. Whatever it does not
-    hold (the CPU, a GPU, dtype or head_dim nobody measured, grouped heads, two lengths) is left to PyTorch: "sdpa".
+    hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two lengths) is left to PyTorch: "sdpa".
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape != k.shape or k.shape != v.shape:
         return "sdpa"
@@ -91,7 +91,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
 
 @dataclass
 class Replaced:
-    """What was seen while the replacement stood."""
+    """How many calls the replacement has received."""
 
     calls: int = 0
 

@@ -62,10 +62,10 @@ def _per_query_head(t: Tensor, q: Tensor) -> Tensor:
 
 @contextmanager
 def pieces_announced(announce: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-    """While entered, each piece of `attention_eager` runs inside `announce(name)`; before and after, at no cost.
+    """While entered, each piece of `attention_eager` runs inside `announce(name)`.
 
-    The functions are replaced, not the calls: nothing is looked up where nobody listens. Not for code under
-    torch.compile, which would be compiled anew, and not for use from several threads.
+    The module's functions are replaced, so outside of this there is no overhead. Not for code under torch.compile,
+    which would be compiled anew, and not for use from several threads.
     """
     originals = {function: globals()[function] for function in PIECES.values()}
     globals().update({function: _announced(originals[function], piece, announce) for piece, function in PIECES.items()})

@@ -26,7 +26,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tenso
     """The inputs as autocast casts them, checked as `check_inputs` does, and the factor on QKᵀ."""
     _require_tensors(q, k, v)
     q, k, v = _as_autocast(q, k, v)
-    _require_that_they_fit(q, k, v)
+    _check_dtypes_and_shapes(q, k, v)
     return q, k, v, resolve_scale(scale, q.shape[-1])
 
 
@@ -34,7 +34,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do
     not fit together."""
     _require_tensors(q, k, v)
-    _require_that_they_fit(q, k, v)
+    _check_dtypes_and_shapes(q, k, v)
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -62,7 +62,7 @@ def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def _require_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dtypes_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise TypeError(f"q, k and v must share one floating-point dtype: got {describe(q, k, v)}")
     if not q.device == k.device == v.device:

@@ -1,10 +1,10 @@
 """`trainstep tune attention`: measure this GPU and put what is fastest into the user's tables (see `tuned`).
 
-For whoever has a GPU that the tables do not know, or a new Triton. `tune_tiles` times every candidate of every kernel
-on inputs large enough to fill the GPU and keeps the fastest. What does not fit its registers is passed over unless all
-others take a tenth longer: how much spills, and so the time, changes with the compiler's version. Compiling takes far
-longer than timing, so the candidates of a case are compiled ahead by as many processes as there are processors, into
-Triton's cache. `tune_choice` times whole implementations.
+For GPUs without entries in the tables, or a new version of Triton. `tune_tiles` times every candidate of every kernel
+on inputs large enough to fill the GPU and keeps the fastest. A tile that spills registers is kept only if all others
+take a tenth longer: how much spills, and so the time, changes with the compiler's version. Compiling takes far longer
+than timing, so the candidates of a case are compiled ahead by as many processes as there are processors, into Triton's
+cache. `tune_choice` times whole implementations.
 """
 
 import itertools
