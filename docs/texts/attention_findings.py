@@ -10,8 +10,8 @@ from tables.attention import ceiling_tflops
 from tables.source import figure, one, results
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
-from trainstep.attention.choice_table import FASTEST
-from trainstep.records import Row
+from trainstep.attention.tuned import CHOICES, ChoiceCase
+from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
 
@@ -22,7 +22,7 @@ BACK_TO_BACK_MS = 0.8
 """docs/lab-log.md, 2026-11-21, "launch-bound attention": 16×16×1024×128, forward and backward."""
 
 
-def peer(impl: str, **case: int | str) -> Row:
+def peer(impl: str, **case: int | str) -> Record:
     """A row of the shapes that are compared with what PyTorch ships."""
     return one("h200-attention-peers", "attention", impl=impl, **case)
 
@@ -185,7 +185,11 @@ def float32() -> str:
             faster.append(f"{told} (faster from {faster_from('sdpa-efficient', 'fp32', head_dim):,} on)")
         else:
             slower.append(f"{told} (eager {in_ms(plain)})")
-    chosen = {d: {impl for _, impl in FASTEST["sm_90", "float32", d, True]} for d in (16, 32, 64, 128, 256)}
+    shipped = CHOICES.shipped()
+    chosen = {
+        d: {impl for _, impl in shipped[ChoiceCase("sm_90", "float32", d, True)].by_length}
+        for d in (16, 32, 64, 128, 256)
+    }
     own = [d for d, impls in chosen.items() if impls == {OURS}]
     others = [d for d, impls in chosen.items() if impls == {"sdpa-efficient"}]
     assert [*own, *others] == list(chosen)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainstep.attention.pieces import pieces_announced
+from trainstep.attention.eager import pieces_announced
 from trainstep.bench.kernel_rows import profile_rows, summary_values
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns, phase_samples

@@ -1,43 +1,42 @@
-"""Every configuration in the tables, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
+"""Every configuration that is shipped, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
 
 import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import torch
 
 from tests.attention.triton.aot import Compiled, compile_hopper, compile_portable
-from trainstep.attention.triton.tables import HOPPER, PORTABLE
-from trainstep.attention.triton.tune import candidates
-from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
-from trainstep.errors import UsageError
-from trainstep.precision import matmul_precision
+from trainstep.attention.tuned import HOPPER_TILES, TILES, HopperTileCase, TileCase
 
 # Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
 # held to what 8.6, 8.9 and 12.0 have, the least since 8.0).
 LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "other": 99 * 1024}
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 86}
 
-Row = tuple[str, str, int, bool]
+PORTABLE, HOPPER = TILES.shipped(), HOPPER_TILES.shipped()
 
 
-def _portable(arch: str, row: Row) -> Compiled:
-    kernel, precision, head_dim, is_causal = row
-    dtype, multiply = ("bf16", "tf32") if precision == "16-bit" else ("fp32", precision)
-    tile = Tile(*PORTABLE[arch][row])
-    return compile_portable(kernel, tile, CAPABILITY[arch], dtype, head_dim, is_causal, multiply)
+def _portable(row: TileCase) -> Compiled:
+    dtype, multiply = ("bf16", "tf32") if row.precision == "16-bit" else ("fp32", row.precision)
+    capability = CAPABILITY[row.gpu]
+    return compile_portable(row.kernel, PORTABLE[row], capability, dtype, row.head_dim, row.is_causal, multiply)
 
 
-def _hopper(row: tuple[str, int, bool]) -> Compiled:
-    return compile_hopper(row[0], HopperTile(*HOPPER[row]), *row[1:])
+def _hopper(row: HopperTileCase) -> Compiled:
+    return compile_hopper(row.kernel, HOPPER[row], row.head_dim, row.is_causal)
 
 
-@pytest.mark.parametrize("arch", PORTABLE)
+@pytest.mark.parametrize("arch", CAPABILITY)
 def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
     # A causal kernel contains the full one: where both have one configuration, compiling it says both.
-    rows = [row for row in PORTABLE[arch] if row[3] or PORTABLE[arch][row] != PORTABLE[arch][*row[:3], True]]
+    rows = [
+        row
+        for row, tile in PORTABLE.items()
+        if row.gpu == arch and (row.is_causal or tile != PORTABLE[row._replace(is_causal=True)])
+    ]
+    assert len(rows) >= 45
     with ProcessPoolExecutor(2) as pool:
-        compiled = dict(zip(rows, pool.map(_portable, [arch] * len(rows), rows), strict=True))
+        compiled = dict(zip(rows, pool.map(_portable, rows), strict=True))
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
     # A kernel that the compiler found to be undefined is a trap, which compiles and fits as well.
@@ -46,7 +45,8 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
         # Products of eight columns read beyond the shared memory that Triton gives them (its issue 10629).
         assert not [row for row, c in compiled.items() if "m64n8k" in c.ptx]
         # In 16 bits the portable kernels run there up to head_dim 32.
-        small = {row: c for row, c in compiled.items() if row[1] == "16-bit" and row[2] <= 32}
+        small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
+        assert small
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
 
 
@@ -79,42 +79,3 @@ def _writes_before_the_roles(ptx: str) -> tuple[set[int], set[int]]:
         {byte for first in barriers for byte in range(first, first + 8)},
         {byte for first, size in written for byte in range(first, first + size)},
     )
-
-
-def test_the_tables_are_complete() -> None:
-    kernels, causal = ("forward", "dq", "dkdv"), (False, True)
-    for rows in PORTABLE.values():
-        assert set(rows) == {
-            (k, p, d, c)
-            for k in kernels
-            for d in (16, 32, 64, 128, 256)
-            for p in ("16-bit", "tf32", "tf32x3")
-            for c in causal
-        }
-    assert set(HOPPER) == {(k, d, c) for k in kernels for d in (64, 128, 256) for c in causal}
-
-
-def test_tuning_float32_tries_what_is_shipped_for_hopper() -> None:
-    for (kernel, precision, head_dim, _), row in PORTABLE["sm_90"].items():
-        if precision != "16-bit":
-            assert Tile(*row) in candidates(kernel, False, torch.float32, head_dim)
-
-
-def test_look_up() -> None:
-    assert [architecture(c) for c in ((8, 0), (9, 0), (10, 0), (8, 6), (12, 0))] == [
-        "sm_80",
-        "sm_90",
-        "sm_100",
-        "other",
-        "other",
-    ]
-    assert hopper_tile_for("dq", 40, True) == hopper_tile_for("dq", 64, True)
-    with pytest.raises(UsageError, match="512"):
-        hopper_tile_for("dq", 512, True)
-
-
-def test_float32_multiplies_as_pytorch_is_set_to() -> None:
-    with matmul_precision("fp32"):
-        assert multiply_precision(torch.float32) == "tf32x3"
-    with matmul_precision("tf32"):
-        assert multiply_precision(torch.float32) == "tf32"

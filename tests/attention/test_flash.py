@@ -16,7 +16,7 @@ from tests.attention.budget import (
     value_and_gradients,
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
-from trainstep.attention.triton.function import backward_op, forward_op
+from trainstep.attention.flash import backward_op, forward_op
 from trainstep.config import Precision
 from trainstep.errors import UsageError
 from trainstep.precision import matmul_precision

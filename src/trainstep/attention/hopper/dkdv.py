@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.triton.hopper.descriptors import block_of, describe_tiles
-from trainstep.attention.triton.hopper.ring import (
+from trainstep.attention.hopper.ring import (
     copy_pair,
+    describe_tiles,
     make_barriers,
     own_tile,
     program_id_again,
@@ -25,9 +25,8 @@ from trainstep.attention.triton.hopper.ring import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton.launch import Arguments, Launcher
-from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import HopperTile
+from trainstep.attention.triton.launch import SIZES, Arguments, Launcher, section_heads, tile_and_head
+from trainstep.attention.tuned import HopperTile, hopper_block_of
 
 ROWS = gl.constexpr(64)  # keys of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -252,7 +251,7 @@ def _arguments(
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     group = heads // kv_heads
-    block_d, rows = block_of(head_dim), ROWS.value
+    block_d, rows = hopper_block_of(head_dim), ROWS.value
     tiles_per_head = triton.cdiv(n_keys, rows if block_d > 128 else tile.consumers * rows)
     return Arguments(
         tiles_per_head * batch * kv_heads,

@@ -6,9 +6,17 @@ landed, `empty` when all consumers have said that they are done with it. Step n 
 STAGES)-th time, and a barrier's phase alternates from one use to the next.
 """
 
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
@@ -103,3 +111,13 @@ def store_rows(pointer, stride, tile, value, first_row, n_rows, HEAD_DIM: gl.con
         tile.load(WIDE),
         mask=(rows < n_rows)[:, None] & (dims < HEAD_DIM)[None, :],
     )
+
+
+def describe_tiles(t: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """A descriptor of (batch, heads, length, head_dim) in tiles of [1, 1, rows, block_d]."""
+    return TensorDescriptor(t, t.shape, t.stride(), [1, 1, rows, block_d], _layout(t.dtype, rows, block_d))
+
+
+@cache
+def _layout(dtype: torch.dtype, rows: int, block_d: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], _TYPES[dtype])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.attention.budget import Case, assert_within_budget, relative_error, value_and_gradients
 from trainstep.attention import FlashAttentionReference
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.flash_reference import flash_forward
+from trainstep.attention.reference import flash_forward
 
 CASES = [
     *(Case(n, n, 16) for n in (1, 17, 63, 111, 128, 257)),

@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.triton.hopper.descriptors import block_of, describe_tiles
-from trainstep.attention.triton.hopper.ring import (
+from trainstep.attention.hopper.ring import (
     copy_rows,
+    describe_tiles,
     make_barriers,
     program_id_again,
     refill,
@@ -24,9 +24,8 @@ from trainstep.attention.triton.hopper.ring import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton.launch import Arguments, Launcher
-from trainstep.attention.triton.schedule import SIZES, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import HopperTile
+from trainstep.attention.triton.launch import SIZES, Arguments, Launcher, section_heads, tile_and_head
+from trainstep.attention.tuned import HopperTile, hopper_block_of
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -226,7 +225,7 @@ def _arguments(
     batch, heads, n_queries, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     tiles_per_head = triton.cdiv(n_queries, tile.consumers * ROWS.value)
-    block_d = block_of(head_dim)
+    block_d = hopper_block_of(head_dim)
     return Arguments(
         tiles_per_head * batch * heads,
         describe_tiles(q, ROWS.value, block_d), describe_tiles(k, tile.block, block_d),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.attention.inputs import Sizes, check_inputs, resolve_scale
+from trainstep.attention.inputs import check_inputs, resolve_scale
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c
@@ -28,9 +28,9 @@ class FlashAttentionReference(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
     ) -> Tensor:
-        sizes = check_inputs(q, k, v)
-        ctx.is_causal, ctx.sizes, ctx.scale = is_causal, sizes, resolve_scale(scale, sizes.head_dim)
-        o, lse = flash_forward(*_grouped(sizes, q, k, v), is_causal, ctx.scale)
+        check_inputs(q, k, v)
+        ctx.is_causal, ctx.scale = is_causal, resolve_scale(scale, q.shape[-1])
+        o, lse = flash_forward(*_grouped(q, k, v), is_causal, ctx.scale)
         o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -38,8 +38,7 @@ class FlashAttentionReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, o, lse = ctx.saved_tensors
-        sizes: Sizes = ctx.sizes
-        grouped_q, grouped_k, grouped_v = _grouped(sizes, q, k, v)
+        grouped_q, grouped_k, grouped_v = _grouped(q, k, v)
         dq, dk, dv = flash_backward(
             grouped_q,
             grouped_k,
@@ -117,14 +116,11 @@ def flash_backward(
     return dq.to(q.dtype), dk, dv
 
 
-def _grouped(sizes: Sizes, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View q as (batch, kv_heads, group, n_queries, head_dim), k and v as (batch, kv_heads, 1, n_keys, head_dim)."""
-    kv = (sizes.batch, sizes.kv_heads, 1, sizes.n_keys, sizes.head_dim)
-    return (
-        q.reshape(sizes.batch, sizes.kv_heads, sizes.group, sizes.n_queries, sizes.head_dim),
-        k.reshape(kv),
-        v.reshape(kv),
-    )
+    heads, kv_heads = (q.shape[-3], k.shape[-3]) if q.ndim >= 4 else (1, 1)
+    per_group = (-1, kv_heads, 1, *k.shape[-2:])
+    return q.reshape(-1, kv_heads, heads // kv_heads, *q.shape[-2:]), k.reshape(per_group), v.reshape(per_group)
 
 
 def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float) -> Tensor:
