@@ -164,8 +164,8 @@ class BenchParallel(OneModel):
 
     def run(self) -> int:
         """Measure on all ranks; the first one prints and writes."""
-        from trainstep.bench.parallel.case import ParallelCase
         from trainstep.bench.parallel.run import run_cases
+        from trainstep.bench.parallel_case import ParallelCase
         from trainstep.parallel.process import join_group
 
         config = self.step.checked()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.run import run_cases
+from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.kinds import ParallelTraceRow
 from trainstep.parallel.workers import Workers
