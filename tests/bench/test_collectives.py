@@ -13,8 +13,9 @@ from trainstep.bench import collectives as bench
 from trainstep.bench.collective_cases import CollectiveCase, collective_cases
 from trainstep.bench.collectives import fit_link
 from trainstep.errors import UsageError
+from trainstep.kinds import CollectiveRow
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
-from trainstep.records import read_records
+from trainstep.records import read_records, write_whole
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -109,6 +110,13 @@ def test_a_wrong_result_has_no_time(two):
     wrong, right = json.loads(two.run(_measure, small, "result")[0])
     assert wrong[2:] == ["wrong", "rank 1 did not get what it should", [], [1]]
     assert right[2] == "ok"
+
+
+def test_the_ranks_that_are_wrong_are_read_back(tmp_path):
+    case = {"collective": "all-reduce", "world_size": 4, "dtype": "fp32", "size_mb": 1.0, "backend": "nccl"}
+    row = CollectiveRow(**case, status="wrong", reason="rank 1, 3 did not get what it should", wrong_ranks=(1, 3))
+    write_whole(tmp_path / "results.jsonl", [row])
+    assert read_records(tmp_path / "results.jsonl") == [row]
 
 
 @pytest.mark.distributed
