@@ -16,7 +16,9 @@ from trainstep.report.plots import Series
 from trainstep.report.tables import Definition, make_table
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
-_IMPLEMENTATION = Column("implementation", lambda row: Cell(str(row.case["impl"]), row.case["impl"], "impl"))
+_IMPLEMENTATION = Column(
+    "implementation", lambda row: Cell(str(row.case["impl"]), row.case["impl"], "impl", is_text=True)
+)
 
 ATTENTION = Definition(
     AttentionRow,

@@ -28,10 +28,21 @@ from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar, Series
 from trainstep.report.tables import Definition, make_table
 
+
+def _word_column(name: str, *, setting: bool = False) -> Column:
+    """A setting that is a word, set as one on the page however short it is."""
+
+    def cell(row: Row) -> Cell:
+        value = row.case.get(name)
+        return Cell(number(value), value, name, is_text=True)
+
+    return Column(name, cell, setting=setting)
+
+
 _RANKS = case_column("ranks", "world_size")
-_SCHEME = Column("scheme", lambda row: Cell(number(row.case.get("scheme")), row.case.get("scheme"), "scheme"))
+_SCHEME = _word_column("scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
-_COLLECTIVE = case_column("collective", "collective")
+_COLLECTIVE = _word_column("collective", setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
     *(case_column(name, name) for name in ("backend", "dtype")),
