@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import ParallelTraceRow
 from trainstep.report import plots
-from trainstep.report.numbers import number, numeric
+from trainstep.report.cells import number
+from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
 from trainstep.report.profile_charts import add_zoom, length_text
 

@@ -10,8 +10,8 @@ from trainstep.kinds import AttentionRow
 from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.cells import number
 from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_column
-from trainstep.report.numbers import number
 from trainstep.report.plots import Series
 from trainstep.report.tables import Definition, make_table
 

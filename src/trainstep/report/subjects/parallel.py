@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
 from trainstep.records import Row, by_case, of_kind
-from trainstep.report import plots
+from trainstep.report import numbers, plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import number, told_apart
 from trainstep.report.charts.overlap import LEGEND, overlap_chart
@@ -24,7 +25,6 @@ from trainstep.report.columns import (
     value_column,
 )
 from trainstep.report.finding import Finding
-from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar, Series
 from trainstep.report.tables import Definition, make_table
 
@@ -34,14 +34,14 @@ def _word_column(name: str, *, setting: bool = False) -> Column:
 
     def cell(row: Row) -> Cell:
         value = row.case.get(name)
-        return Cell(number(value), value, name, is_text=True)
+        return Cell(numbers.number(value), value, name, is_text=True)
 
     return Column(name, cell, setting=setting)
 
 
 _RANKS = case_column("ranks", "world_size")
 _SCHEME = _word_column("scheme")
-_COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
+_COUNT = Column("n", lambda row: numbers.number(row.values.get("n")), setting=True)
 _COLLECTIVE = _word_column("collective", setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
@@ -172,7 +172,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
 def _hidden(row: ParallelTraceRow, exposed: str) -> str:
     return (
         f"{row.hidden_share or 0:.0%} with {row.scheme} "
-        f"({number(row.exposed_communication_ms)} of {number(row.communication_ms)} ms{exposed})"
+        f"({numbers.number(row.exposed_communication_ms)} of {numbers.number(row.communication_ms)} ms{exposed})"
     )
 
 
@@ -194,9 +194,10 @@ def collectives(records: Sequence[Row]) -> Section | None:
     for group in by_case(rows, "collective", "size_mb"):
         measured = [row for row in group if row.status == "ok"]
         if len({row.size_mb for row in measured}) > 1:
-            setting = _setting(measured[0])
-            lines = [fit for fit in fits if _setting(fit) == setting]
-            blocks.append(Charts([_time_chart(measured, lines, setting), _bandwidth_chart(measured, setting)]))
+            lines = [fit for fit in fits if _setting(fit) == _setting(measured[0])]
+            times = _by_size("collective-time", "Time", measured, lambda row: row.times["time"].median, "ms", lines)
+            rates = _by_size("collective-bus", "Bus bandwidth", measured, lambda row: row.bus_gb_s or 0, "GB/s")
+            blocks.append(Charts([times, rates]))
     if fits:
         blocks.append(make_table(FIT, fits, "page"))
     lead = (
@@ -212,56 +213,40 @@ def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
     return f"{row.world_size} ranks, {row.dtype}, {row.backend}"
 
 
-def _time_chart(rows: Sequence[CollectiveRow], fits: Sequence[CollectiveFitRow], setting: str) -> Chart:
-    def line(fit: CollectiveFitRow, row: CollectiveRow) -> float:
-        on_link = (row.payload_bytes or 0) * (row.bus_gb_s or 0) / (row.algorithm_gb_s or 1)
-        return (fit.overhead_us or 0) / 1e3 + on_link / (fit.bus_gb_s or 1) / 1e6
-
-    series = _by_collective(rows, lambda row: row.times["time"].median, "ms")
-    legend = [(each.role, each.name) for each in series]
-    for fit in fits:
-        points = sorted((row.size_mb, line(fit, row)) for row in rows if row.collective == fit.collective)
-        if points:
-            role = next(one.role for one in series if one.name == fit.collective)
-            series.append(replace(_line(f"{fit.collective}, fitted", points, role, "ms"), width=1.0, dash="dashed"))
-    caption = f"{setting}; dashed: the fitted line" if fits else setting
-    return _size_chart("collective-time", "Time", caption, setting, series, legend, rows, "ms")
-
-
-def _bandwidth_chart(rows: Sequence[CollectiveRow], setting: str) -> Chart:
-    series = _by_collective(rows, lambda row: row.bus_gb_s or 0, "GB/s")
-    legend = [(each.role, each.name) for each in series]
-    return _size_chart("collective-bus", "Bus bandwidth", setting, setting, series, legend, rows, "GB/s")
-
-
-def _by_collective(
-    rows: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float], unit: str
-) -> list[Series]:
-    series = []
-    for index, name in enumerate(dict.fromkeys(row.collective for row in rows)):
-        points = sorted((row.size_mb, value_of(row)) for row in rows if row.collective == name)
-        series.append(_line(name, points, plots.KINDS[index % len(plots.KINDS)], unit))
-    return series
-
-
-def _line(name: str, points: Sequence[tuple[float, float]], role: str, unit: str) -> Series:
-    x, y = zip(*points, strict=True)
-    return Series(name, x, y, role, texts=[f"{number(each)} {unit}" for each in y])
-
-
-def _size_chart(
+def _by_size(
     name: str,
     title: str,
-    caption: str,
-    setting: str,
-    series: Sequence[Series],
-    legend: Sequence[tuple[str, str]],
     rows: Sequence[CollectiveRow],
+    value_of: Callable[[CollectiveRow], float],
     unit: str,
+    fits: Sequence[CollectiveFitRow] = (),
 ) -> Chart:
-    sizes = sorted({row.size_mb for row in rows})
-    plot = partial(plots.curves, sizes, series, "MB", unit)
-    return Chart(f"{name}-{setting}".replace(" ", "-").replace(",", ""), title, caption, plot, legend)
+    """A line for each collective of one setting against the size, and dashed what its fit says."""
+
+    def line(name: str, role: str, own: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> Series:
+        y = [value_of(row) for row in own]
+        return Series(name, [row.size_mb for row in own], y, role, texts=[f"{number(each)} {unit}" for each in y])
+
+    roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(plots.KINDS), strict=False))
+    own = {each: sorted((row for row in rows if row.collective == each), key=lambda row: row.size_mb) for each in roles}
+    series = [line(each, role, own[each], value_of) for each, role in roles.items()]
+    for fit in fits:
+        if (each := fit.collective) in roles:
+            fitted = line(f"{each}, fitted", roles[each], own[each], partial(_fitted_ms, fit))
+            series.append(replace(fitted, width=1.0, dash="dashed"))
+    setting = _setting(rows[0])
+    return Chart(
+        f"{name}-{setting}".replace(" ", "-").replace(",", ""),
+        title,
+        f"{setting}; dashed: the fitted line" if fits else setting,
+        partial(plots.curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
+        [(role, each) for each, role in roles.items()],
+    )
+
+
+def _fitted_ms(fit: CollectiveFitRow, row: CollectiveRow) -> float:
+    on_link = (row.payload_bytes or 0) * (row.bus_gb_s or 0) / (row.algorithm_gb_s or 1)
+    return (fit.overhead_us or 0) / 1e3 + on_link / (fit.bus_gb_s or 1) / 1e6
 
 
 def parallel(records: Sequence[Row]) -> Section | None:
@@ -320,7 +305,7 @@ def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
 def _memory_bar(row: ParallelRow) -> Bar:
     peak = row.peak_gib
     if peak is None:
-        return Bar(row.scheme, None, NONE, row.reason or "not measured")
+        return Bar(row.scheme, None, numbers.NONE, row.reason or "not measured")
     kept = {
         "weights": row.before_step_weights_gib or 0,
         "gradients": row.before_step_gradients_gib or 0,
