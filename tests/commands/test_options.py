@@ -55,7 +55,7 @@ def first_argument_of(monkeypatch, module, function, words):
 def test_a_plan_has_a_size_and_a_step_of_its_own(run_toml, tmp_path, monkeypatch):
     def planned(*words):
         out = ["--out", str(tmp_path / "out")]
-        return first_argument_of(monkeypatch, "bench.planned", "plan_records", ["plan", *words, *out])
+        return first_argument_of(monkeypatch, "plan.rows", "plan_records", ["plan", *words, *out])
 
     usual = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
     request = planned()

@@ -31,14 +31,12 @@ def test_updates_of_earlier_starts_are_in_the_curve_and_not_in_the_speed():
 
 
 def test_a_last_start_within_its_first_updates_has_those():
-    values = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None).values
-    assert (values["n"], values["step_ms"], values["peak_gib"]) == (3, 1000.0, None)
+    record = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None)
+    assert (record.n, record.times["step"].median, record.peak_gib) == (3, 1000.0, None)
 
 
 def test_a_start_after_the_last_update_measured_nothing():
     record = run_record(config(), ALONE, rows_of((40, 8.0)), 40, 2**30)
-    assert record.values["n"] == 0
-    assert record.values.get("step_ms") is None
-    assert record.values["tokens_per_s"] is None
-    assert record.values["peak_gib"] is None
-    assert record.values["validation_loss"] == 2.0
+    assert (record.n, record.times) == (0, {})
+    assert (record.tokens_per_s, record.peak_gib) == (None, None)
+    assert record.validation_loss == 2.0

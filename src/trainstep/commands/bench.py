@@ -153,8 +153,8 @@ class BenchParallel(OneModel):
     """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
 
     def run(self) -> int:
-        from trainstep.bench.parallel.case import ParallelCase
         from trainstep.bench.parallel.run import run_cases
+        from trainstep.bench.parallel_case import ParallelCase
         from trainstep.parallel.process import join_group
 
         config = self.step_config()

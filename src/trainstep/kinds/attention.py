@@ -20,7 +20,8 @@ class AttentionRow(GpuState):
     heads: int = setting()
     seq: int = setting()
     head_dim: int = setting()
-    causal: bool = setting()
+    causal: str = setting()
+    """yes or no."""
     dtype: str = setting()
     times: Mapping[str, Times] = times()
     n: int | None = None
@@ -37,6 +38,11 @@ class AttentionRow(GpuState):
     dq_error: float | None = None
     dk_error: float | None = None
     dv_error: float | None = None
+    o_allowed: float | None = None
+    """The error budget, where the result was wrong."""
+    dq_allowed: float | None = None
+    dk_allowed: float | None = None
+    dv_allowed: float | None = None
     predicted_before_backward_gib: float | None = None
     predicted_peak_gib: float | None = None
     score_matrices_at_peak: float | None = None

@@ -29,6 +29,8 @@ class CollectiveRow(GpuState):
     algorithm_gb_s: float | None = None
     bus_gb_s: float | None = None
     """Bytes on each link of a ring over the time."""
+    wrong_ranks: tuple[int, ...] | None = None
+    """Those that did not get what they should."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
 from trainstep.report.noise_findings import noise_findings
 from trainstep.report.numbers import number, numeric
-from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.peak_findings import peak_findings
 from trainstep.report.phase_findings import phase_findings
+from trainstep.report.subjects import parallel
 from trainstep.report.subjects.plan import findings as plan_findings
 from trainstep.report.subjects.sweep import findings as sweep_findings
 
@@ -178,7 +178,7 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _launch_bound,
     formula_findings,
     kernel_findings,
-    parallel_findings,
+    *parallel.RULES,
     sweep_findings,
     lambda records: peak_findings(analysed_step(records), records),
     _warmup,

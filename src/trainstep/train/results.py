@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from trainstep.kinds import row_of
+from trainstep.kinds import TrainRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
-from trainstep.records import Row, Scalar
+from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
 
@@ -23,7 +23,7 @@ POINTS = 50
 
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
-) -> Row:
+) -> TrainRow:
     """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
 
     Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
@@ -53,8 +53,8 @@ def run_record(
     }
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     curve = [rows[at] for at in chosen]
-    return row_of(
-        "train",
+    return make_row(
+        TrainRow,
         case_of(config, process.world_size),
         values,
         series={

@@ -8,20 +8,18 @@ from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
 from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
 from trainstep.report.memory_columns import MEMORY_COLUMNS
-from trainstep.report.parallel_columns import PARALLEL_COLUMNS
 from trainstep.report.step_columns import COLUMNS
-from trainstep.report.subjects import plan, sweep
+from trainstep.report.subjects import attention, parallel, plan, sweep
 from trainstep.report.tables import Definition, Place, Table, make_table
-from trainstep.report.train_columns import TRAIN_COLUMNS
 
-ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **TRAIN_COLUMNS}
+ALL_COLUMNS = {**COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS}
 
 TABLES: Mapping[type[Row], Definition] = {
     **{
         KINDS[kind]: Definition(KINDS[kind], caption, columns, longest=BRIEF_ROWS.get(kind))
         for kind, (caption, columns) in ALL_COLUMNS.items()
     },
-    **{each.kind: each for subject in (plan, sweep) for each in subject.TABLES},
+    **{each.kind: each for subject in (attention, parallel, plan, sweep) for each in subject.TABLES},
 }
 """The table of every kind of row that has one, in the order in which they are shown."""
 

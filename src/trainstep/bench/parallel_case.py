@@ -1,17 +1,24 @@
-"""One case of `bench parallel`: a workload under a scheme, and the step that a rank takes of it."""
+"""One case of `bench parallel`: a workload under a scheme, and the step that a rank takes on its share of each batch.
+
+A share is consecutive rows of every tensor, as many for each rank.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from torch import Tensor
+
+from trainstep.batch import map_tensors
 from trainstep.bench.parallel.names import SchemeName
 from trainstep.bench.parallel.schemes import parallelize
-from trainstep.bench.parallel.shares import part_of
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
+from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar
 from trainstep.training_step import TrainingStep
@@ -49,3 +56,38 @@ class ParallelCase:
             workload = change(workload)
         scheme = partial(parallelize, self.scheme, process, config, allow_unused=self.allow_unused)
         return TrainingStep(workload, config, scheme)
+
+
+def part_of(workload: Workload, rank: int, world_size: int) -> Workload:
+    """The workload with a rank's share of its batches."""
+    return dataclasses.replace(workload, batches=_Parts(workload, rank, world_size))
+
+
+def share_of(batch: Any, rank: int, world_size: int) -> Any:
+    """A rank's rows of each tensor's first dimension.
+
+    Raises:
+        UsageError: there are not as many rows for each rank.
+    """
+
+    def rows(tensor: Tensor) -> Tensor:
+        count = tensor.shape[0] if tensor.dim() else 0
+        if count == 0 or count % world_size:
+            raise UsageError(
+                f"a batch with a tensor of shape {tuple(tensor.shape)} cannot be divided among {world_size} ranks; "
+                f"its first dimension must be a multiple of {world_size}"
+            )
+        return tensor.chunk(world_size)[rank]
+
+    return map_tensors(batch, rows)
+
+
+class _Parts:
+    """One rank's share of each batch, from the start whenever it is iterated."""
+
+    def __init__(self, workload: Workload, rank: int, world_size: int) -> None:
+        self._batches, self._rank, self._world_size = workload.batches, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield share_of(batch, self._rank, self._world_size)

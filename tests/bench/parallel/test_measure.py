@@ -1,19 +1,24 @@
-"""The row of a scheme, from what its ranks measured."""
+"""The row of a scheme, from what its ranks measured; and the plan of its memory against what two H200s held."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from trainstep.bench.check.parallel import Agreement
 from trainstep.bench.outcome import Failure
-from trainstep.bench.parallel.case import ParallelCase
-from trainstep.bench.parallel.check import Agreement
-from trainstep.bench.parallel.measure import RankMeasurement
-from trainstep.bench.parallel.rows import Timed, row_of, step_ms
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.bench.parallel.measure import RankMeasurement, Timed, moments, parallel_row, planned_bytes
+from trainstep.bench.parallel.names import SCHEMES
+from trainstep.bench.parallel_case import ParallelCase
+from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
+from trainstep.records import read_records
 from trainstep.workload import builtin_source
+
+MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 SOURCE = builtin_source("little", MODEL)
@@ -29,7 +34,7 @@ def rank(wall_ms, weights, collectives=()):
 
 def row(scheme, result, single_ms=None):
     case = ParallelCase(SOURCE, StepConfig(device="cpu"), scheme)
-    return row_of(case, FIRST_OF_TWO, result, num_parameters=MODEL.num_parameters, single_ms=single_ms)
+    return parallel_row(case, FIRST_OF_TWO, result, num_parameters=MODEL.num_parameters, single_ms=single_ms)
 
 
 def test_a_step_lasts_as_long_as_on_the_slowest_rank():
@@ -48,14 +53,14 @@ def test_bytes_sent_are_beside_those_that_must_be():
     values = row("flat", Timed(ranks, AGREES)).values
     assert values["collectives"] == 2
     assert values["sent_gib"] == pytest.approx(values["sent_floor_gib"]) == pytest.approx(call.bytes / GIB)
-    assert values["exposed_ms"] is None, "no step without communication was timed"
+    assert "exposed_ms" not in values, "no step without communication was timed"
 
 
 def test_single_has_nothing_to_agree_with_and_nothing_exposed():
     found = row("single", Timed([rank((10.0,), 0)], None))
-    assert step_ms(found) == 10.0
+    assert found.times["step"].median == 10.0
     assert "update_error" not in found.values
-    assert (found.values["exposed_ms"], found.values["sent_floor_gib"]) == (None, 0)
+    assert (found.exposed_ms, found.sent_floor_gib) == (None, 0)
 
 
 def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():
@@ -69,3 +74,22 @@ def test_a_scheme_that_failed_says_why():
     found = row("fsdp", Failure("out of memory", "tried to allocate 1 TiB"))
     assert (found.status, found.reason, found.values) == ("out of memory", "tried to allocate 1 TiB", {})
     assert (found.case["scheme"], found.case["world_size"]) == ("fsdp", 2)
+
+
+def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
+    rows = {row.case["scheme"]: row for row in read_records(MEASURED)}
+    assert set(rows) == set(SCHEMES)
+    for scheme, row in rows.items():
+        model = SIZES[row.case["workload"]]
+        plan = planned_bytes(
+            scheme,
+            model.num_parameters,
+            row.case["world_size"],
+            precision=row.case["precision"],
+            optimizer=row.case["optimizer"],
+            model=model,
+            peer_copies=scheme == "fsdp",
+        )
+        for column, predicted in moments(plan).items():
+            measured = row.values[column.removeprefix("predicted_")]
+            assert predicted == pytest.approx(measured, rel=0.05), (scheme, column)

@@ -3,11 +3,11 @@
 The oracle is evaluated in float64 for slices of queries, so that only slice × keys scores exist at once. One or two
 heads of the batch are checked: heads do not mix.
 
-The budget is that of plain PyTorch: twice the error which the eager formula makes in the same dtype at the same length,
-plus one rounding of that dtype. Only, the eager formula's error depends on the order in which its matrix products sum,
-which cuBLAS chooses by shape: on an H200 eight heads of 4,096 tokens in float32 exceed twice the error of one head. A
-sum of S terms with float32 rounding is off by about u·√S in random order (Higham & Mary 2019), u = 2⁻²⁴, so no less
-than that is allowed. Beyond 32,768 tokens, or where the eager formula does not fit, a shorter length sets the budget.
+The plain computation of the error budget (see `budget`) is the eager formula in the same dtype at the same length. Its
+error depends on the order in which its matrix products sum, which cuBLAS chooses by shape: on an H200 eight heads of
+4,096 tokens in float32 exceed twice the error of one head. So no less is allowed than the float32 roundings of a sum
+over all keys add up to. Beyond 32,768 tokens, or where the eager formula does not fit, a shorter length sets the
+budget.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.eager import attention_eager
+from trainstep.bench.check.budget import UNIT_ROUNDOFF, accumulated_rounding, allowed_error, one_rounding
 
 NAMES = ("o", "dq", "dk", "dv")
 SLICE = 1024
 """Queries whose scores exist at once in the oracle."""
 BUDGET_LENGTH = 32768
 """Tokens up to which the eager formula itself is run to set the budget."""
-
-UNIT_ROUNDOFF = 2.0**-24
-"""Of float32, in which every implementation sums."""
 
 Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -61,8 +59,8 @@ def check(
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., seq, head_dim) and compare."""
     found = _errors(implementation, shape, dtype, device, is_causal)
     plain = _plain_errors(min(shape[-2], BUDGET_LENGTH), shape[-1], dtype, device, is_causal)
-    rounding, summation = torch.finfo(dtype).eps, UNIT_ROUNDOFF * math.sqrt(shape[-2])
-    return Errors(found, {name: max(2 * plain[name], summation) + rounding for name in NAMES})
+    summation = accumulated_rounding(UNIT_ROUNDOFF["fp32"], shape[-2])  # every implementation sums in float32
+    return Errors(found, {name: allowed_error(plain[name], one_rounding(dtype), floor=summation) for name in NAMES})
 
 
 @functools.cache

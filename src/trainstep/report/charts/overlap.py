@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.core.properties import value
-from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
-from bokeh.plotting import figure
-
-from trainstep.records import Row
+from trainstep.kinds import ParallelTraceRow
 from trainstep.report import plots
-from trainstep.report.cells import get, number
+from trainstep.report.cells import number
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
 from trainstep.report.profile_charts import add_zoom, length_text
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 PHASE_ROLES: Mapping[str, str] = {
     "forward": "series-1",
@@ -55,6 +54,8 @@ class _Bars:
             self.columns[name].append(each)
 
     def draw(self, plot: figure, height: float, name: str) -> Any:
+        from bokeh.models import ColumnDataSource
+
         return plot.hbar(
             y="y",
             left="left",
@@ -68,18 +69,20 @@ class _Bars:
         )
 
 
-def overlap_chart(rows: Sequence[Row]) -> figure:
+def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
     """A strip for each scheme: its phases, its computation by stream, its communication; drag to zoom.
 
     Args:
-        rows: records of kind "parallel trace" that ran, at least one.
+        rows: of traces that ran, at least one.
     """
+    from bokeh.models import FixedTicker, PlainText, Range1d
+
     lanes = [_lanes_of(row) for row in rows]
     tops, depth = [], 0.0
     for own in lanes:
         tops.append(-depth)
         depth += len(own) + 2 + _GAP  # and a heading, and the phases
-    end = max(numeric(row.values["span_ms"]) for row in rows)
+    end = max(row.span_ms or 0 for row in rows)
     plot = plots.empty_figure(
         height=round(depth * LANE_HEIGHT) + 60,
         x_range=Range1d(0, end, bounds=(0, end), min_interval=1e-3),
@@ -91,7 +94,7 @@ def overlap_chart(rows: Sequence[Row]) -> figure:
     kernels, exposed, phases = _Bars(), _Bars(), _Bars()
     for row, own, top in zip(rows, lanes, tops, strict=True):
         height = {lane: top - 2 - index for index, lane in enumerate(own)}
-        labels |= {top: str(row.case["scheme"]), top - 1: "phases"}
+        labels |= {top: row.scheme, top - 1: "phases"}
         labels |= {y: _label(lane, own) for lane, y in height.items()}
         _add_kernels(kernels, row, height)
         _add_exposed(exposed, row, height)
@@ -116,17 +119,16 @@ def overlap_chart(rows: Sequence[Row]) -> figure:
     return plot
 
 
-def _heading(row: Row) -> str:
-    hidden, spent = get(row, "hidden_share"), get(row, "communication_ms")
-    if hidden is None:
+def _heading(row: ParallelTraceRow) -> str:
+    if row.hidden_share is None:
         return "no communication"
     return (
-        f"{number(spent)} ms of communication, {hidden:.0%} hidden, "
-        f"{number(row.values['exposed_communication_ms'])} ms exposed"
+        f"{number(row.communication_ms)} ms of communication, {row.hidden_share:.0%} hidden, "
+        f"{number(row.exposed_communication_ms)} ms exposed"
     )
 
 
-def _lanes_of(row: Row) -> list[str]:
+def _lanes_of(row: ParallelTraceRow) -> list[str]:
     """Computation first, the busiest stream uppermost; communication right below, always."""
     busy: dict[str, float] = {}
     for lane, duration in zip(_texts(row, "lane"), row.series["duration_ns"], strict=True):
@@ -136,26 +138,26 @@ def _lanes_of(row: Row) -> list[str]:
 
 
 def _label(lane: str, lanes: Sequence[str]) -> str:
-    """What a lane is called: the stream or thread only where there are several."""
+    """The lane's name: that of a stream or thread only where there are several."""
     if lane in (_COMMUNICATION, _COPIES):
         return lane
     alone = sum(each not in (_COMMUNICATION, _COPIES) for each in lanes) == 1
     return "computation" if alone else lane
 
 
-def _texts(row: Row, name: str) -> Iterator[str]:
+def _texts(row: ParallelTraceRow, name: str) -> Iterator[str]:
     names = [str(each) for each in row.series[f"{name}_names"]]
     return (names[int(numeric(each))] for each in row.series[name])
 
 
-def _in_ms(row: Row, name: str) -> Iterator[tuple[float, float]]:
+def _in_ms(row: ParallelTraceRow, name: str) -> Iterator[tuple[float, float]]:
     """Left and right ends."""
     prefix = f"{name}_" if name else ""
     for start, duration in zip(row.series[f"{prefix}start_ns"], row.series[f"{prefix}duration_ns"], strict=True):
         yield numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6
 
 
-def _add_kernels(bars: _Bars, row: Row, height: Mapping[str, float]) -> None:
+def _add_kernels(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
     texts = (_texts(row, name) for name in ("lane", "phase", "family", "kernel"))
     for (left, right), count, lane, phase, family, kernel in zip(
         _in_ms(row, ""), row.series["count"], *texts, strict=True
@@ -165,7 +167,7 @@ def _add_kernels(bars: _Bars, row: Row, height: Mapping[str, float]) -> None:
             left=left,
             right=right,
             name=kernel if count == 1 else f"{count} kernels, the longest {kernel}",
-            tip=f"{row.case['scheme']}: {family}, {phase}\n{length_text(right - left)}",
+            tip=f"{row.scheme}: {family}, {phase}\n{length_text(right - left)}",
             colour=COLOURS[_kernel_role(lane, family, phase)],
         )
 
@@ -177,31 +179,33 @@ def _kernel_role(lane: str, family: str, phase: str) -> str:
     return PHASE_ROLES["communication"] if family == "communication" else PHASE_ROLES.get(phase, _OTHER)
 
 
-def _add_exposed(bars: _Bars, row: Row, height: Mapping[str, float]) -> None:
+def _add_exposed(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
     for left, right in _in_ms(row, "exposed"):
         bars.add(
             y=height[_COMMUNICATION],
             left=left,
             right=right,
             name="exposed communication",
-            tip=f"{row.case['scheme']}\n{length_text(right - left)} in which nothing is computed",
+            tip=f"{row.scheme}\n{length_text(right - left)} in which nothing is computed",
             colour=COLOURS[EXPOSED],
         )
 
 
-def _add_phases(bars: _Bars, row: Row, y: float) -> None:
+def _add_phases(bars: _Bars, row: ParallelTraceRow, y: float) -> None:
     for (left, right), phase in zip(_in_ms(row, "phase_span"), row.series["phase_span_names"], strict=True):
         bars.add(
             y=y,
             left=left,
             right=right,
             name=str(phase),
-            tip=f"{row.case['scheme']}: from {number(left)} to {number(right)} ms",
+            tip=f"{row.scheme}: from {number(left)} to {number(right)} ms",
             colour=COLOURS[PHASE_ROLES.get(str(phase), _OTHER)],
         )
 
 
 def _write(plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence[str], role: str, align: str) -> None:
+    from bokeh.core.properties import value
+
     plot.text(
         x=list(x),
         y=list(y),

@@ -1,8 +1,8 @@
 """Does a scheme train what one process would? Loss and parameters after some steps, beside one on the whole batch.
 
-The one process takes the ranks' batches one after another and adds up their gradients. What it is off by in the
-precision at hand, compared with the next wider one, is what a scheme may be off by, twice over and plus one rounding of
-that precision: the schemes sum in other orders and round elsewhere, but no more often.
+The one process takes the ranks' batches one after another and adds up their gradients. It is the plain computation of
+the error budget (see `budget`), its error measured against the next wider precision: the schemes sum in other orders
+and round elsewhere, but no more often.
 
 A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, which
 depends on the step and on whose share of the batch it is, so that a share's numbers are the same wherever it is run. In
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.batch import map_tensors
+from trainstep.bench.check.budget import allowed_error, one_rounding
 from trainstep.bench.eager_random import eager_random
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel.case import ParallelCase
 from trainstep.bench.parallel.names import SchemeName
 from trainstep.bench.parallel.schemes import full_parameters
-from trainstep.bench.parallel.shares import share_of
+from trainstep.bench.parallel_case import ParallelCase, share_of
 from trainstep.bench.without_dropout import without_dropout
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -44,7 +44,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process arrives at."""
+    """Losses and parameters that one process trains, and how far a scheme may be from them."""
 
     losses: tuple[float, ...]
     parameters: dict[str, Tensor]
@@ -106,7 +106,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
 
 
 def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | None, bool]:
-    """What one process arrives at, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
+    """What one process trains, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
     found: Expected | Failure | None = None
     if process.rank == 0:
         found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
@@ -126,15 +126,16 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
         wide_losses, wide, _, _ = _train(source, wide_config, world_size, double=config.precision == "fp32")
         losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
     own = _distance(parameters, wide) / moved
-    rounding = torch.finfo(AUTOCAST_DTYPES.get(config.precision, torch.float32)).eps
+    rounding = one_rounding(AUTOCAST_DTYPES.get(config.precision, torch.float32))
     off = max(abs(a - b) for a, b in zip(losses, wide_losses, strict=True))
     if dropout.calls:
         losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
-    return Expected(losses, parameters, moved, 2 * off + rounding * max(map(abs, losses)), 2 * own + rounding, unused)
+    loss_allowed = allowed_error(off, rounding * max(map(abs, losses)))
+    return Expected(losses, parameters, moved, loss_allowed, allowed_error(own, rounding), unused)
 
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
-    """Take `STEPS` steps on every rank and compare; rank 0 knows what is wanted, and all ranks what came of it."""
+    """Take `STEPS` steps on every rank and compare; rank 0 has what is wanted, and sends the result to all ranks."""
     step = case.build(process, lambda workload: _seeded(workload, process.rank, process.world_size))
     losses = []
     with nullcontext() if case.config.compile == "off" else eager_random():

@@ -10,11 +10,12 @@ import pytest
 from tests.report.browsing import complaints, hover, open_page, requests
 from tests.report.page import Page
 from trainstep.bench.outcome import Failure
-from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_record
+from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_row
+from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.measure.kernel_families import kernel_family
 from trainstep.measure.kernels import Kernel, Profile
 from trainstep.measure.trace import Trace
-from trainstep.records import Row
+from trainstep.records import Times
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
 
@@ -52,27 +53,31 @@ def step(scheme: str, parts: int = 1) -> Profile:
     return Profile(tuple(sorted(found, key=lambda each: each.start_us)), 1, True, False, 0.0)
 
 
-def record(scheme: str, parts: int = 1) -> Row:
+def timed(scheme: str) -> ParallelRow:
+    return ParallelRow(workload="2.7B", batch=4, scheme=scheme, world_size=2, times={"step": Times(175.0)})
+
+
+def record(scheme: str, parts: int = 1) -> ParallelTraceRow:
     profile = step(scheme, parts)
     traced = TracedStep(profile, phases_of(Trace(), profile), wall_ms=200.0)
-    case = {"workload": "2.7B", "batch": 4, "scheme": scheme, "world_size": 2}
-    return trace_record(case, [traced, None], {}, step_ms=175.0, trace=f"trace-{scheme}.json.gz")
+    return trace_row(timed(scheme), [traced, None], trace=f"trace-{scheme}.json.gz")
 
 
-def records(parts: int = 1) -> list[Row]:
+def records(parts: int = 1) -> list[ParallelTraceRow]:
     return [record(scheme, parts) for scheme in ("single", "flat", "overlapped")]
 
 
 def test_sums_are_exact() -> None:
-    alone, flat, overlapped = (row.values for row in records())
-    assert (alone["span_ms"], alone["communication_ms"], alone["hidden_share"]) == (pytest.approx(STEP_MS), 0, None)
-    assert flat["exposed_communication_ms"] == pytest.approx(BLOCKS * SENT / 1e3)
-    assert (flat["hidden_communication_ms"], flat["idle_ms"]) == (0, pytest.approx(0))
-    assert flat["span_ms"] == pytest.approx(STEP_MS + BLOCKS * SENT / 1e3)
-    assert overlapped["communication_ms"] == pytest.approx(BLOCKS * SENT / 1e3)
-    assert overlapped["exposed_communication_ms"] == pytest.approx(SENT / 1e3), "the last block's alone"
-    assert overlapped["hidden_share"] == pytest.approx(1 - 1 / BLOCKS)
-    assert overlapped["span_ms"] == pytest.approx(STEP_MS + SENT / 1e3)
+    alone, flat, overlapped = records()
+    assert (alone.span_ms, alone.communication_ms, alone.hidden_share) == (pytest.approx(STEP_MS), 0, None)
+    assert flat.exposed_communication_ms == pytest.approx(BLOCKS * SENT / 1e3)
+    assert (flat.hidden_communication_ms, flat.idle_ms) == (0, pytest.approx(0))
+    assert flat.span_ms == pytest.approx(STEP_MS + BLOCKS * SENT / 1e3)
+    assert overlapped.communication_ms == pytest.approx(BLOCKS * SENT / 1e3)
+    assert overlapped.exposed_communication_ms == pytest.approx(SENT / 1e3), "the last block's alone"
+    assert overlapped.hidden_share == pytest.approx(1 - 1 / BLOCKS)
+    assert overlapped.span_ms == pytest.approx(STEP_MS + SENT / 1e3)
+    assert {row.step_ms for row in (alone, flat, overlapped)} == {175.0}
 
 
 def test_phases_of_a_gpu_end_with_their_computation() -> None:
@@ -84,16 +89,17 @@ def test_phases_of_a_gpu_end_with_their_computation() -> None:
 
 
 def test_a_long_step_is_a_light_row_with_exact_sums() -> None:
-    (row,) = (record("overlapped", parts=400),)
-    assert row.values["kernels"] == 2 * BLOCKS * 400 + BLOCKS + 1
-    assert row.values["bars"] <= 1_500
-    assert sum(row.series["count"]) == row.values["kernels"], "none is dropped"
-    assert row.values["exposed_communication_ms"] == pytest.approx(SENT / 1e3)
+    row = record("overlapped", parts=400)
+    assert row.kernels == 2 * BLOCKS * 400 + BLOCKS + 1
+    assert row.bars is not None
+    assert row.bars <= 1_500
+    assert sum(row.series["count"]) == row.kernels, "none is dropped"
+    assert row.exposed_communication_ms == pytest.approx(SENT / 1e3)
 
 
 def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
-    html = render([*records(parts=400), trace_record({"scheme": "fsdp"}, Failure("failed", "no CUPTI"), {}, step_ms=1.0,
-                   trace="trace-fsdp.json.gz")])  # fmt: skip
+    failed = trace_row(timed("fsdp"), Failure("failed", "no CUPTI"), trace="trace-fsdp.json.gz")
+    html = render([*records(parts=400), failed])
     page = Page(html)
     assert "#parallel" in page.anchors
     assert "chart-parallel-trace" in page.ids
@@ -104,12 +110,20 @@ def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
     assert len(html.encode()) < 1_000_000
 
 
-def test_a_sentence_says_what_is_hidden_most_and_least() -> None:
-    said = [each.sentence for each in findings(records()) if each.topic == "data parallel"]
-    assert said == [
-        "Of communication in the traced step, computation hides 97% with overlapped (1.20 of 38.4 ms are exposed), and "
-        "0% with flat (38.4 of 38.4 ms)."
-    ]
+def test_what_is_hidden_most_and_least_is_found() -> None:
+    (found,) = (each for each in findings(records()) if each.id == "parallel.hidden")
+    assert found.figures == {
+        "most": "overlapped",
+        "most_hidden_share": pytest.approx(1 - 1 / BLOCKS),
+        "most_exposed_ms": pytest.approx(SENT / 1e3),
+        "most_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
+        "least": "flat",
+        "least_hidden_share": 0,
+        "least_exposed_ms": pytest.approx(BLOCKS * SENT / 1e3),
+        "least_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
+    }
+    assert (found.topic, "97% with overlapped (1.20 of 38.4 ms" in found.sentence) == ("data parallel", True)
+    assert "least" not in findings([record("single"), record("flat")])[0].figures
     assert [each for each in findings([record("single")]) if each.topic == "data parallel"] == []
 
 
