@@ -75,12 +75,11 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
 
 def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     rows = [row for row in of_kind(records, CeilingRow) if row.status == "ok"]
-    copies = [_number(row, "gb_s") * 1e9 for row in rows if row.case["what"] == "copy"]
+    copies = [_number(row, "gb_s") * 1e9 for row in rows if row.operation == "copy"]
     products: dict[str, float] = {}
     for row in rows:
-        operation, _, precision = str(row.case["what"]).partition(" ")
-        if operation == "matmul":
-            products[precision] = max(products.get(precision, 0.0), _number(row, "tflops") * 1e12)
+        if row.precision is not None:
+            products[row.precision] = max(products.get(row.precision, 0.0), _number(row, "tflops") * 1e12)
     found: dict[str, Any] = {}
     if products:
         half = {name: products["bf16"] for name in ("fp16", "bf16-pure") if "bf16" in products}

@@ -26,9 +26,11 @@ def ceiling_records(device: torch.device) -> Iterator[Row]:
     ]
     measured = attempt(partial(measure_ceilings, device, supported))
     if isinstance(measured, Failure):
-        case = {"what": "all"}
+        case = {"operation": "all"}
         yield row_of("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
         return
     for precision, rate in measured.matmul_tflops.items():
-        yield row_of("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
-    yield row_of("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)
+        yield row_of(
+            "ceiling", {"operation": "matmul", "precision": precision}, {"tflops": rate}, environment=environment
+        )
+    yield row_of("ceiling", {"operation": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)

@@ -160,12 +160,12 @@ def _enclosed(row: Row) -> tuple[float, float] | None:
 
 def _beyond_arithmetic(records: Sequence[Row]) -> list[Finding]:
     """Families of kernels that compute faster than a large product did here; caches excuse bytes, not FLOPs."""
-    limits = {row.case["what"]: row.values.get("tflops") for row in of_kind(records, CeilingRow)}
+    limits = {row.precision: row.tflops for row in of_kind(records, CeilingRow) if row.precision is not None}
     parts = {
         f"{row.case['family']} in {row.case['phase']}": numeric(row.values["tflops"]) / numeric(limit)
         for row in of_kind(records, FamilyRow)
         if row.case["phase"] != "step" and numeric(row.values.get("share") or 0) >= SEEN
-        if row.values.get("tflops") and (limit := limits.get(row.values.get("ceiling")))
+        if row.values.get("tflops") and (limit := limits.get(row.ceiling_precision or ""))
     }
     beyond = {name: part for name, part in parts.items() if part >= BEYOND}
     if not beyond:

@@ -63,24 +63,25 @@ def workload(records: Sequence[Row]) -> Section | None:
     return Section("workload", "Workload", "The workload and the device’s limits", lead, blocks)
 
 
-def _ceiling_table(ceilings: Sequence[Row]) -> Table:
+def _ceiling_table(ceilings: Sequence[CeilingRow]) -> Table:
     columns, has_failure = ["Operation", "TFLOP/s", "GB/s, read + written"], any(row.status != "ok" for row in ceilings)
     rows = []
     for row in ceilings:
-        cells = [Cell(str(row.case["what"]), is_text=True), cell_of(row, "tflops"), cell_of(row, "gb_s")]
+        what = " ".join(filter(None, (row.operation, row.precision)))
+        cells = [Cell(what, is_text=True), cell_of(row, "tflops"), cell_of(row, "gb_s")]
         if has_failure:
             cells.append(Cell("" if row.status == "ok" else row.status, note=row.reason, tone="bad", is_text=True))
-        rows.append(TableRow(cells, str(row.case["what"])))
+        rows.append(TableRow(cells, what))
     columns += ["Outcome"] if has_failure else []
     return Table("What this device reaches, measured here", columns, rows, name="ceilings")
 
 
-def _ceiling_chart(records: Sequence[Row], ceilings: Sequence[Row]) -> Chart:
+def _ceiling_chart(records: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
     step = analysed_step(records)
     ran = [row for row in [*kept_rungs(records), *([step] if step else [])] if get(row, "achieved_tflops") is not None]
     rows = []
     for row in ceilings:
-        what = str(row.case["what"])
+        what = f"{row.operation} {row.precision}"
         rate = get(row, "tflops") or 0
         best = max(
             (get(one, "achieved_tflops") or 0 for one in ran if f"matmul {one.case['precision']}" == what),
