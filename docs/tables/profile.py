@@ -8,7 +8,7 @@ from functools import partial
 from tables.source import SIZE, results, where
 from trainstep.records import Row
 from trainstep.report.columns import Column, case_column, count_column, value_column
-from trainstep.report.kernel_findings import brief_name
+from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.tables import Table, tabulate
 
 

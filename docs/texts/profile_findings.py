@@ -11,7 +11,7 @@ from texts.wording import percent, span
 from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.records import Row
 from trainstep.report.finding import in_ms, listed
-from trainstep.report.kernel_findings import brief_name
+from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.numbers import number
 
 CONTEXTS = (128, 512, 1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: figure
+    plot: figure | Callable[[], figure]
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `plots.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
-    """What the page's script stacks in it, with a slider for the detail; see `allocation_chart`."""
+    """What the page's script stacks in it, with a slider for the detail; see `charts.allocations`."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ from trainstep.records import Row, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.formula_findings import formula_findings
-from trainstep.report.kernel_findings import kernel_findings
-from trainstep.report.memory_findings import memory_findings
 from trainstep.report.noise_findings import noise_findings
 from trainstep.report.numbers import number, numeric
 from trainstep.report.parallel_findings import parallel_findings
-from trainstep.report.peak_findings import peak_findings
 from trainstep.report.phase_findings import phase_findings
 from trainstep.report.plan_findings import plan_findings
+from trainstep.report.subjects import allocations, kernel_findings, memory, precision
 from trainstep.report.sweep_findings import sweep_findings
 
 LAUNCH_BOUND_ISSUE = 0.95
@@ -100,7 +98,7 @@ def _utilisation(records: Sequence[Row]) -> list[Finding]:
     if step is None or step.values.get("achieved_tflops") is None:
         return []
     achieved = numeric(step.values["achieved_tflops"])
-    ceiling = next((row for row in ceilings if row.case["what"] == f"matmul {step.case['precision']}"), None)
+    ceiling = next((row for row in ceilings if row.precision == step.precision), None)
     if ceiling is None:
         return []
     share = achieved / numeric(ceiling.values["tflops"])
@@ -177,13 +175,14 @@ _RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _utilisation,
     _launch_bound,
     formula_findings,
-    kernel_findings,
+    *kernel_findings.RULES,
     parallel_findings,
     sweep_findings,
-    lambda records: peak_findings(analysed_step(records), records),
+    allocations.peak_findings,
     _warmup,
     _rejected,
-    memory_findings,
+    *memory.RULES,
+    *precision.RULES,
     plan_findings,
     lambda records: noise_findings(analysed_step(records), records),
 )

@@ -30,7 +30,8 @@ def render(records: Sequence[Row]) -> str:
     drawn = [
         chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
     ]
-    charts = {chart.name: plots.embedded(chart.plot) for chart in drawn}
+    figures = {chart.name: chart.plot() if callable(chart.plot) else chart.plot for chart in drawn}
+    charts = {name: plots.embedded(figure) for name, figure in figures.items()}
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     environment = Environment(
         loader=PackageLoader("trainstep.report", "."),
@@ -44,6 +45,7 @@ def render(records: Sequence[Row]) -> str:
         title=_title(records),
         subtitle=_subtitle(records),
         sections=sections,
+        heights={name: figure.height for name, figure in figures.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
         charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts, "allocations": allocations})),
         library=_packed(_library()) if charts else "",

@@ -13,9 +13,9 @@ from bokeh.plotting import figure
 from trainstep.records import Row
 from trainstep.report import plots
 from trainstep.report.cells import get, number
+from trainstep.report.charts.profile import add_zoom, length_text
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
-from trainstep.report.profile_charts import add_zoom, length_text
 
 PHASE_ROLES: Mapping[str, str] = {
     "forward": "series-1",

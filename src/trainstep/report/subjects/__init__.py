@@ -6,23 +6,25 @@ from collections.abc import Mapping, Sequence
 
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
-from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
-from trainstep.report.memory_columns import MEMORY_COLUMNS
+from trainstep.report.columns import Column
 from trainstep.report.parallel_columns import PARALLEL_COLUMNS
 from trainstep.report.plan_columns import PLAN_COLUMNS
 from trainstep.report.step_columns import COLUMNS
+from trainstep.report.subjects import kernels, memory
 from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
 from trainstep.report.sweep_columns import CAPTION, sweep_columns
 from trainstep.report.tables import Definition, Place, Table, make_table, text_table
 from trainstep.report.train_columns import TRAIN_COLUMNS
 
-ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS, **TRAIN_COLUMNS}
+
+def _defined(columns: Mapping[str, tuple[str, Sequence[Column]]]) -> dict[type[Row], Definition]:
+    return {KINDS[kind]: Definition(KINDS[kind], caption, own) for kind, (caption, own) in columns.items()}
+
 
 TABLES: Mapping[type[Row], Definition] = {
-    **{
-        KINDS[kind]: Definition(KINDS[kind], caption, columns, longest=BRIEF_ROWS.get(kind))
-        for kind, (caption, columns) in ALL_COLUMNS.items()
-    },
+    **_defined({**COLUMNS, **PARALLEL_COLUMNS}),
+    **{each.kind: each for each in (*kernels.TABLES, *memory.TABLES)},
+    **_defined({**PLAN_COLUMNS, **TRAIN_COLUMNS}),
     SweepRow: Definition(SweepRow, CAPTION, sweep_columns),
 }
 """The table of every kind of row that has one, in the order in which they are shown."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.core.properties import value
-from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, PlainText, Range1d, ResetTool
-from bokeh.models import WheelZoomTool as WheelZoom
-from bokeh.plotting import figure
-
-from trainstep.records import Row
+from trainstep.kinds import TimelineRow
 from trainstep.report import plots
 from trainstep.report.cells import number
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 FAMILY_ROLES: Mapping[str, str] = {
     "tensor-core matmul": "kind-1",
@@ -60,6 +58,9 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
         matmul_tflops: name of each ceiling → its rate.
         copy_gb_s: measured bandwidth.
     """
+    from bokeh.core.properties import value
+    from bokeh.models import ColumnDataSource, HoverTool, Range1d
+
     slope = copy_gb_s / 1e3  # TFLOP/s for each FLOP per byte
     reach = [point.flop_per_byte for point in points]
     ridge = max(matmul_tflops.values()) / slope
@@ -112,12 +113,10 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
     return plot
 
 
-def timeline(row: Row) -> figure:
-    """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it.
+def timeline(row: TimelineRow) -> figure:
+    """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it."""
+    from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 
-    Args:
-        row: a record of kind "timeline".
-    """
     series = row.series
     start = [numeric(each) / 1e6 for each in series["start_ns"]]
     length = [numeric(each) / 1e6 for each in series["duration_ns"]]
@@ -172,6 +171,8 @@ _TABLES = ("kernel", "family", "phase", "module", "lane")
 
 def _phase_strips(plot: figure, start: Sequence[float], length: Sequence[float], phases: Sequence[str]) -> Any:
     """From each phase's first kernel to its last, in the uppermost lane."""
+    from bokeh.models import ColumnDataSource
+
     found: dict[str, tuple[float, float]] = {}
     for begin, duration, phase in zip(start, length, phases, strict=True):
         first, last = found.get(phase, (begin, begin))
@@ -198,8 +199,10 @@ def _phase_strips(plot: figure, start: Sequence[float], length: Sequence[float],
 
 def add_zoom(plot: figure, renderers: Sequence[Any]) -> None:
     """Drag to see a part of the time axis closer, double-click (or the tool) for all; hovering tells a bar's `tip`."""
+    from bokeh.models import BoxZoomTool, HoverTool, ResetTool, WheelZoomTool
+
     zoom = BoxZoomTool(dimensions="width")
-    wheel = WheelZoom(dimensions="width", modifiers={"shift": True})
+    wheel = WheelZoomTool(dimensions="width", modifiers={"shift": True})
     hover = HoverTool(renderers=list(renderers), tooltips=plots.TOOLTIP, point_policy="follow_mouse", visible=False)
     plot.toolbar_location = "above"
     plot.toolbar.logo = None

@@ -1,25 +1,23 @@
-"""The page's sections on memory and precision, and in a browser the stacked timeline: hover, zoom and detail."""
+"""The page's section on allocations, what owns the peak, and in a browser the stacked timeline: hover, zoom, detail."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.report.browsing import complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
-from tests.report.page import Page
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, row_of
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
 from trainstep.measure.allocations.snapshot import snapshot_of
 from trainstep.measure.allocations.snapshot_file import write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
-from trainstep.records import Row, of_kind, read_records
+from trainstep.records import Row, of_kind, read_records, write_whole
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
+from trainstep.report.subjects.allocations import owner_findings
 from trainstep.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=64, d_ff=128, num_layers=3, num_heads=2)
@@ -35,36 +33,46 @@ def toy_records() -> list[Row]:
 
 def test_the_rows_of_a_step_add_up(toy_records: list[Row]) -> None:
     (timeline,) = of_kind(toy_records, MemoryTimelineRow)
-    owners = [row for row in of_kind(toy_records, OwnerRow) if row.case["part"] == "all"]
-    assert sum(row.values["mib"] for row in owners) / 1024 == pytest.approx(timeline.values["peak_gib"])
-    assert sum(row.values["share"] for row in owners) == pytest.approx(1)
-    sizes = [row.values["mib"] for row in of_kind(toy_records, AllocationRow)]
+    owners = [row for row in of_kind(toy_records, OwnerRow) if row.is_total]
+    assert sum(row.mib for row in owners) / 1024 == pytest.approx(timeline.peak_gib)
+    assert sum(row.share for row in owners) == pytest.approx(1)
+    parts = [row for row in of_kind(toy_records, OwnerRow) if not row.is_total]
+    assert {(row.owner, row.module, row.phase) for row in parts} >= {("activations", "blocks.*.attention", None)}
+    for owner in {row.owner for row in parts}:
+        (whole,) = [row for row in owners if row.owner == owner]
+        assert sum(row.mib for row in parts if row.owner == owner) <= whole.mib * (1 + 1e-9)
+    largest = of_kind(toy_records, AllocationRow)
+    sizes = [row.mib for row in largest]
     assert sizes == sorted(sizes, reverse=True)
+    assert {row.phase for row in largest} <= {"forward", "loss", "backward", "optimizer"}
     series = timeline.series
     assert len({len(series[name]) for name in ("start", "end", "bytes", "group", "what", "stack")}) == 1
-    assert max(series["total"]) / 2**30 == timeline.values["peak_gib"]
+    assert max(series["total"]) / 2**30 == timeline.peak_gib
 
 
 def test_rows_survive_the_file(toy_records: list[Row], tmp_path: Path) -> None:
-    lines = [json.dumps(dataclasses.asdict(row)) for row in toy_records]
-    (tmp_path / "results.jsonl").write_text("\n".join(lines))
-    assert "Who owns the peak" in render(read_records(tmp_path / "results.jsonl"))
+    write_whole(tmp_path / "results.jsonl", toy_records)
+    again = read_records(tmp_path / "results.jsonl")
+    assert [dict(row.case) for row in again] == [dict(row.case) for row in toy_records]
+    assert "Who owns the peak" in render(again)
 
 
-def test_the_sentence_names_owners_and_the_largest_line(toy_records: list[Row]) -> None:
-    rungs = [
-        row_of("rung", {"rung": name}, {"peak_gib": peak, "kept": True, "verdict": "faster"})
-        for name, peak in (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
-    ]
-    sentences = [each.sentence for each in findings(toy_records) if each.topic == "memory"]
-    assert len(sentences) == 1
-    assert sentences[0].startswith("At its peak, ")
-    assert "The largest allocation, " in sentences[0]
-    assert ".py:" in sentences[0]
-    rungs = [dataclasses.replace(row, case={**row.case, "precision": "fp32"}) for row in rungs]
-    from trainstep.report.memory_findings import memory_findings
-
-    (proven,) = memory_findings([*toy_records, *rungs])
+def test_owners_and_the_largest_line_are_named_and_the_ladder_proves_what_shrinks_them(toy_records: list[Row]) -> None:
+    (timeline,) = of_kind(toy_records, MemoryTimelineRow)
+    owners = [row for row in of_kind(toy_records, OwnerRow) if row.is_total]
+    (largest, *_) = of_kind(toy_records, AllocationRow)
+    (found,) = (each for each in findings(toy_records) if each.topic == "memory")
+    assert found.id == "memory.owners"
+    assert (found.figures["peak_gib"], found.figures["phase"]) == (timeline.peak_gib, timeline.peak_phase)
+    for row in owners[:3]:
+        assert found.figures[f"share of {row.owner}"] == row.share
+    assert (found.figures["largest_gib"], found.figures["line"]) == (largest.mib / 1024, largest.line)
+    assert ".py:" in found.sentence
+    assert "rung" not in found.figures
+    peaks = (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
+    rungs = [RungRow(rung=name, precision="fp32", peak_gib=peak, kept=True, verdict="faster") for name, peak in peaks]
+    (proven,) = owner_findings([*toy_records, *rungs])
+    assert proven.figures.items() >= {"rung": "fused attention", "before_gib": 3.95, "after_gib": 3.0}.items()
     assert proven.sentence.endswith("On the ladder, fused attention took the peak from 3.95 GiB to 3.00 GiB.")
 
 
@@ -83,9 +91,9 @@ def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
     write_snapshot(snapshot_of(timeline), tmp_path / "snapshot.pickle")
     records = list(imported_records(tmp_path / "snapshot.pickle"))
     (row,) = of_kind(records, MemoryTimelineRow)
-    assert row.values["allocations"] == 12_000
-    assert row.values["drawn"] == 2500
-    assert row.values["peak_gib"] == timeline.peak / 2**30
+    assert row.allocations == 12_000
+    assert row.drawn == 2500
+    assert row.peak_gib == timeline.peak / 2**30
     assert max(row.series["total"]) == timeline.peak
     html = render(records)
     assert len(html.encode()) < 1_500_000
@@ -99,92 +107,13 @@ def test_owners_of_a_foreign_snapshot_are_its_lines(tmp_path: Path) -> None:
         event.pop("category")
     write_snapshot(content, tmp_path / "foreign.pickle")
     records = list(imported_records(tmp_path / "foreign.pickle"))
-    assert {row.case["owner"] for row in of_kind(records, OwnerRow)} == {str(LINE)}
+    assert {(row.owner, row.is_total) for row in of_kind(records, OwnerRow)} == {(str(LINE), True)}
     assert records[0].case == {"workload": "foreign.pickle", "device": 0}
 
 
 def test_a_step_that_was_not_recorded_says_why() -> None:
-    failed = row_of("memory-timeline", {"workload": "w"}, status="out of memory", reason="no room for it")
+    failed = MemoryTimelineRow(workload="w", status="out of memory", reason="no room for it")
     assert "no room for it" in render([failed])
-
-
-def case(**changes: Any) -> dict[str, Any]:
-    return {"workload": "m", "context": 128, "precision": "fp32", "mode": "step", "checkpointing": None, **changes}
-
-
-STUDY = [
-    row_of("peak", case(), {"peak_gib": 10.0, "predicted_gib": 9.9, "prediction_error": -0.01}),
-    row_of("peak", case(context=256), {"predicted_gib": 200.0}, status="out of memory", reason="tried to allocate"),
-    row_of("residual", case(part="first block", what="1. blocks.*.attention", compile="off"),
-           {"mib": 512.0, "share": 0.5, "operation": "Softmax", "tensor": "fp32 4×32×512×512", "storages": 1}),
-    row_of("residual", case(part="first block", what="all", compile="off"), {"mib": 1024.0, "share": 1.0}),
-    row_of("residual", case(part="step", what="all", compile="off"), {"mib": 4096.0, "share": 1.0, "storages": 9}),
-    row_of("residual", case(part="step", what="all", compile="model"), {"mib": 2048.0, "share": 1.0, "storages": 5}),
-    row_of("checkpointing", case(checkpointing="every-1"), {"peak_gib": 4.0, "prediction_error": 0.07}),
-    row_of("dtype", case(module="fc"), {"parameters": "fp32", "gradients": "fp32", "outputs": "fp16"}),
-    row_of("dtype", case(module="(forward's result)"), {"outputs": "fp16"}),
-    row_of("dtype", case(module="(loss)"), {"outputs": "fp32"}),
-    row_of("accumulation", {"accumulator": "fp16", "addend": "fp16"}, {"total": 9.9531, "why": "rounding"}),
-    row_of("accumulation", {"accumulator": "fp32", "addend": "fp16"}, {"total": 10.0021, "why": "rounding"}),
-]  # fmt: skip
-
-
-def test_every_kind_has_its_section_and_sentence() -> None:
-    anchors = Page(render(STUDY)).anchors
-    assert [each for each in anchors if each not in ("#summary", "#environment")] == [
-        *("#peaks", "#residuals", "#checkpointing", "#dtypes", "#accumulation")
-    ]
-    said = {each.sentence for each in findings(STUDY)}
-    assert said == {
-        "Forward keeps 1.00 GiB for the backward of one block; the largest part, 50%, is kept for Softmax in "
-        "blocks.*.attention (fp32 4×32×512×512).",
-        "Of the whole step, eager code keeps 4.00 GiB and compiled code 2.00 GiB (-50%).",
-        "The plan is off by more than 5% for 1 of 2 measured peaks, at worst by 7.0% (context 128, precision fp32, "
-        "checkpointing every-1); for small models the CUDA libraries' own workspaces, which it leaves out, are that "
-        "large.",
-        "Does not fit: a step at context 256, precision fp32: it needs 200.00 GiB by prediction.",
-        "The best K is 1: a checkpoint every block peaks at 4.00 GiB.",
-        "Under fp32, forward's result is fp16 and the loss fp32; parameters are fp32, their gradients fp32.",
-        "0.01 added a thousand times is 9.9531 in fp16, and 10.0021 if only the running sum is fp32: sums need the "
-        "wide type, addends less.",
-    }
-
-
-def policy(name: str, peak: float, *times: float) -> Row:
-    return row_of("checkpointing", case(checkpointing=name), {"peak_gib": peak}, {"step": times} if times else {})
-
-
-@pytest.mark.parametrize(
-    ("times", "cost"),
-    [
-        ((119.0, 119.5, 120.0, 120.0, 120.0, 121.0, 122.0),
-         " With a checkpoint every block a step takes 1.20× the time without (95 % interval 1.14–1.26)."),
-        ((96.0, 98.0, 100.0, 101.0, 102.0, 103.0, 120.0),
-         " With a checkpoint every block these samples show no difference in time (95 % interval 0.92–1.24)."),
-        ((120.0, 121.0), " Too few steps were timed to say what that costs in time."),
-        ((), ""),
-    ],
-)  # fmt: skip
-def test_what_the_best_policy_costs_has_its_interval_and_its_subject(times: tuple[float, ...], cost: str) -> None:
-    without = policy("none", 9.0, 99.0, 99.5, 100.0, 100.0, 100.0, 101.0, 102.0)
-    (said,) = (each.sentence for each in findings([without, policy("every-1", 4.0, *times)]))
-    assert said == f"The best K is 1: a checkpoint every block peaks at 4.00 GiB; without checkpointing 9.00 GiB.{cost}"
-
-
-def test_checkpointing_that_saves_nothing_has_no_best_k() -> None:
-    rows = [policy("none", 65.62 / 1024), policy("every-1", 65.61 / 1024), policy("every-2", 65.62 / 1024)]
-    (said,) = (each.sentence for each in findings(rows))
-    assert said == "No checkpoint every K blocks makes the peak smaller: 65.6 MiB without, 65.6 MiB at best."
-
-
-def test_peaks_that_print_alike_are_not_ranked() -> None:
-    """Seen on a CPU: K = 3 and 4 both print as 161 MiB, a third of a per cent apart."""
-    peaks = {"every-1": 162.04, "every-2": 161.04, "every-3": 161.04, "every-4": 160.54, "every-6": 170.0}
-    (said,) = (each.sentence for each in findings([policy(name, mib / 1024) for name, mib in peaks.items()]))
-    assert said == (
-        "The best K is 2, 3 or 4: a checkpoint every 2, 3 or 4 blocks peaks at 161 MiB alike (beside it every-1 "
-        "162 MiB and every-6 170 MiB)."
-    )
 
 
 # In a browser
@@ -222,7 +151,7 @@ def test_the_slider_hides_small_allocations_and_loses_none(
 ) -> None:
     open_page(browser, allocations_page)
     row = toy_records[0]
-    total, peak = row.values["allocations"], row.values["peak_gib"] * 1024
+    total, peak = row.allocations, row.peak_gib * 1024
 
     everything, says = move(browser, 1)
     assert says == f"all {total:,} allocations one by one"

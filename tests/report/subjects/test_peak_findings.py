@@ -4,36 +4,47 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.test_findings import said, step
-from trainstep.kinds import row_of
+from tests.report.test_findings import step
+from trainstep.kinds import MemoryTimelineRow, OwnerRow
+from trainstep.report.findings import findings
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip
 
 
+PARTS = {
+    "the loss": {"phase": "loss"},
+    "attention": {"module": "blocks.*.attention"},
+    "NllLoss of backward": {"operation": "NllLoss", "phase": "backward"},
+    "Softmax of backward": {"operation": "Softmax", "phase": "backward"},
+    "all": {},
+}
+
+
 def analysed(case, **values):
-    base = step(**values)
-    return replace(base, case={**base.case, **CASE, **case})
+    return replace(step(**values), **CASE | case)
 
 
 def timeline(case, shares, phase="backward"):
-    own = {**CASE, **case}
-    rows = [
-        row_of("owner", {**own, "owner": name.partition("/")[0], "part": name.partition("/")[2] or "all"},
-               {"share": share})
-        for name, share in shares.items()
-    ]  # fmt: skip
-    return [row_of("memory-timeline", own, {"peak_phase": phase, "peak_gib": 4.0}), *rows]
+    own = CASE | case
+    named = [(*name.partition("/"), share) for name, share in shares.items()]
+    rows = [OwnerRow(**own, owner=owner, **PARTS[part or "all"], share=share) for owner, _, part, share in named]
+    return [MemoryTimelineRow(**own, peak_phase=phase, peak_gib=4.0), *rows]
+
+
+def peak(rows):
+    (found,) = [each for each in findings(rows) if each.id == "memory.peak"]
+    return found
 
 
 def owned(case, shares, phase="backward", **values):
-    """The sentence about the peak, from what owns it on; the next one, of the timeline itself, left out."""
-    sentence = said([analysed(case, **values), *timeline(case, shares, phase)], "memory")
-    return sentence.partition(" comes and goes with it: ")[2].partition(" At its peak")[0]
+    """The finding about the peak, and its sentence from what owns it on."""
+    found = peak([analysed(case, **values), *timeline(case, shares, phase)])
+    return found, found.sentence.partition(" comes and goes with it: ")[2]
 
 
 LOGITS = {"activations": 0.6, "activations/the loss": 0.4, "temporaries": 0.2, "optimizer state": 0.2}
-SCORES = {"activations": 0.7, "activations/blocks.*.attention": 0.5, "parameters": 0.3}
+SCORES = {"activations": 0.7, "activations/attention": 0.5, "parameters": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -59,33 +70,43 @@ SCORES = {"activations": 0.7, "activations/blocks.*.attention": 0.5, "parameters
     ],
 )  # fmt: skip
 def test_what_owns_the_peak_and_what_shrinks_that(case, shares, sentence):
-    assert owned(case, shares) == sentence
+    found, told = owned(case, shares)
+    assert told == sentence
+    assert all(each in told for each in found.figures["remedies"])
+    assert bool(found.figures["remedies"]) is ("shrink" in told)
+    assert found.figures["owners"][0] == max(shares, key=shares.get)
 
 
 @pytest.mark.parametrize(("optimizer", "advice"), [("adamw-foreach", ", so the fused optimizer shrinks it"),
                                                    ("adamw-fused", "")])  # fmt: skip
 def test_temporaries_of_the_optimizer_do_not_come_from_the_batch(optimizer, advice):
-    sentence = owned({"optimizer": optimizer}, {"temporaries": 0.7}, "optimizer", optimizer_peak_gib=4.5)
+    found, sentence = owned({"optimizer": optimizer}, {"temporaries": 0.7}, "optimizer", optimizer_peak_gib=4.5)
+    assert found.figures["phase"] == "optimizer"
+    assert found.figures["remedies"] == (("the fused optimizer",) if advice else ())
     assert sentence == f"temporaries make up most of the peak{advice}."
 
 
 def test_without_owners_no_more_is_said_than_is_known():
-    (most,) = [said([step(at_rest_gib=1.5)], "memory")]
-    assert most == (
+    most = peak([step(at_rest_gib=1.5)])
+    assert most.figures == {"peak_gib": 4.0, "at_rest_gib": 1.5, "phase": "backward", "remedies": ()}
+    assert most.sentence == (
         "Memory peaks in backward at 4.00 GiB; 1.50 GiB of that is there before the step (weights, optimizer state and "
         "the batch), 62% comes and goes with it (activations, gradients and temporaries)."
     )
-    rest = said([step(at_rest_gib=3.0)], "memory")
-    assert rest.endswith(
+    rest = peak([step(at_rest_gib=3.0)])
+    assert rest.figures["remedies"] == ("sharding", "a smaller optimizer state")
+    assert rest.sentence.endswith(
         "25% comes and goes with it: most of it stays, so sharding or a smaller optimizer state shrink it."
     )
-    plain = said([step(at_rest_gib=3.0, optimizer_state_gib=0.0)], "memory")
-    assert "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding helps." in plain
+    plain = peak([step(at_rest_gib=3.0, optimizer_state_gib=0.0)])
+    assert plain.figures["remedies"] == ("sharding",)
+    assert "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding helps." in plain.sentence
 
 
 def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():
     shares = {"activations": 1.0}
-    other = said([analysed({}), *timeline({"precision": "bf16"}, shares)], "memory")
-    assert "(activations, gradients and temporaries). At its peak" in other
-    elsewhere = said([analysed({}), *timeline({}, shares, "forward")], "memory")
-    assert "(activations, gradients and temporaries). At its peak" in elsewhere
+    assert "owners" in peak([analysed({}), *timeline({}, shares)]).figures
+    for rows in (timeline({"precision": "bf16"}, shares), timeline({}, shares, "forward")):
+        found = peak([analysed({}), *rows])
+        assert "owners" not in found.figures
+        assert found.sentence.endswith("(activations, gradients and temporaries).")

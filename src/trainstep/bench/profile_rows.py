@@ -1,40 +1,50 @@
-"""A profile as rows: kernels, families, pieces of attention, coverage, and one step's timeline."""
+"""A profile as rows: coverage and sums, families, pieces of attention, kernels, and the bars of one step's timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from trainstep.bench.timeline_rows import UNKNOWN, timeline_values
 from trainstep.blocks import without_numbers
-from trainstep.kinds import row_of
-from trainstep.measure.chrome_trace import ENGINE
+from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
+from trainstep.measure.chrome_trace import ENGINE, GLOO
 from trainstep.measure.intervals import length
 from trainstep.measure.kernel_families import MATMULS, short_name
 from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
 from trainstep.measure.operator_cost import COUNTED
 from trainstep.measure.overlap import overlap_of
 from trainstep.phases import PHASES
-from trainstep.records import Row, Scalar
+from trainstep.records import AnyRow, Row, Scalar, make_row
 
 STEP = "step"
 """The name of the whole step among the phases."""
 
+UNKNOWN = "(unknown)"
+"""The phase or module of a kernel that could not be placed."""
+LONGEST = 12_000
+"""Bars of a timeline on a page of its own."""
+
 Key = TypeVar("Key", bound=Hashable)
-Case = Mapping[str, Scalar]
+Columns = Mapping[str, Scalar]
 
 
-def profile_rows(profile: Profile, case: Case, precision: str | None, environment: Case) -> list[Row]:
+def profile_rows(profile: Profile, case: Columns, precision: str | None, environment: Columns) -> list[Row]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
 
-    def record(kind: str, more: Case, values: Case, series: Mapping[str, Sequence[Scalar]] | None = None) -> Row:
-        return row_of(kind, {**case, **more}, values, environment=environment, series=series or {})
+    def row(kind: type[AnyRow], more: Columns, values: Columns, **series: Mapping[str, Sequence[Scalar]]) -> AnyRow:
+        return make_row(kind, {**case, **more}, values, environment=environment, **series)
 
-    rows = [record("family", *row) for row in _families(profile, precision)]
-    rows += [record("attention piece", *row) for row in _pieces(profile)]
-    rows += [record("kernel", *row) for row in _kernels(profile)]
-    middle = profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
-    return [*rows, record("timeline", {}, *timeline_values(profile, middle))]
+    values, series = timeline_values(profile, _middle_step(profile))
+    return [
+        *(row(FamilyRow, *each) for each in _families(profile, precision)),
+        *(row(PieceRow, *each) for each in _pieces(profile)),
+        *(row(KernelRow, *each) for each in _kernels(profile)),
+        row(TimelineRow, {}, values, series=series),
+    ]
+
+
+def _middle_step(profile: Profile) -> str | None:
+    return profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
 
 
 def summary_values(profile: Profile) -> dict[str, Scalar]:
@@ -63,8 +73,7 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     values |= _top("step", step, profile)
     if forward:
         values |= {"matmul_share_forward": _matmul_share(forward)} | _top("forward", forward, profile)
-    middle = profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
-    if found := gaps(profile.of_step(middle)):
+    if found := gaps(profile.of_step(_middle_step(profile))):
         values |= {
             "gaps": len(found),
             "gaps_ms": sum(gap.duration_us for gap in found) / 1e3,
@@ -155,19 +164,18 @@ def _families(profile: Profile, precision: str | None) -> list[_Columns]:
                 "calls": sum(each.is_call for each in group) / profile.steps,
                 "ms": profile.per_step_ms(group),
                 "share": _us(group) / total if total else None,
-                "ceiling": _ceiling(family, precision),
+                "ceiling_precision": _ceiling_precision(family, precision),
             }
             rows.append(({"phase": phase, "family": family}, values | rates(group, profile.steps)))
     return rows
 
 
-def _ceiling(family: str, precision: str | None) -> str | None:
-    """The measured product whose rate bounds a family's arithmetic."""
+def _ceiling_precision(family: str, precision: str | None) -> str | None:
+    """The precision of the measured product whose rate bounds a family's arithmetic."""
     if family == "FP32 SIMT matmul":
-        return "matmul fp32"
+        return "fp32"
     if family in ("tensor-core matmul", "matmul", "fused attention") and precision is not None:
-        half = precision in ("bf16", "fp16", "bf16-pure")
-        return "matmul bf16" if half else f"matmul {precision}"
+        return "bf16" if precision in ("bf16", "fp16", "bf16-pure") else precision
     return None
 
 
@@ -210,3 +218,96 @@ def _kernels(profile: Profile) -> list[_Columns]:
             values["full_name"] = name
         rows.append(({"phase": phase, "module": module, "kernel": short_name(name)}, values))
     return rows
+
+
+def timeline_values(
+    profile: Profile, step: str | None, longest: int = LONGEST
+) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
+    """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
+
+    Args:
+        profile: whose kernels are drawn.
+        step: which of its steps.
+        longest: bars at most; where there are more, short neighbours are drawn as one, and the values say so.
+    """
+    kernels = profile.of_step(step)
+    bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)
+    start = min((bar.start for bar in bars), default=0.0)
+    tables: dict[str, dict[str, int]] = {name: {} for name in ("kernel", "family", "phase", "module", "lane")}
+
+    def indices(table: str, text: Callable[[Kernel], str]) -> list[Scalar]:
+        known = tables[table]
+        return [known.setdefault(text(bar.kernel), len(known)) for bar in bars]
+
+    series: dict[str, Sequence[Scalar]] = {
+        "start_ns": [round((bar.start - start) * 1e3) for bar in bars],
+        "duration_ns": [round((bar.end - bar.start) * 1e3) for bar in bars],
+        "count": [bar.count for bar in bars],
+        "kernel": indices("kernel", lambda each: short_name(each.name)),
+        "family": indices("family", lambda each: each.family),
+        "phase": indices("phase", lambda each: each.phase or UNKNOWN),
+        "module": indices("module", lambda each: each.module or UNKNOWN),
+        "lane": indices("lane", lambda each: _lane(each, profile)),
+    }
+    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}
+    return values, series | {f"{name}_names": list(table) for name, table in tables.items()}
+
+
+class _Bar:
+    """One kernel, or several neighbours, of which the longest gives its name."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
+
+    def join(self, other: _Bar) -> None:
+        if other.kernel.duration_us > self.kernel.duration_us:
+            self.kernel = other.kernel
+        self.end, self.count = max(self.end, other.end), self.count + other.count
+
+
+_ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
+    lambda each: (each.lane, each.family, each.phase),
+    lambda each: (each.lane, each.phase),
+    lambda each: each.lane,
+)
+"""What neighbours must have in common to be drawn as one, the strictest first."""
+_VISIBLE = 1 / 100
+"""Share of the timeline from which bars of different phases are rather joined than alike ones that far apart."""
+
+
+def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
+    """No more bars than may be drawn, and up to which length neighbours were joined for that; None where none were."""
+    longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
+    used: list[float] = []
+    for levels, limit in ((_ALIKE[:2], _VISIBLE * longest), (_ALIKE, 2 * longest)):
+        length = 1.0
+        while len(bars) > most and length < limit:
+            for alike in levels:
+                if len(bars) > most:
+                    bars = _joined(bars, alike, length)
+            used.append(length)
+            length *= 2
+    return bars, max(used, default=None)
+
+
+def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
+    """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
+    kept: list[_Bar] = []
+    latest: dict[str, _Bar] = {}
+    for bar in bars:
+        last = latest.get(bar.kernel.stream)
+        if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
+            last.join(bar)
+            continue
+        kept.append(bar)
+        latest[bar.kernel.stream] = bar
+    return kept
+
+
+def _lane(kernel: Kernel, profile: Profile) -> str:
+    """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
+    if profile.is_cpu and not kernel.name.startswith(GLOO):
+        return f"thread {kernel.stream.rpartition('/')[2]}"
+    if kernel.lane != "compute":
+        return kernel.lane
+    return f"compute, stream {kernel.stream.rpartition('/')[2]}"

@@ -7,16 +7,15 @@ allocations themselves, a few numbers each, and no polygons.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.core.properties import value
-from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
-from bokeh.plotting import figure
-
-from trainstep.records import Row
+from trainstep.kinds import MemoryTimelineRow
 from trainstep.report import plots
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 HEIGHT = 420
 SHOWN = 400
@@ -42,14 +41,16 @@ def roles(groups: Sequence[str]) -> list[str]:
     return [_ROLES[name] if name in _ROLES else next(left, "neutral") for name in groups]
 
 
-def allocation_chart(row: Row, unit: str, scale: float) -> figure:
-    """The chart of a `memory-timeline` record, its allocations still to be laid out.
+def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
+    """The chart of a timeline, its allocations still to be laid out.
 
     Args:
         unit, scale: the unit of its axis, and how many of it a GiB has.
     """
-    series, events = row.series, numeric(row.values["events"])
-    peak = numeric(row.values["peak_gib"]) * scale
+    from bokeh.core.properties import value
+    from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
+
+    series, events, peak = row.series, row.events or 0, (row.peak_gib or 0.0) * scale
     plot = plots.empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
     plot.x_range = Range1d(0, events + 1, bounds=(0, events + 1))
     plot.y_range = Range1d(0, 1.12 * peak, bounds=(0, 1.12 * peak))
@@ -86,8 +87,7 @@ def allocation_chart(row: Row, unit: str, scale: float) -> figure:
         text_font=value(plots.FONT),
         text_font_size="12px",
     )
-    at = row.values["peak_state"]
-    plot.add_layout(Span(location=at, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
+    plot.add_layout(Span(location=row.peak_state, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
     plot.toolbar_location = "above"
     plot.toolbar.logo = None
     zoom = BoxZoomTool(dimensions="auto")
@@ -97,8 +97,8 @@ def allocation_chart(row: Row, unit: str, scale: float) -> figure:
     return plot
 
 
-def layout_data(row: Row, unit: str, scale: float) -> dict[str, Any]:
-    """What the page's script lays out: the record's series, the groups' colours, and how to write sizes."""
+def layout_data(row: MemoryTimelineRow, unit: str, scale: float) -> dict[str, Any]:
+    """What the page's script lays out: the row's series, the groups' colours, and how to write sizes."""
     series = row.series
     names = ("start", "end", "bytes", "group", "what", "stack", "groups", "bands", "whats", "stacks", "edges")
     rest = {name.removeprefix("rest_"): list(values) for name, values in series.items() if name.startswith("rest_")}
@@ -108,8 +108,8 @@ def layout_data(row: Row, unit: str, scale: float) -> dict[str, Any]:
         "roles": roles([str(name) for name in series["groups"]]),
         "unit": unit,
         "per_unit": 2**30 / scale,
-        "last": numeric(row.values["events"]) + 1,
+        "last": (row.events or 0) + 1,
         "shown": min(SHOWN, len(series["start"])),
-        "left_out": numeric(row.values["allocations"]) - numeric(row.values["drawn"]),
-        "peak": numeric(row.values["peak_gib"]) * 2**30,
+        "left_out": (row.allocations or 0) - (row.drawn or 0),
+        "peak": (row.peak_gib or 0) * 2**30,
     }
