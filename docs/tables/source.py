@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from trainstep.kinds import KINDS
-from trainstep.records import Row, Scalar, of_kind, read_records
+from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
 from trainstep.report.tables import Table, make_table
@@ -16,12 +16,12 @@ RESULTS = Path(__file__).parents[1] / "results"
 SIZE = Column("size", lambda row: str(row.case["workload"]))
 
 
-def results(name: str, kind: str = "step") -> list[Row]:
-    """The records of one kind in docs/results/NAME.jsonl."""
+def results(name: str, kind: type[AnyRow] | str = "step") -> list[AnyRow]:
+    """The rows of one kind in docs/results/NAME.jsonl."""
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         raise NotMeasuredError(path.name)
-    return of_kind(read_records(path), KINDS[kind])
+    return of_kind(read_records(path), KINDS[kind] if isinstance(kind, str) else kind)
 
 
 def one(name: str, kind: str, **case: Scalar) -> Row:
@@ -59,8 +59,8 @@ def setting(rows: list[Row]) -> str:
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
 
 
-def plain(name: str, kind: str, *, brief: bool = True) -> Table:
-    """All records of one kind in docs/results/NAME.jsonl, as the files have them."""
+def plain(name: str, kind: type[Row] | str, *, brief: bool = True) -> Table:
+    """All rows of one kind in docs/results/NAME.jsonl, as the files have them."""
     rows = results(name, kind)
-    table = make_table(TABLES[KINDS[kind]], rows, "terminal" if brief else "files")
+    table = make_table(TABLES[type(rows[0])], rows, "terminal" if brief else "files")
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
