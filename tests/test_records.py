@@ -4,7 +4,7 @@ import math
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.records import row_of, RecordWriter, by_case, frame, of_kind, read_records, write_whole
+from trainstep.records import RecordWriter, by_case, frame, of_kind, read_records, row_of, write_whole
 
 
 def record(**changes):

@@ -14,7 +14,7 @@ from trainstep.bench.profile import profile_records
 from trainstep.config import StepConfig
 from trainstep.report import formula_findings
 from trainstep.report.findings import findings
-from trainstep.report.formula_findings import TOPIC
+from trainstep.report.subjects.formulas import TOPIC
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource
 

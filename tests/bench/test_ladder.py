@@ -7,8 +7,8 @@ import trainstep.bench.ladder as ladder
 from trainstep.analysis import plain_form
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.report.findings import recommended_flags
-from trainstep.report.noise_findings import noise_findings
+from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.noise import noise_findings
 from trainstep.workload import WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)

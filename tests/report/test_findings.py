@@ -7,7 +7,8 @@ import pytest
 
 from trainstep.kinds import row_of
 from trainstep.report.analysed import analysed_step
-from trainstep.report.findings import findings, recommended_flags
+from trainstep.report.findings import findings
+from trainstep.report.subjects.ladder import recommended_flags
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "mode": "step", "repeat": 0}  # fmt: skip

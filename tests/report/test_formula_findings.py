@@ -1,7 +1,7 @@
 """A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
 
 from trainstep.kinds import row_of
-from trainstep.report.formula_findings import formula_findings
+from trainstep.report.subjects.formulas import formula_findings
 
 CASE = {"workload": "theirs", "precision": "fp32"}
 PROFILE = row_of("profile", CASE)

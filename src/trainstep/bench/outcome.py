@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
-from trainstep.records import Status
+from trainstep.records import AnyRow, Scalar, Status, make_row
 from trainstep.user_code import place_of
 
 Result = TypeVar("Result")
@@ -27,6 +26,13 @@ class Failure:
     status: Status
     reason: str
     """One line."""
+
+
+def failed_row(
+    kind: type[AnyRow], case: Mapping[str, Scalar], failure: Failure, environment: Mapping[str, Scalar]
+) -> AnyRow:
+    """The row of a case that has no result: its settings, and why."""
+    return make_row(kind, case, {}, status=failure.status, reason=failure.reason, environment=environment)
 
 
 def attempt(work: Callable[[], Result]) -> Result | Failure:
@@ -85,14 +91,3 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Drop what was compiled before on entry, and what was compiled inside on leaving: compiled code is kept by
-    function, whatever it was compiled under."""
-    release_memory()
-    try:
-        yield
-    finally:
-        release_memory()

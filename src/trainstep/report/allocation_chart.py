@@ -14,9 +14,9 @@ from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, Rese
 from bokeh.plotting import figure
 
 from trainstep.records import Row
-from trainstep.report import plots
+from trainstep.report import charts as plots
+from trainstep.report.charts import COLOURS
 from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
 
 HEIGHT = 420
 SHOWN = 400

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trainstep.kinds import (
-    AccumulationRow,
     AllocationRow,
     CheckpointingRow,
-    DtypeRow,
     MemoryTimelineRow,
     OwnerRow,
     PeakRow,
@@ -34,8 +32,6 @@ def memory_findings(records: Sequence[Row]) -> list[Finding]:
         *_predictions(records),
         *_does_not_fit(records),
         *_checkpointing(records),
-        *_dtypes(records),
-        *_accumulation(records),
     ]
 
 
@@ -220,39 +216,3 @@ def _time_against_none(rows: Mapping[str, Row], size: int) -> str:
     if 1 in ratio.interval:
         return f" With a checkpoint {every} these samples show no difference in time {interval}."
     return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}."
-
-
-def _dtypes(records: Sequence[Row]) -> list[Finding]:
-    """Logits, loss, parameters and gradients under each precision."""
-    found = []
-    rows = [row for row in of_kind(records, DtypeRow) if row.status == "ok"]
-    for precision in dict.fromkeys(row.case["precision"] for row in rows):
-        own = {str(row.case["module"]): row.values for row in rows if row.case["precision"] == precision}
-        result, loss = (own.get(name, {}).get("outputs") for name in ("(forward's result)", "(loss)"))
-        weights, gradients = (
-            listed(sorted({str(values[name]) for values in own.values() if values.get(name)}) or ["none"])
-            for name in ("parameters", "gradients")
-        )
-        found.append(
-            Finding(
-                "precision",
-                f"Under {precision}, forward's result is {result} and the loss {loss}; parameters are {weights}, their "
-                f"gradients {gradients}.",
-            )
-        )
-    return found
-
-
-def _accumulation(records: Sequence[Row]) -> list[Finding]:
-    rows = {(row.case["accumulator"], row.case["addend"]): row for row in of_kind(records, AccumulationRow)}
-    half, full = rows.get(("fp16", "fp16")), rows.get(("fp32", "fp16"))
-    if half is None or full is None:
-        return []
-    return [
-        Finding(
-            "precision",
-            f"0.01 added a thousand times is {numeric(half.values['total']):.4f} in fp16, and "
-            f"{numeric(full.values['total']):.4f} if only the running sum is fp32: sums need the wide type, "
-            "addends less.",
-        )
-    ]

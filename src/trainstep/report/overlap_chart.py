@@ -11,10 +11,10 @@ from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 from bokeh.plotting import figure
 
 from trainstep.records import Row
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.cells import get, number
+from trainstep.report.charts import COLOURS
 from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
 from trainstep.report.profile_charts import add_zoom, length_text
 
 PHASE_ROLES: Mapping[str, str] = {

@@ -12,10 +12,10 @@ from bokeh.models import WheelZoomTool as WheelZoom
 from bokeh.plotting import figure
 
 from trainstep.records import Row
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.cells import number
+from trainstep.report.charts import COLOURS
 from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
 
 FAMILY_ROLES: Mapping[str, str] = {
     "tensor-core matmul": "kind-1",

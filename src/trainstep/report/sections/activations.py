@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import CheckpointingRow, ResidualRow
 from trainstep.records import Row, by_case, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, gib, number
-from trainstep.report.plots import Bar
+from trainstep.report.charts import Bar
 from trainstep.report.sections.plain import plain_table
 
 PARTS = {"first block": "One block", "step": "The whole step"}
@@ -57,7 +58,7 @@ def _chart(name: str, words: str, rows: Sequence[Row]) -> Chart:
         bars.append(Bar(what, size, f"{share:.1%}", tip))
     total = next((get(row, "mib") or 0 for row in rows if row.case["what"] == "all"), 0)
     form = "eager" if rows[0].case["compile"] == "off" else "compiled"
-    return Chart(f"residuals-{name}", f"{words}, {form}: {gib(total / 1024)}", "", plots.bars(bars, "MiB"))
+    return Chart(f"residuals-{name}", f"{words}, {form}: {gib(total / 1024)}", "", partial(plots.bars, bars, "MiB"))
 
 
 def checkpointing(records: Sequence[Row]) -> Section | None:
@@ -101,4 +102,4 @@ def _policies(rows: Sequence[Row], place: int, is_told: bool) -> Chart:
     caption = "The dashed line is the memory there is." if shown else ""
     told = ", ".join(str(rows[0].case[name]) for name in ("precision", "attention") if rows[0].case.get(name))
     title = f"Peak by policy: {told}" if is_told else "Peak by policy"
-    return Chart(f"checkpointing-{place}", title, caption, plots.bars(bars, unit, limit=shown), legend)
+    return Chart(f"checkpointing-{place}", title, caption, partial(plots.bars, bars, unit, limit=shown), legend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.records import Row, Scalar, belonging, of_kind
@@ -56,7 +57,7 @@ def _chart(row: Row, title: str, place: int) -> Chart:
         f"allocations-{place}",
         f"Live memory: {title}",
         caption,
-        allocation_chart(row, unit, scale),
+        partial(allocation_chart, row, unit, scale),
         [(swatches[index], groups[index]) for index in order],
         layout_data(row, unit, scale),
     )

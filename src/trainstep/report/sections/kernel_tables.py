@@ -8,8 +8,8 @@ from trainstep.records import Row
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Cell, Table, TableRow
 from trainstep.report.cells import cell_of, count, get, number
-from trainstep.report.noise_findings import BEYOND, SEEN
 from trainstep.report.numbers import NONE
+from trainstep.report.subjects.noise import BEYOND, SEEN
 
 TOP_KERNELS = 25
 TOP_MODULES = 20

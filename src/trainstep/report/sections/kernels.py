@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.records import Row, belonging, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, count, get, median_of, number, told_apart
+from trainstep.report.charts import Bar
 from trainstep.report.numbers import NONE
-from trainstep.report.plots import Bar
 from trainstep.report.profile_charts import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.sections.kernel_tables import family_table, kernel_table, module_table, piece_table
 
@@ -100,7 +101,9 @@ def _family_chart(rows: Sequence[Row], title: str, suffix: str) -> Chart:
         )
         for row in rows
     ]
-    return Chart(f"families{suffix}", "Kernel time of one step by family", title, plots.bars(bars, "ms per step"))
+    return Chart(
+        f"families{suffix}", "Kernel time of one step by family", title, partial(plots.bars, bars, "ms per step")
+    )
 
 
 def _rates(row: Row) -> str:
@@ -125,7 +128,7 @@ def _roofline_chart(records: Sequence[Row], families: Sequence[Row], title: str,
         "Roofline: how near each family comes to this device’s limits",
         f"{title}. Under the slope ({number(copy)} GB/s, measured) memory sets the pace, under the flat lines "
         f"arithmetic. Counted: {_counted(records)}.",
-        roofline(points, peaks, copy),
+        partial(roofline, points, peaks, copy),
         [(FAMILY_ROLES.get(point.name, "series-1"), point.name) for point in points],
     )
 
@@ -146,7 +149,9 @@ def _timeline_chart(row: Row, title: str, suffix: str) -> Chart:
     shown: dict[str, str] = {}
     for name in names:
         shown.setdefault(FAMILY_ROLES.get(name, "series-1"), name)
-    return Chart(f"timeline{suffix}", "One step, kernel by kernel", caption, timeline(row), list(shown.items()))
+    return Chart(
+        f"timeline{suffix}", "One step, kernel by kernel", caption, partial(timeline, row), list(shown.items())
+    )
 
 
 def _phase_table(profile: Row, title: str, suffix: str) -> Table | None:

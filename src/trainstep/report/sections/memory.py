@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import RungRow, WorkloadRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.analysed import PHASE_NAMES, analysed_step
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
 from trainstep.report.cells import fact, get, gib, number
+from trainstep.report.charts import Bar
 from trainstep.report.numbers import NONE, as_float
-from trainstep.report.plots import Bar
 
 
 def memory(records: Sequence[Row]) -> Section | None:
@@ -29,7 +30,9 @@ def memory(records: Sequence[Row]) -> Section | None:
         rest = get(step, "at_rest_gib") or 0
         names = [name for name in PHASE_NAMES if get(step, f"{name}_peak_gib") is not None]
         rows = [_memory_bar(name, get(step, f"{name}_peak_gib"), rest, unit, scale) for name in names]
-        charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plots.bars(rows, unit), legend))
+        charts.append(
+            Chart("memory-phases", "Peak by phase, of the analysed step", "", partial(plots.bars, rows, unit), legend)
+        )
     if len(rungs) > 1:
         rows = [
             _memory_bar(
@@ -50,7 +53,7 @@ def memory(records: Sequence[Row]) -> Section | None:
                 "memory-rungs",
                 "Peak by rung",
                 "The dashed line is all the device has." if limit else "",
-                plots.bars(rows, unit, limit=limit),
+                partial(plots.bars, rows, unit, limit=limit),
                 legend,
             )
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import PeakRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, gib
+from trainstep.report.charts import Series
 from trainstep.report.numbers import as_float
-from trainstep.report.plots import Series
 from trainstep.report.sections.plain import plain_table
 
 _LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
@@ -49,5 +50,5 @@ def _by_context(rows: Sequence[Row], contexts: Sequence[float]) -> Chart:
         x, y = ([pair[part] for pair in sorted(shown)] for part in (0, 1))
         series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
         legend.append((role, name))
-    plot = plots.curves(contexts, series, "context", "GiB")
+    plot = partial(plots.curves, contexts, series, "context", "GiB")
     return Chart("peaks-by-context", "Peak by context", "A case that did not fit has no point.", plot, legend)
