@@ -50,14 +50,7 @@ def _attention(kernels: Sequence[KernelRow]) -> list[Finding]:
         modules = [module for module, operators in named.items() if (MATH_FORM in operators) is by_sdpa]
         share = sum(_share(kernels, module) for module in modules)
         if share >= MUCH:
-            found.append(
-                Finding(
-                    id=f"formulas.{form}",
-                    topic=TOPIC,
-                    figures={"modules": tuple(modules), "share": share},
-                    sentence=sentence,
-                )
-            )
+            found.append(_finding(form, modules, share, said.format(modules=listed(modules), share=share)))
     return found
 
 

@@ -1,15 +1,16 @@
 """A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
 
-from trainstep.kinds import row_of
+import pytest
+
+from trainstep.kinds import KernelRow, PieceRow, ProfileRow
 from trainstep.report.subjects.formulas import formula_findings
 
 CASE = {"workload": "theirs", "precision": "fp32"}
-PROFILE = row_of("profile", CASE)
+PROFILE = ProfileRow(**CASE)
 
 
 def kernel(module, operator, share, phase="forward"):
-    case = CASE | {"phase": phase, "module": module, "kernel": operator}
-    return row_of("kernel", case, {"operator": operator, "share": share})
+    return KernelRow(**CASE, phase=phase, module=module, kernel=operator, operator=operator, share=share)
 
 
 WRITTEN_OUT = [
@@ -24,13 +25,19 @@ WRITTEN_OUT = [
 ]
 
 
+def told(rows):
+    return {finding.id.removeprefix("formulas."): finding for finding in formula_findings(rows)}
+
+
 def test_what_is_written_out_is_named_with_its_share_and_its_replacement():
-    attention, loss = (finding.sentence for finding in formula_findings(WRITTEN_OUT))
-    assert "written out in blocks.*.attention:" in attention
-    assert "20% of the kernel time" in attention, "its projections are modules of their own"
-    assert "scaled_dot_product_attention" in attention
-    assert "take 30% of the kernel time" in loss
-    assert "functional.cross_entropy(" in loss
+    found = told(WRITTEN_OUT)
+    assert list(found) == ["attention-written-out", "cross-entropy-written-out"]
+    attention, loss = found.values()
+    assert attention.figures["modules"] == ("blocks.*.attention",)
+    assert attention.figures["share"] == pytest.approx(0.2), "its projections are modules of their own"
+    assert "scaled_dot_product_attention" in attention.sentence
+    assert loss.figures["share"] == pytest.approx(0.3)
+    assert "functional.cross_entropy(" in loss.sentence
 
 
 def test_one_kernel_is_left_alone():
@@ -40,19 +47,20 @@ def test_one_kernel_is_left_alone():
         kernel("(loss)", "aten::_log_softmax", 0.1, "loss"),
         kernel("(loss)", "aten::_softmax", 0.1, "loss"),
     ]
-    assert formula_findings(fused) == []
-    assert formula_findings([]) == []
+    assert told(fused) == {}
+    assert told([]) == {}
 
 
 def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():
     unfused = [*WRITTEN_OUT[:4], kernel("blocks.*.attention", "aten::_scaled_dot_product_attention_math", 0.001)]
-    (said,) = [finding.sentence for finding in formula_findings(unfused)]
-    assert "In blocks.*.attention, scaled_dot_product_attention runs in its math form" in said
-    assert "written out" not in said
+    found = told(unfused)
+    assert list(found) == ["attention-not-fused"]
+    assert found["attention-not-fused"].figures["modules"] == ("blocks.*.attention",)
+    assert "written out" not in found["attention-not-fused"].sentence
 
 
 def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
-    ours = [*WRITTEN_OUT, row_of("attention piece", CASE | {"phase": "forward", "piece": "softmax"})]
-    assert [finding.sentence[:13] for finding in formula_findings(ours)] == ["Cross-entropy"]
-    little = [PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]
-    assert formula_findings(little) == []
+    assert list(told([*WRITTEN_OUT, PieceRow(**CASE, phase="forward", piece="softmax")])) == [
+        "cross-entropy-written-out"
+    ]
+    assert told([PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]) == {}
