@@ -9,8 +9,8 @@ from tables.source import figure, one
 from texts.wording import percent, times
 from trainstep.records import Row, Scalar
 from trainstep.report.finding import in_ms
-from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.numbers import number
+from trainstep.report.subjects.kernel_findings import brief_name
 
 CASE: dict[str, Scalar] = {"workload": "2.7B", "context": 512, "precision": "bf16"}
 

@@ -11,8 +11,8 @@ from texts.wording import percent, span
 from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.records import Row
 from trainstep.report.finding import in_ms, listed
-from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.numbers import number
+from trainstep.report.subjects.kernel_findings import brief_name
 
 CONTEXTS = (128, 512, 1024)
 PHASES = ("forward", "loss", "backward", "optimizer")

@@ -10,7 +10,7 @@ from tables.source import figure, one, results
 from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.findings import findings
-from trainstep.report.formula_findings import TOPIC as FORMULAS
+from trainstep.report.subjects.formulas import TOPIC as FORMULAS
 
 NAME = "cpu-tour"
 KINDS = ("rung", "control", "profile", "kernel", "memory-timeline", "owner", "allocation")

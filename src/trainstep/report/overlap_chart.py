@@ -11,11 +11,11 @@ from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 from bokeh.plotting import figure
 
 from trainstep.records import Row
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.cells import get, number
+from trainstep.report.charts import COLOURS
 from trainstep.report.charts.profile import add_zoom, length_text
 from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
 
 PHASE_ROLES: Mapping[str, str] = {
     "forward": "series-1",

@@ -56,9 +56,9 @@ def test_every_kind_has_its_finding() -> None:
         "memory.prediction-off": {"worst": 0.07, "peaks": 2, "over": 1},
         "memory.does-not-fit": {"mode": "step", "context": 256, "predicted_gib": 200.0},
         "checkpointing.best": {"best": ("1",), "peak_gib": 4.0, "without_gib": None},
-        "precision.dtypes": {"precision": "fp32", "result": "fp16", "loss": "fp32", "parameters": ("fp32",),
+        "precision.dtypes": {"precision": "fp32", "result": ("fp16",), "loss": ("fp32",), "parameters": ("fp32",),
                              "gradients": ("fp32",)},
-        "precision.accumulation": {"fp16": 9.9531, "fp32_sum": 10.0021},
+        "precision.accumulation": {"fp16_total": 9.9531, "fp32_total": 10.0021},
     }  # fmt: skip
     assert found["residuals.block"].sentence == (
         "Forward keeps 1.00 GiB for the backward of one block; the largest part, 50%, is kept for Softmax in "

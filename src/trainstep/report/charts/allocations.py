@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import MemoryTimelineRow
-from trainstep.report import plots
+from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
 from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -51,7 +50,7 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
     from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
 
     series, events, peak = row.series, row.events or 0, (row.peak_gib or 0.0) * scale
-    plot = plots.empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
+    plot = empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
     plot.x_range = Range1d(0, events + 1, bounds=(0, events + 1))
     plot.y_range = Range1d(0, 1.12 * peak, bounds=(0, 1.12 * peak))
     plot.ygrid.grid_line_color = COLOURS["rule"]
@@ -84,14 +83,14 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
         text=[name for _, name in phases],
         text_align="center",
         text_color=COLOURS["muted"],
-        text_font=value(plots.FONT),
+        text_font=value(FONT),
         text_font_size="12px",
     )
     plot.add_layout(Span(location=row.peak_state, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
     plot.toolbar_location = "above"
     plot.toolbar.logo = None
     zoom = BoxZoomTool(dimensions="auto")
-    hover = HoverTool(renderers=[patches], tooltips=plots.TOOLTIP, point_policy="follow_mouse", visible=False)
+    hover = HoverTool(renderers=[patches], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False)
     plot.add_tools(zoom, ResetTool(), hover)
     plot.toolbar.active_drag = zoom
     return plot

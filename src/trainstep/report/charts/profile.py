@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import TimelineRow
-from trainstep.report import plots
-from trainstep.report.cells import number
-from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
+from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
+from trainstep.report.numbers import number, numeric
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -66,7 +64,7 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
     ridge = max(matmul_tflops.values()) / slope
     left, right = min(reach) / 3, max(*reach, ridge) * 3
     lowest = min(point.tflops for point in points) / 3
-    plot = plots.empty_figure(
+    plot = empty_figure(
         height=320,
         x_axis_type="log",
         y_axis_type="log",
@@ -90,7 +88,7 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
             text_align="right",
             text_baseline="bottom",
             text_color=COLOURS["muted"],
-            text_font=value(plots.FONT),
+            text_font=value(FONT),
             text_font_size="12px",
         )
     columns = {
@@ -109,7 +107,7 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
         source=ColumnDataSource(columns),
         hover_line_color=COLOURS["ink"],
     )
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=plots.TOOLTIP, visible=False))
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=TOOLTIP, visible=False))
     return plot
 
 
@@ -125,7 +123,7 @@ def timeline(row: TimelineRow) -> figure:
     lanes = [_PHASES, *sorted(texts["lane"], key=_lane_order)]
     height = {lane: -index for index, lane in enumerate(lanes)}
     end = max((begin + duration for begin, duration in zip(start, length, strict=True)), default=1.0)
-    plot = plots.empty_figure(
+    plot = empty_figure(
         height=len(lanes) * LANE_HEIGHT + 60,
         x_range=Range1d(0, end, bounds=(0, end), min_interval=1e-3),
         y_range=Range1d(-len(lanes) + 0.4, 0.6),
@@ -203,7 +201,7 @@ def add_zoom(plot: figure, renderers: Sequence[Any]) -> None:
 
     zoom = BoxZoomTool(dimensions="width")
     wheel = WheelZoomTool(dimensions="width", modifiers={"shift": True})
-    hover = HoverTool(renderers=list(renderers), tooltips=plots.TOOLTIP, point_policy="follow_mouse", visible=False)
+    hover = HoverTool(renderers=list(renderers), tooltips=TOOLTIP, point_policy="follow_mouse", visible=False)
     plot.toolbar_location = "above"
     plot.toolbar.logo = None
     plot.add_tools(zoom, wheel, ResetTool(), hover)

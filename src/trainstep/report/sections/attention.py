@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import AttentionRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, get, median_of, number
+from trainstep.report.charts import Series
 from trainstep.report.numbers import NONE, as_float
-from trainstep.report.plots import Series
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
 
@@ -53,7 +54,7 @@ def _chart(rows: Sequence[Row], impls: Sequence[str], shape: str, value: str, ti
             texts = [f"{number(each)} {unit}" for each in y]
             series.append(Series(impl, x, y, role, texts=texts))
             legend.append((role, impl))
-    plot = plots.curves(lengths, series, "sequence length", unit)
+    plot = partial(plots.curves, lengths, series, "sequence length", unit)
     return Chart(f"{value}-{shape}".replace(" ", "-").replace(",", ""), title, shape, plot, legend)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, get, median_of, number
+from trainstep.report.charts import Series
 from trainstep.report.numbers import NONE, as_float
-from trainstep.report.plots import Series
 
 SETTING = ("world_size", "dtype", "backend")
 
@@ -56,14 +57,14 @@ def _times(rows: Sequence[Row], fits: Sequence[Row], title: str) -> Chart:
         role = next((one.role for one in series if one.name == fit.case["collective"]), "neutral")
         x, y = [place for place, _ in points], [value for _, value in points]
         series.append(Series(f"{fit.case['collective']}, fitted", x, y, role, 1.0, "dashed", texts=[*map(text, y)]))
-    plot = plots.curves(_sizes(rows), series, "MB", "ms")
+    plot = partial(plots.curves, _sizes(rows), series, "MB", "ms")
     caption = f"{title}; dashed: the fitted line" if fits else title
     return Chart(f"collective-time-{title}".replace(" ", "-").replace(",", ""), "Time", caption, plot, legend)
 
 
 def _bandwidths(rows: Sequence[Row], title: str) -> Chart:
     series, legend = _series(rows, "bus_gb_s", lambda value: f"{number(value)} GB/s")
-    plot = plots.curves(_sizes(rows), series, "MB", "GB/s")
+    plot = partial(plots.curves, _sizes(rows), series, "MB", "GB/s")
     return Chart(f"collective-bus-{title}".replace(" ", "-").replace(",", ""), "Bus bandwidth", title, plot, legend)
 
 

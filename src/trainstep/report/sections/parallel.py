@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.records import Row, by_case, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number, told_apart
+from trainstep.report.charts import Bar
 from trainstep.report.numbers import NONE
 from trainstep.report.overlap_chart import LEGEND, overlap_chart
-from trainstep.report.plots import Bar
 from trainstep.report.sections.plain import plain_table
 
 _KINDS = ("weights", "gradients", "optimizer_state")
@@ -37,7 +38,7 @@ def _timed(rows: Sequence[Row]) -> list[Block]:
             "parallel-step",
             "Step on the slowest rank",
             "",
-            plots.bars([_step_bar(row, alone) for row in rows], "ms per step"),
+            partial(plots.bars, [_step_bar(row, alone) for row in rows], "ms per step"),
             [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
         )
     ]
@@ -47,7 +48,7 @@ def _timed(rows: Sequence[Row]) -> list[Block]:
                 "parallel-memory",
                 "Memory of a rank",
                 "",
-                plots.bars([_memory_bar(row) for row in rows], "GiB"),
+                partial(plots.bars, [_memory_bar(row) for row in rows], "GiB"),
                 [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
             )
         )
@@ -62,7 +63,7 @@ def _traced(rows: Sequence[Row]) -> list[Block]:
             f"parallel-trace{f'-{place}' if place else ''}",
             "One step of rank 0, scheme by scheme, as the profiler saw it",
             _explained(group) + (f" {told_apart(group[0], [each[0] for each in groups])}." if len(groups) > 1 else ""),
-            overlap_chart(group),
+            partial(overlap_chart, group),
             LEGEND,
         )
         for place, group in enumerate(groups)

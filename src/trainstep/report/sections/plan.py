@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from trainstep.kinds import KINDS, PlanMachineRow, PlanScalingRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, number
+from trainstep.report.charts import Series
 from trainstep.report.numbers import as_float
-from trainstep.report.plots import Series
 from trainstep.report.sections.plain import plain_table
 
 TABLES = ("plan machine", "plan", "plan memory", "plan limit", "plan scaling", "plan check")
@@ -62,7 +63,7 @@ def _scaling(rows: Sequence[Row], *, per_gpu: bool) -> Chart | None:
         texts = [f"{number(value)} {unit}" for value in ideal]
         series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
         legend.append(("neutral", "perfect scaling"))
-    plot = plots.curves(counts, series, "GPUs", unit)
+    plot = partial(plots.curves, counts, series, "GPUs", unit)
     caption = "Prediction: the same batch on every GPU. A strategy has no point where it does not fit."
     title = "Throughput per GPU (prediction)" if per_gpu else "Throughput against GPUs (prediction)"
     return Chart("plan-scaling-per-gpu" if per_gpu else "plan-scaling", title, caption, plot, legend)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from bokeh.plotting import figure
 
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report import plots
+from trainstep.report import charts as plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get
+from trainstep.report.charts import Series
 from trainstep.report.numbers import as_float
-from trainstep.report.plots import Series
 from trainstep.report.sections.plain import plain_table
-from trainstep.report.subjects import axis_table
 from trainstep.report.sweep_axes import Axis, Line, Measure, axes_of, in_order, is_predicted, measures_of, named, shown
 
 MOST_LINES = 8
@@ -26,6 +26,8 @@ DECADE = 10
 
 
 def sweep(records: Sequence[Row]) -> Section | None:
+    from trainstep.report.subjects import axis_table
+
     """All cases of a sweep, where there are any."""
     rows = in_order(of_kind(records, SweepRow))
     if not rows:
@@ -77,7 +79,7 @@ def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> It
         yield from _facets(own, most, (*apart, names[0]))
 
 
-def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[figure, list[tuple[str, str]]]:
+def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
     varying = {name for line in lines for name in line.settings if len({each.settings.get(name) for each in lines}) > 1}
     series, legend = [], []
     for index, line in enumerate(lines):
@@ -99,9 +101,9 @@ def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[figure,
         legend.append((role, name))
     title = axis.name.replace("_", " ")
     if not axis.is_numeric:
-        return plots.dots([shown(value) for value in axis.values], series, title, measure.unit), legend
+        return partial(plots.dots, [shown(value) for value in axis.values], series, title, measure.unit), legend
     x = sorted({each for one in series for each in one.x})
     if x[0] > 0 and x[-1] >= DECADE * x[0]:
-        return plots.curves(x, series, title, measure.unit), legend
+        return partial(plots.curves, x, series, title, measure.unit), legend
     y = [each for one in series for each in one.y]
-    return plots.lines(series, title, measure.unit, log=max(y) >= DECADE * min(y)), legend
+    return partial(plots.lines, series, title, measure.unit, log=max(y) >= DECADE * min(y)), legend

@@ -1,33 +1,62 @@
-"""What the report says, subject by subject: each file has the tables, the findings and the sections of its rows."""
+"""What the report says, subject by subject: each file has the tables, the rules and the sections of its rows.
+
+A new kind of row is shown by adding its table, and what there is to say and draw, to a file here that is in `SUBJECTS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
-from trainstep.report.columns import Column
-from trainstep.report.parallel_columns import PARALLEL_COLUMNS
-from trainstep.report.plan_columns import PLAN_COLUMNS
-from trainstep.report.step_columns import COLUMNS
-from trainstep.report.subjects import kernels, memory
+from trainstep.report.blocks import Section
+from trainstep.report.finding import Finding
+from trainstep.report.subjects import formulas, kernels, ladder, memory, noise, precision, steps, workload
+from trainstep.report.subjects.interim import attention, plan, sweep
 from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
-from trainstep.report.sweep_columns import CAPTION, sweep_columns
 from trainstep.report.tables import Definition, Place, Table, make_table, text_table
-from trainstep.report.train_columns import TRAIN_COLUMNS
+
+Rule = Callable[[Sequence[Row]], list[Finding]]
+SectionOf = Callable[[Sequence[Row]], Section | None]
 
 
-def _defined(columns: Mapping[str, tuple[str, Sequence[Column]]]) -> dict[type[Row], Definition]:
-    return {KINDS[kind]: Definition(KINDS[kind], caption, own) for kind, (caption, own) in columns.items()}
+class Subject(Protocol):
+    """What a file here has."""
+
+    @property
+    def TABLES(self) -> Sequence[Definition]:
+        """The table of each kind of row, wherever it is shown."""
+
+    @property
+    def RULES(self) -> Sequence[Rule]:
+        """Each looks at all rows and finds something worth a sentence, or nothing."""
+
+    @property
+    def SECTIONS(self) -> Sequence[SectionOf]:
+        """Parts of the page, each None where there are no rows for it."""
 
 
-TABLES: Mapping[type[Row], Definition] = {
-    **_defined({**COLUMNS, **PARALLEL_COLUMNS}),
-    **{each.kind: each for each in (*kernels.TABLES, *memory.TABLES)},
-    **_defined({**PLAN_COLUMNS, **TRAIN_COLUMNS}),
-    SweepRow: Definition(SweepRow, CAPTION, sweep_columns),
-}
-"""The table of every kind of row that has one, in the order in which they are shown."""
+SUBJECTS: Sequence[Subject] = (
+    steps,
+    formulas,
+    kernels,
+    ladder,
+    attention,
+    memory,
+    precision,
+    plan,
+    sweep,
+    workload,
+    noise,
+)
+"""In the order of the page."""
+
+_BY_KIND = {each.kind: each for subject in SUBJECTS for each in subject.TABLES}
+TABLES: Mapping[type[Row], Definition] = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
+"""The table of every kind of row that has one, in the order of `KINDS`."""
+RULES = tuple(rule for subject in SUBJECTS for rule in subject.RULES)
+SECTIONS = tuple(section for subject in SUBJECTS for section in subject.SECTIONS)
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:

@@ -11,10 +11,11 @@ from trainstep.phases import PHASES
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.analysed import analysed_step, is_same_step
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.cells import get, gib, number, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
-from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, value_column
+from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, files_only, value_column
+from trainstep.report.facts import told_apart
 from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.tables import Definition, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
 
@@ -31,7 +32,7 @@ _NAMED = 3
 """Owners of a recorded step's peak that are named."""
 
 _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
-_SETTINGS = tuple(replace(column, page=False) for column in (*SETTINGS, case_column("device", "device")))
+_SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))
 
 
 def owner_part(row: OwnerRow) -> str:
@@ -170,7 +171,7 @@ def _chart(row: MemoryTimelineRow, title: str, place: int) -> Chart:
 
 def phase_peaks(row: Row) -> dict[str, float]:
     """Phase → its peak in GiB, of a row that has them."""
-    return {name: peak for name in PHASES if (peak := get(row, f"{name}_peak_gib")) is not None}
+    return {name: peak for name in PHASES if (peak := as_float(row.values.get(f"{name}_peak_gib"))) is not None}
 
 
 def peak_findings(records: Sequence[Row]) -> list[Finding]:
@@ -312,3 +313,6 @@ def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
     rung, before, after = best
     sentence = f" On the ladder, {rung} took the peak from {in_gib(before)} to {in_gib(after)}."
     return sentence, {"rung": rung, "before_gib": before, "after_gib": after}
+
+
+RULES = (peak_findings, owner_findings)

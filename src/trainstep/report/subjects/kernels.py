@@ -9,9 +9,8 @@ from functools import partial
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, belonging, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.cells import cell_of, count, get, median_of, number, told_apart
+from trainstep.report.charts import Bar, bars
 from trainstep.report.charts.profile import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.columns import (
     OUTCOME,
@@ -20,17 +19,21 @@ from trainstep.report.columns import (
     Column,
     case_column,
     count_column,
+    files_only,
+    median_cell,
     median_column,
+    value_cell,
     value_column,
 )
-from trainstep.report.noise_findings import BEYOND, SEEN
-from trainstep.report.numbers import NONE
-from trainstep.report.plots import Bar
+from trainstep.report.facts import told_apart
+from trainstep.report.numbers import NONE, as_float, count, number
+from trainstep.report.subjects import kernel_findings
+from trainstep.report.subjects.noise import BEYOND, SEEN
 from trainstep.report.tables import Definition, Table, TableRow, make_table, outcome_table
 
 TOP_KERNELS = 25
 TOP_MODULES = 20
-_SETTINGS = tuple(replace(column, page=False) for column in SETTINGS)
+_SETTINGS = tuple(map(files_only, SETTINGS))
 _RATES = (
     value_column("TFLOP", "tflop", brief=False, page=False),
     value_column("GB", "gb", brief=False, page=False),
@@ -113,10 +116,10 @@ def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
         if each.precision and each.precision == row.ceiling_precision and each.tflops and row.tflops is not None:
             parts.append((row.tflops / each.tflops, "arithmetic"))
     if not parts:
-        return Cell(NONE, name="of_limit")
+        return Cell(NONE, name="of_limit", is_text=False)
     part, unit = max(parts)
     is_possible = unit == "memory" or part < BEYOND
-    return Cell(f"{part:.0%} of {unit}", part, "of_limit", tone="" if is_possible else "bad")
+    return Cell(f"{part:.0%} of {unit}", part, "of_limit", tone="" if is_possible else "bad", is_text=False)
 
 
 PIECES = Definition(
@@ -156,7 +159,7 @@ KERNELS = Definition(
     (
         *_SETTINGS,
         _part("phase", "phase"),
-        replace(case_column("module", "module"), page=False),
+        files_only(case_column("module", "module")),
         Column("kernel", _kernel_cell),
         value_column("family", "family", page=False),
         value_column("operator", "operator", brief=False, page=False),
@@ -164,7 +167,7 @@ KERNELS = Definition(
         value_column("ms", "ms"),
         value_column("mean (µs)", "mean_us"),
         value_column("share (%)", "share", 100),
-        *(replace(column, page=False) for column in _RATES),
+        *map(files_only, _RATES),
     ),
     key=lambda row: (
         " ".join(str(row.case[name]) for name in ("phase", "module", "kernel")) if row.case["phase"] else "others"
@@ -172,6 +175,7 @@ KERNELS = Definition(
     longest=20,
 )
 TABLES = (PROFILES, families(()), PIECES, KERNELS)
+RULES = kernel_findings.RULES
 
 
 def kernels(records: Sequence[Row]) -> Section | None:
@@ -222,8 +226,12 @@ def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str
 
 
 def _percent(row: Row, name: str, digits: int = 3) -> Cell:
-    value = get(row, name)
+    value = as_float(row.values.get(name))
     return Cell(NONE if value is None else f"{number(100 * value, digits)}%", value, name)
+
+
+def _number(row: Row, name: str) -> float:
+    return as_float(row.values.get(name)) or 0.0
 
 
 def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
@@ -231,8 +239,8 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
         ("In a known phase", _percent(profile, "phase_coverage", 4)),
         ("In a known phase and module", _percent(profile, "module_coverage", 4)),
         ("FLOPs or bytes counted for", _percent(profile, "cost_coverage")),
-        ("Kernels per step", cell_of(profile, "kernels", count)),
-        ("Device busy", cell_of(profile, "busy_ms", lambda value: f"{number(value)} ms")),
+        ("Kernels per step", value_cell(profile, "kernels", count)),
+        ("Device busy", value_cell(profile, "busy_ms", lambda value: f"{number(value)} ms")),
     ]
     if profile.has_steps is False:
         facts.insert(0, ("Steps", Cell("none announced: every figure is of the whole trace", is_text=True)))
@@ -251,7 +259,7 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
 
 
 def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
-    bars = [
+    drawn = [
         Bar(
             row.family,
             row.ms,
@@ -261,7 +269,7 @@ def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
         )
         for row in rows
     ]
-    plot = partial(plots.bars, bars, "ms per step")
+    plot = partial(bars, drawn, "ms per step")
     return Chart(f"families{suffix}", "Kernel time of one step by family", title, plot)
 
 
@@ -310,22 +318,22 @@ def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
 
 def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
     """Sums of kernels beside the times without the profiler."""
-    names = [name for name in PHASES if get(profile, f"{name}_ms") is not None]
+    names = [name for name in PHASES if f"{name}_ms" in profile.values]
     if not names:
         return None
     rows = []
     for name in [*names, "step"]:
         is_step = name == "step"
         busy_name, profiled = ("busy_ms", "profiled_step_ms") if is_step else (f"{name}_busy_ms", f"{name}_profiled_ms")
-        idle = max(0.0, (get(profile, f"{name}_ms") or 0) - (get(profile, busy_name) or 0))
+        idle = max(0.0, _number(profile, f"{name}_ms") - _number(profile, busy_name))
         agrees = name not in (profile.sums_disagree or ())
         outcome = Cell("agrees") if agrees else Cell("kernels take longer than the phase", tone="bad")
         cells = [
             Cell("whole step" if is_step else name, is_text=True),
-            median_of(profile, "step") if is_step else cell_of(profile, f"{name}_ms"),
-            cell_of(profile, busy_name),
+            median_cell(profile, "step") if is_step else value_cell(profile, f"{name}_ms"),
+            value_cell(profile, busy_name),
             Cell(number(idle), idle),
-            cell_of(profile, profiled),
+            value_cell(profile, profiled),
             replace(outcome, is_text=True),
         ]
         rows.append(TableRow(cells, name, is_strong=is_step))
@@ -365,7 +373,7 @@ def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
     """The kernels that take most time, and all others as one row."""
     shown = list(rows[:TOP_KERNELS])
     if rest := rows[TOP_KERNELS:]:
-        calls, ms, share = (sum(get(row, name) or 0 for row in rest) for name in ("calls", "ms", "share"))
+        calls, ms, share = (sum(_number(row, name) for row in rest) for name in ("calls", "ms", "share"))
         name = f"{len(rest)} other rows"
         shown.append(KernelRow(phase="", module="", kernel=name, calls=calls, ms=ms, share=share))
     definition = replace(KERNELS, caption=f"The kernels that take most time, per step: {title}")

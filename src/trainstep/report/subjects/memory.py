@@ -9,14 +9,13 @@ from functools import partial
 from trainstep.config import blocks_per_checkpoint
 from trainstep.kinds import CheckpointingRow, PeakRow, RungRow, WorkloadRow
 from trainstep.records import Row, Scalar, by_case, of_kind
-from trainstep.report import plots
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.cells import fact, gib, number
+from trainstep.report.charts import KINDS, Bar, Series, bars, curves
 from trainstep.report.columns import OUTCOME, SETTINGS, case_column, median_column, value_column
+from trainstep.report.facts import fact
 from trainstep.report.finding import Finding, in_gib, listed
-from trainstep.report.numbers import NONE, as_float
-from trainstep.report.plots import Bar, Series
+from trainstep.report.numbers import NONE, as_float, gib, number
 from trainstep.report.subjects import allocations, residuals
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.tables import Definition, make_table
@@ -81,17 +80,15 @@ def memory(records: Sequence[Row]) -> Section | None:
     charts = []
     legend = [("neutral", "there before the step: weights, optimizer state"), ("accent", "comes and goes with it")]
     if has_peak and step is not None:
-        bars = [bar(name, peak, step.at_rest_gib or 0) for name, peak in phase_peaks(step).items()]
-        plot = partial(plots.bars, bars, unit)
+        drawn = [bar(name, peak, step.at_rest_gib or 0) for name, peak in phase_peaks(step).items()]
+        plot = partial(bars, drawn, unit)
         charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend))
     if len(rungs) > 1:
         device = max((as_float(row.environment.get("device_memory_gib")) or 0 for row in rungs), default=0)
         limit = device * scale if device and largest > NEARLY_FULL * device else None
         caption = "The dashed line is all the device has." if limit else ""
-        bars = [bar(row.rung, row.peak_gib, row.at_rest_gib or 0, row) for row in rungs]
-        charts.append(
-            Chart("memory-rungs", "Peak by rung", caption, partial(plots.bars, bars, unit, limit=limit), legend)
-        )
+        drawn = [bar(row.rung, row.peak_gib, row.at_rest_gib or 0, row) for row in rungs]
+        charts.append(Chart("memory-rungs", "Peak by rung", caption, partial(bars, drawn, unit, limit=limit), legend))
     blocks: list[Block] = [Charts(charts)]
     if step is not None:
         known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
@@ -125,12 +122,12 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
     series, legend = [], []
     for index, (group, known) in enumerate(lines.items()):
         name = ", ".join(str(part) for part in group if part is not None) or "peak"
-        role = plots.KINDS[index % len(plots.KINDS)]
+        role = KINDS[index % len(KINDS)]
         x = sorted(known)
         y = [known[context] for context in x]
         series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
         legend.append((role, name))
-    plot = partial(plots.curves, contexts, series, "context", "GiB")
+    plot = partial(curves, contexts, series, "context", "GiB")
     return Chart("peaks-by-context", "Peak by context", "A case that did not fit has no point.", plot, legend)
 
 
@@ -156,13 +153,13 @@ def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Ch
     largest = max((peak for row in rows for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
     unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
     limit = next((row.memory_gib for row in rows if row.memory_gib is not None), None)
-    bars = []
+    drawn = []
     for row in rows:
         peak, predicted = row.peak_gib, row.predicted_gib
         tip = f"peak {gib(peak)}, in {row.peak_phase}" if peak is not None else row.reason
         tip += f"\npredicted {gib(predicted)}" if predicted is not None else ""
         tip += f"\n{number(row.times['step'].median)} ms per step" if "step" in row.times else ""
-        bars.append(
+        drawn.append(
             Bar(
                 str(row.checkpointing),
                 None if peak is None else peak * scale,
@@ -175,7 +172,7 @@ def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Ch
     legend = [("accent", "measured"), ("neutral", "predicted")]
     caption = "The dashed line is the memory there is." if shown else ""
     title = f"Peak by policy: {_study_name(rows)}" if is_told else "Peak by policy"
-    return Chart(f"checkpointing-{place}", title, caption, partial(plots.bars, bars, unit, limit=shown), legend)
+    return Chart(f"checkpointing-{place}", title, caption, partial(bars, drawn, unit, limit=shown), legend)
 
 
 def _study_name(rows: Sequence[CheckpointingRow]) -> str:
@@ -231,7 +228,7 @@ def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 RULES = (
-    allocations.owner_findings,
+    *allocations.RULES,
     *residuals.RULES,
     prediction_findings,
     fit_findings,

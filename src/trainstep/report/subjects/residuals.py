@@ -7,12 +7,11 @@ from functools import partial
 
 from trainstep.kinds import ResidualRow
 from trainstep.records import Row, Scalar, by_case, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.cells import gib, number
+from trainstep.report.charts import Bar, bars
 from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, value_column
 from trainstep.report.finding import Finding, in_gib
-from trainstep.report.plots import Bar
+from trainstep.report.numbers import gib, number
 from trainstep.report.tables import Definition, make_table
 
 PARTS = {"first block": "One block", "step": "The whole step"}
@@ -72,7 +71,7 @@ SECTIONS = (residuals,)
 
 
 def _chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart:
-    bars = []
+    drawn = []
     for row in rows:
         if row.group == "all":
             continue
@@ -83,11 +82,11 @@ def _chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart:
             is_compiled = row.operation == "CompiledFunction"  # which names neither operation nor module
             last = str(row.module).rpartition(".")[2]
             what = f"{row.rank}. {row.tensor if is_compiled else f'{row.operation}, {last}'}"
-        bars.append(Bar(what, size, f"{share:.1%}", f"{tip}\n{number(row.storages)} storages"))
+        drawn.append(Bar(what, size, f"{share:.1%}", f"{tip}\n{number(row.storages)} storages"))
     total = next((row.mib or 0 for row in rows if row.group == "all"), 0)
     form = "eager" if rows[0].compile == "off" else "compiled"
     title = f"{words}, {form}: {gib(total / 1024)}"
-    return Chart(f"residuals-{name}", title, "", partial(plots.bars, bars, "MiB"))
+    return Chart(f"residuals-{name}", title, "", partial(bars, drawn, "MiB"))
 
 
 def residual_findings(records: Sequence[Row]) -> list[Finding]:

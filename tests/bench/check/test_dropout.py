@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainstep.bench.without_dropout import without_dropout
+from trainstep.bench.check.dropout import without_dropout
 
 X = torch.linspace(0.5, 2, 64).view(1, 4, 16)
 

@@ -11,7 +11,7 @@ import pytest
 from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Segment, Span
 from bokeh.plotting import figure
 
-from trainstep.report.plots import COLOURS, Bar, Fall, Series, bars, dots, embedded, lines, waterfall
+from trainstep.report.charts import COLOURS, Bar, Fall, Series, bars, dots, embedded, lines, waterfall
 
 FALLS = [
     Fall("baseline", 0, 200, "baseline", "200 ms", "", 190, 205),

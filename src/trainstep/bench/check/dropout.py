@@ -1,6 +1,9 @@
-"""A model's dropout, switched off while two computations are compared that would drop other elements.
+"""Two computations of a model with dropout drop other elements, even from one seed: what a check does about it.
 
-The same seed does not mean the same elements: on a GPU they depend on the dtype, and in fused attention on the kernel.
+Compiled code draws other random numbers than eager code, unless it is compiled with eager code's (`eager_random`). On a
+GPU the dropped elements depend on the dtype, and in fused attention on the kernel: then dropout is switched off on both
+sides (`without_dropout`). Either way the code is compiled anew, since compiled code is kept by function, whatever it
+was compiled under.
 """
 
 from __future__ import annotations
@@ -14,10 +17,29 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainstep.bench.outcome import compiled_anew
+from trainstep.bench.outcome import release_memory
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 SDPA = "scaled_dot_product_attention"
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Drop what was compiled before on entry, and what was compiled inside on leaving."""
+    release_memory()
+    try:
+        yield
+    finally:
+        release_memory()
+
+
+@contextmanager
+def eager_random() -> Iterator[None]:
+    """Inside, what is compiled (anew) draws as eager code does, which is slower: for checks, not for times."""
+    from torch._inductor import config as inductor
+
+    with compiled_anew(), inductor.patch(fallback_random=True):
+        yield
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from bokeh.models import ColumnDataSource, FixedTicker, LinearAxis, NoOverlap, PlainText, Range1d, Span
-from bokeh.plotting import figure
+from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
+from trainstep.report.numbers import typeset
 
-from trainstep.report.plots.style import COLOURS, COVER, add_hover, empty_figure, style_axes
+if TYPE_CHECKING:
+    from bokeh.models import PlainText
+    from bokeh.plotting import figure
 
 ROW_HEIGHT = 34
 LONGEST_LABEL = 24
@@ -56,6 +58,8 @@ class Fall:
 
 def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figure:
     """Horizontal bars, the first row on top, with interval whiskers; `limit` draws a line across all rows."""
+    from bokeh.models import Span
+
     reach = [x for row in rows for x in (row.value, row.high, row.second, row.base) if x is not None]
     plot = _rows_figure([row.name for row in rows], [row.label for row in rows], axis, [*reach, limit or 0.0])
     has_second = any(row.second is not None for row in rows)
@@ -125,6 +129,8 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
 
 def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: Sequence[float]) -> figure:
     """Rows at y = 0, −1, −2 …, names at the left, labels in a column at the right."""
+    from bokeh.models import FixedTicker, LinearAxis, NoOverlap, Range1d
+
     count = len(names)
     plot = empty_figure(
         height=count * ROW_HEIGHT + 46,
@@ -139,7 +145,7 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
     plot.yaxis.major_label_overrides = _row_texts(names)
     plot.yaxis.major_label_text_color = COLOURS["ink"]
     right = LinearAxis(ticker=FixedTicker(ticks=[-index for index in range(count)]))
-    right.major_label_overrides = _row_texts(labels)
+    right.major_label_overrides = _row_texts([typeset(label) for label in labels])
     style_axes(right)
     right.major_label_text_color = COLOURS["ink"]
     plot.add_layout(right, "right")
@@ -147,11 +153,9 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
 
 
 def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
-    """Tick labels as `PlainText`: Bokeh would typeset strings with `$$` as TeX, by a script from the network."""
-    return {
-        -index: PlainText(text=text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…")
-        for index, text in enumerate(texts)
-    }
+    """Labels by row, cut where they are long."""
+    cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
+    return plain_ticks({-index: text for index, text in enumerate(cut)})
 
 
 def _hbar(
@@ -189,6 +193,8 @@ def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | N
 
 def _hover_rows(plot: figure, texts: Sequence[tuple[str, str]]) -> None:
     """The whole row reacts, not only its bar: an invisible bar lies over each."""
+    from bokeh.models import ColumnDataSource
+
     columns = {
         "y": [-index for index in range(len(texts))],
         "name": [name for name, _ in texts],

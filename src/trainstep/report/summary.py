@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from trainstep.kinds import RungRow, StepRow
 from trainstep.records import Row, Scalar
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
-from trainstep.report.cells import get, gib, number, ratio_of, span
-from trainstep.report.findings import findings, kept_rungs, recommended_flags
-from trainstep.report.numbers import NONE, as_float
+from trainstep.report.columns import ratio_cell
+from trainstep.report.facts import span
+from trainstep.report.findings import TOPICS, findings
+from trainstep.report.numbers import NONE, as_float, gib, number
+from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
 
 
 def summary(records: Sequence[Row]) -> Section | None:
@@ -27,31 +30,15 @@ def summary(records: Sequence[Row]) -> Section | None:
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
-            topic = _TOPICS.get(finding.topic, finding.topic[:1].upper() + finding.topic[1:])
+            topic = TOPICS[finding.topic]
             topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
         blocks.append(Sentences(topics))
     return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
 
 
-_TOPICS = {
-    "gain": "Gain proven",
-    "phases": "What dominates",
-    "utilisation": "Utilisation",
-    "launches": "Launches",
-    "kernels": "Kernels",
-    "memory": "Memory",
-    "kept for backward": "Kept for backward",
-    "checkpointing": "Checkpointing",
-    "precision": "Precision",
-    "warm-up": "Warm-up",
-    "ladder": "Not used",
-    "noise": "Noise",
-}
-
-
-def _gain_headline(kept: Sequence[Row]) -> Headline:
+def _gain_headline(kept: Sequence[RungRow]) -> Headline:
     first, last = kept[0], kept[-1]
-    speedup = ratio_of(last, "speedup")
+    speedup = ratio_cell(last, "speedup")
     interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
     stats = [
         ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
@@ -65,14 +52,14 @@ def _gain_headline(kept: Sequence[Row]) -> Headline:
     ]
     if len(kept) == 1:
         return Headline(
-            Cell(f"{number(first.values.get('step_ms'))} ms"),
+            Cell(f"{number(first.step_ms)} ms"),
             "per step: the baseline is the fastest found",
             "No change on the ladder made the step faster.",
             [(name, value, note) for name, value, note in stats if value],
         )
-    error, budget = get(last, "gradient_error"), get(last, "error_budget")
+    error, budget = last.gradient_error, last.error_budget
     if error is not None and budget:
-        stats.append(("Gradients", f"{number(error, 2)}", f"relative error, {number(budget, 2)} allowed"))
+        stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
     return Headline(
         speedup,
@@ -82,9 +69,8 @@ def _gain_headline(kept: Sequence[Row]) -> Headline:
     )
 
 
-def _of_peak(row: Row) -> str:
-    share = get(row, "utilisation")
-    return f", {share:.0%} of the device’s peak" if share is not None else ""
+def _of_peak(row: RungRow | StepRow) -> str:
+    return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
 
 
 def _unmeasured(first: Row, last: Row, name: str) -> str:
@@ -105,15 +91,15 @@ def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], uni
     return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
 
 
-def _step_headline(step: Row) -> Headline:
+def _step_headline(step: StepRow) -> Headline:
     stats = [
-        ("Throughput", number(step.values.get("tokens_per_s")), "tokens/s"),
-        ("Achieved", number(step.values.get("achieved_tflops")), "TFLOP/s" + _of_peak(step)),
-        ("Peak memory", gib(step.values.get("peak_gib")), "of one step"),
+        ("Throughput", number(step.tokens_per_s), "tokens/s"),
+        ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
+        ("Peak memory", gib(step.peak_gib), "of one step"),
     ]
     return Headline(
-        Cell(f"{number(step.values.get('step_ms'))} ms", step.values.get("step_ms"), "step_ms"),
+        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
         "per training step",
-        f"median of {number(step.values.get('n'))} steps: {span(step, 'step')}",
+        f"median of {number(step.n)} steps: {span(step, 'step')}",
         [stat for stat in stats if stat[1] != NONE],
     )

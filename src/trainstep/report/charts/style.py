@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.embed import json_item
-from bokeh.models import HoverTool
-from bokeh.plotting import figure
+if TYPE_CHECKING:
+    from bokeh.models import PlainText
+    from bokeh.plotting import figure
 
 COLOURS: Mapping[str, str] = {
     role: f"#fe{number:02x}fd"
@@ -44,11 +44,15 @@ COVER: Mapping[str, Any] = {
 
 def embedded(plot: figure) -> dict[str, Any]:
     """A chart as the object that BokehJS draws from."""
+    from bokeh.embed import json_item
+
     return dict(json_item(plot))
 
 
 def empty_figure(**options: Any) -> figure:
     """An empty chart in the page's style."""
+    from bokeh.plotting import figure
+
     plot = figure(
         sizing_mode="stretch_width",
         toolbar_location=None,
@@ -79,6 +83,15 @@ def style_axes(axes: Any) -> None:
     axes.axis_label_standoff = 6
 
 
+def plain_ticks(texts: Mapping[float, str]) -> dict[float | str, PlainText]:
+    """Tick labels by place, as `PlainText`: Bokeh would typeset `$$` as TeX, by a script from the network."""
+    from bokeh.models import PlainText
+
+    return {place: PlainText(text=text) for place, text in texts.items()}
+
+
 def add_hover(plot: figure, cover: Any) -> None:
     """Show `@name` and `@tip` of what lies under the pointer in `cover`."""
+    from bokeh.models import HoverTool
+
     plot.add_tools(HoverTool(renderers=[cover], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))

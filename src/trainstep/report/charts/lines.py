@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bokeh.models import ColumnDataSource, FixedTicker, NoOverlap, PlainText, Range1d, Span
-from bokeh.plotting import figure
+from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks
 
-from trainstep.report.plots.style import COLOURS, COVER, add_hover, empty_figure
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ def lines(
     hover: bool = True,
 ) -> figure:
     """Lines over a common x; hovering shows all of them at one x."""
+    from bokeh.models import FixedTicker, Range1d, Span
+
     plot = empty_figure(height=260, y_axis_type="log" if log else "linear", y_axis_label=y_axis)
     plot.xaxis.axis_label = x_axis
     plot.ygrid.grid_line_color = COLOURS["rule"]
@@ -91,6 +93,8 @@ def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float
 
 def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
     """Values with their intervals over named places; series stand side by side. A series' x are indices of `names`."""
+    from bokeh.models import FixedTicker, Range1d
+
     shift = 0.14
     places = [shift * (index - (len(series) - 1) / 2) for index in range(len(series))]
     moved = [
@@ -100,13 +104,15 @@ def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: st
     plot = lines(moved, x_axis, y_axis, hover=False)
     plot.x_range = Range1d(-0.5, len(names) - 0.5)
     plot.xaxis.ticker = FixedTicker(ticks=list(range(len(names))))
-    plot.xaxis.major_label_overrides = {index: PlainText(text=name) for index, name in enumerate(names)}
+    plot.xaxis.major_label_overrides = plain_ticks(dict(enumerate(names)))
     _hover_columns(plot, series, list(range(len(names))), [f"{name} {x_axis}" for name in names])
     return plot
 
 
 def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
     """Lines with markers, logarithmic both ways, a tick at each of `sizes`. The series' x are among these."""
+    from bokeh.models import FixedTicker, NoOverlap, Range1d
+
     series = [replace(one, x=[math.log2(x) for x in one.x], markers=True) for one in series]
     ticks = [math.log2(size) for size in sizes]
     names = [f"{size:.15g}" for size in sizes]
@@ -114,7 +120,7 @@ def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis
     plot = lines(series, x_axis, y_axis, log=True, hover=False)
     plot.x_range = Range1d(ticks[0] - margin, ticks[-1] + margin)
     plot.xaxis.ticker = FixedTicker(ticks=ticks)
-    plot.xaxis.major_label_overrides = {tick: PlainText(text=name) for tick, name in zip(ticks, names, strict=True)}
+    plot.xaxis.major_label_overrides = plain_ticks(dict(zip(ticks, names, strict=True)))
     plot.xaxis.major_label_policy = NoOverlap()
     _hover_columns(plot, series, ticks, [f"{x_axis} {name}" for name in names])
     return plot
@@ -122,6 +128,8 @@ def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis
 
 def _hover_columns(plot: figure, series: Sequence[Series], ticks: Sequence[float], names: Sequence[str]) -> None:
     """The same for every x at which a line has a value: an invisible column, which shows all of them."""
+    from bokeh.models import ColumnDataSource
+
     columns: dict[str, list[Any]] = {"x": [], "name": [], "tip": []}
     for x, name in zip(ticks, names, strict=True):
         known = [(one, list(one.x).index(x)) for one in series if x in one.x]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.kinds import KernelRow, PieceRow, ProfileRow
-from trainstep.records import Row, belonging, of_kind
+from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.finding import Finding, listed
-from trainstep.report.numbers import numeric
 
 TOPIC = "formulas"
 MUCH = 0.05
@@ -28,53 +27,61 @@ _NOT_FUSED = (
 )
 
 
-def formula_findings(records: Sequence[Row]) -> list[Finding]:
+def formula_findings(rows: Sequence[Row]) -> list[Finding]:
     """Attention and cross-entropy written out in the first profile's model."""
-    profile = next((row for row in of_kind(records, ProfileRow) if row.status == "ok"), None)
+    profile = next((row for row in of_kind(rows, ProfileRow) if row.status == "ok"), None)
     if profile is None:
         return []
-    kernels = belonging(records, KernelRow, profile)
-    found = [] if belonging(records, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
-    return [Finding(TOPIC, sentence) for sentence in [*found, *_cross_entropy(kernels)]]
+    kernels = belonging(rows, KernelRow, profile)
+    found = [] if belonging(rows, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
+    return [*found, *_cross_entropy(kernels)]
 
 
-def _attention(kernels: Sequence[Row]) -> list[str]:
+def _attention(kernels: Sequence[KernelRow]) -> list[Finding]:
     """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
     named = {
         module: operators
-        for module in dict.fromkeys(str(row.case["module"]) for row in kernels)
+        for module in dict.fromkeys(row.module for row in kernels)
         if module != LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
     }
     found = []
-    for said, by_sdpa in ((_WRITTEN_OUT, False), (_NOT_FUSED, True)):
+    for form, said in (("attention-written-out", _WRITTEN_OUT), ("attention-not-fused", _NOT_FUSED)):
+        by_sdpa = said is _NOT_FUSED
         modules = [module for module, operators in named.items() if (MATH_FORM in operators) is by_sdpa]
         share = sum(_share(kernels, module) for module in modules)
         if share >= MUCH:
-            found.append(said.format(modules=listed(modules), share=share))
+            found.append(_finding(form, modules, share, said.format(modules=listed(modules), share=share)))
     return found
 
 
-def _cross_entropy(kernels: Sequence[Row]) -> list[str]:
+def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
     """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
     operators = _operators(kernels, LOSS, "loss")
     share = _share(kernels, LOSS)
     if share < MUCH or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
         return []
-    return [
+    sentence = (
         f"Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "
         "as large as the logits. torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) makes two "
         "passes over them, and cannot overflow or take the logarithm of zero."
-    ]
+    )
+    return [_finding("cross-entropy-written-out", [LOSS], share, sentence)]
 
 
-def _operators(kernels: Sequence[Row], module: str, phase: str) -> set[str]:
-    return {
-        str(row.values.get("operator"))
-        for row in kernels
-        if row.case["module"] == module and row.case["phase"] == phase
-    }
+def _finding(what: str, modules: Sequence[str], share: float, sentence: str) -> Finding:
+    figures: dict[str, Scalar] = {"modules": tuple(modules), "share": share}
+    return Finding(id=f"formulas.{what}", topic=TOPIC, figures=figures, sentence=sentence)
 
 
-def _share(kernels: Sequence[Row], module: str) -> float:
+def _operators(kernels: Sequence[KernelRow], module: str, phase: str) -> set[str]:
+    return {str(row.operator) for row in kernels if row.module == module and row.phase == phase}
+
+
+def _share(kernels: Sequence[KernelRow], module: str) -> float:
     """Of the step's kernel time, forward and backward."""
-    return sum(numeric(row.values["share"]) for row in kernels if row.case["module"] == module)
+    return sum(row.share or 0 for row in kernels if row.module == module)
+
+
+TABLES = ()
+RULES = (formula_findings,)
+SECTIONS = ()

@@ -1,34 +1,34 @@
 """Figures of one report that contradict one another, as a disturbed machine makes them."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.report.test_findings import CASE, rung, said, step
-from trainstep.kinds import row_of
+from tests.report.test_findings import SETTINGS, found, rung, step
+from trainstep.kinds import CeilingRow, FamilyRow, ProfileRow
+from trainstep.records import make_row
 from trainstep.report.html import render
 
-SETTINGS = {name: value for name, value in CASE.items() if name not in ("mode", "repeat")}
 SUMMARY = {"module_coverage": 1.0, "phase_coverage": 1.0}
 
 
 def profile(*samples, case=SETTINGS, **values):
-    return row_of("profile", case, {"step_ms": sorted(samples)[len(samples) // 2], **values}, {"step": samples})
+    values = {**SUMMARY, "step_ms": sorted(samples)[len(samples) // 2], **values}
+    return make_row(ProfileRow, case, values, samples={"step": samples})
 
 
-def baseline(low, median, high):
-    row = rung("baseline", "baseline", step_ms=median, step_low_ms=low, step_high_ms=high)
-    return replace(row, case={**SETTINGS, "rung": "baseline"})
+def baseline(low, median, high, **case):
+    return rung("baseline", "baseline", case=case, step_ms=median, step_low_ms=low, step_high_ms=high)
 
 
 def noise(*rows):
-    return said([replace(row, values={**SUMMARY, **row.values}) if row.kind == "profile" else row for row in rows],
-                "noise")  # fmt: skip
+    return {finding.id: finding for finding in found(rows, "noise")}
 
 
 def test_one_step_that_was_measured_as_three_things_is_told():
-    sentence = noise(step(), profile(9.0, 9.5, 10.0, 10.5, 12.0), baseline(7.8, 8.0, 8.2))
-    assert sentence == (
+    only = noise(step(), profile(9.0, 9.5, 10.0, 10.5, 12.0), baseline(7.8, 8.0, 8.2))["noise.same-step"]
+    assert only.figures == {
+        "the_phases_ms": 100.0, "the_profile_ms": 10.0, "the_ladder's_baseline_ms": 8.0, "apart": 12.5
+    }  # fmt: skip
+    assert only.sentence == (
         "The same step was measured as 100 ms (the phases), 10.0 ms (the profile) and 8.00 ms (the ladder's baseline), "
         "12.5× apart: the machine changed meanwhile. Times of these parts cannot be set beside one another; run again "
         "on a quieter machine."
@@ -43,21 +43,22 @@ def test_one_step_that_was_measured_as_three_things_is_told():
         [profile(50.0, 50.0, 50.0, 50.0, 95.0)],  # five samples, one of which reaches the others
         [profile(50.0, 51.0)],  # too few to enclose anything
         [profile(10.0, 10.0, 10.0, 10.0, 10.0, case={**SETTINGS, "precision": "bf16"})],
-        [replace(baseline(7.8, 8.0, 8.2), case={**SETTINGS, "rung": "baseline", "loss": "chunked"})],
+        [baseline(7.8, 8.0, 8.2, loss="chunked")],
     ],
 )
 def test_what_noise_or_other_settings_explain_is_not(rows):
-    assert "The same step was measured" not in noise(step(), *rows)
+    assert "noise.same-step" not in noise(step(), *rows)
 
 
 def family(name, phase, tflops, share=0.5, gb_s=None):
-    case = {**SETTINGS, "phase": phase, "family": name}
-    return row_of("family", case, {"tflops": tflops, "gb_s": gb_s, "share": share, "ms": 1.0, "calls": 1.0,
-                                   "ceiling": "matmul fp32"})  # fmt: skip
+    return FamilyRow(**SETTINGS, phase=phase, family=name, tflops=tflops, gb_s=gb_s, share=share, ms=1.0, calls=1.0,
+                     ceiling_precision="fp32")  # fmt: skip
 
 
-CEILINGS = [row_of("ceiling", {"what": "matmul fp32"}, {"tflops": 100.0}),
-            row_of("ceiling", {"what": "copy"}, {"gb_s": 10.0})]  # fmt: skip
+CEILINGS = [
+    CeilingRow(operation="matmul", precision="fp32", tflops=100.0),
+    CeilingRow(operation="copy", gb_s=10.0),
+]
 
 
 def test_more_than_all_of_the_arithmetic_is_told():
@@ -69,18 +70,17 @@ def test_more_than_all_of_the_arithmetic_is_told():
         family("fused attention", "forward", 100.4),
         family("copy", "forward", None, gb_s=90.0),  # from a cache
     ]
-    sentence = noise(*CEILINGS, *rows)
-    assert sentence.startswith(
+    only = noise(*CEILINGS, *rows)["noise.beyond-arithmetic"]
+    assert only.figures == {"matmul in backward": 1.4, "matmul in forward": 1.2}
+    assert only.sentence.startswith(
         "More than can be, of the arithmetic that a large product reached: matmul in backward 140% and matmul in "
         "forward 120%. "
     )
-    assert noise(*CEILINGS, *rows[4:]) == ""
+    assert noise(*CEILINGS, *rows[4:]) == {}
 
 
 def test_the_table_marks_what_cannot_be():
-    shown = profile(
-        10.0, **SUMMARY, cost_coverage=1.0, kernels=1.0, busy_ms=1.0, profiled_step_ms=10.0, n=7, profiled_n=3
-    )
+    shown = profile(10.0, cost_coverage=1.0, kernels=1.0, busy_ms=1.0, profiled_step_ms=10.0, n=7, profiled_n=3)
 
     def cell(part):
         html = render([*CEILINGS, shown, family("matmul", "step", part)])
