@@ -128,6 +128,16 @@ def case_column(title: str, name: str) -> Column:
     return Column(title, cell, setting=True)
 
 
+def word_column(title: str, name: str, *, page: bool = True) -> Column:
+    """A setting or a value that is a word: set as one however short, and a column even where all rows have the same."""
+
+    def cell(row: Row) -> Cell:
+        value = row.case.get(name, row.values.get(name))
+        return Cell(number(value), value, name, is_text=True)
+
+    return Column(title, cell, page=page)
+
+
 def median_column(title: str, phase: str) -> Column:
     """The median with its 95 % interval."""
     return Column(title, lambda row: median_cell(row, phase))

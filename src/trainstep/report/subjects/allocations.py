@@ -12,7 +12,7 @@ from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.analysed import analysed_step, is_same_step
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
-from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, files_only, value_column
+from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, files_only, value_column, word_column
 from trainstep.report.facts import told_apart
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import as_float, gib, number
@@ -85,7 +85,7 @@ OWNERS = Definition(
     "Who owns the peak",
     (
         *_SETTINGS,
-        replace(case_column("owner", "owner"), setting=False, page=False),
+        word_column("owner", "owner", page=False),
         Column("part", _part_text, page=False),
         Column("owner", _owner_cell, files=False),
         value_column("MiB", "mib"),
@@ -100,11 +100,11 @@ LARGEST = Definition(
     "The largest allocations of the step, and the line of code that made them",
     (
         *_SETTINGS,
-        replace(case_column("rank", "rank"), setting=False, page=False),
+        word_column("rank", "rank", page=False),
         value_column("MiB", "mib"),
         value_column("times", "count"),
-        value_column("owner", "owner"),
-        value_column("module", "module"),
+        word_column("owner", "owner"),
+        word_column("module", "module"),
         Column("made in", made_in),
         value_column("line", "line"),
     ),

@@ -24,6 +24,7 @@ from trainstep.report.columns import (
     median_column,
     value_cell,
     value_column,
+    word_column,
 )
 from trainstep.report.facts import told_apart
 from trainstep.report.numbers import NONE, as_float, count, number
@@ -40,11 +41,6 @@ _RATES = (
     value_column("TFLOP/s", "tflops"),
     value_column("GB/s", "gb_s"),
 )
-
-
-def _part(title: str, name: str, *, page: bool = True) -> Column:
-    """A setting that stays a column where all rows have it in common."""
-    return replace(case_column(title, name), setting=False, page=page)
 
 
 def _key(*names: str) -> Callable[[Row], str]:
@@ -88,8 +84,8 @@ def families(ceilings: Sequence[CeilingRow]) -> Definition:
         "Kernel time by family, per step; rates over what is counted",
         (
             *_SETTINGS,
-            _part("phase", "phase"),
-            _part("family", "family"),
+            word_column("phase", "phase"),
+            word_column("family", "family"),
             count_column("calls", "calls"),
             value_column("ms", "ms"),
             value_column("share of the phase (%)", "share", 100),
@@ -127,8 +123,8 @@ PIECES = Definition(
     "The pieces of eager attention, per step: all kernels of a piece, and its matrix product or softmax alone",
     (
         *_SETTINGS,
-        _part("phase", "phase"),
-        _part("piece", "piece"),
+        word_column("phase", "phase"),
+        word_column("piece", "piece"),
         value_column("ms", "ms"),
         value_column("product or softmax (ms)", "main_ms"),
         value_column("its GFLOP", "main_tflop", 1e3),
@@ -158,10 +154,10 @@ KERNELS = Definition(
     "Kernels by phase and module, per step, the longest first",
     (
         *_SETTINGS,
-        _part("phase", "phase"),
+        word_column("phase", "phase"),
         files_only(case_column("module", "module")),
         Column("kernel", _kernel_cell),
-        value_column("family", "family", page=False),
+        word_column("family", "family", page=False),
         value_column("operator", "operator", brief=False, page=False),
         count_column("calls", "calls"),
         value_column("ms", "ms"),

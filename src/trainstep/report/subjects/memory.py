@@ -12,7 +12,7 @@ from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
 from trainstep.report.charts import KINDS, Bar, Series, bars, curves
-from trainstep.report.columns import OUTCOME, SETTINGS, case_column, median_column, value_column
+from trainstep.report.columns import OUTCOME, SETTINGS, case_column, median_column, value_column, word_column
 from trainstep.report.facts import fact
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import NONE, as_float, gib, number
@@ -47,7 +47,7 @@ CHECKPOINTING = Definition(
     "One training step under checkpointing policies: peak memory predicted and measured, and time",
     (
         *(column for column in SETTINGS if column.title != "checkpointing"),
-        replace(case_column("checkpointing", "checkpointing"), setting=False),
+        word_column("checkpointing", "checkpointing"),
         value_column("predicted (GiB)", "predicted_gib", digits=4),
         value_column("peak (GiB)", "peak_gib", digits=4),
         value_column("prediction off by (%)", "prediction_error", 100, digits=2),
