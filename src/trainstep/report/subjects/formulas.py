@@ -69,8 +69,9 @@ def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
 
 
 def _finding(what: str, modules: Sequence[str], share: float, sentence: str) -> Finding:
-    figures = {"modules": tuple(modules), "share": share}
-    return Finding(id=f"formulas.{what}", topic=TOPIC, figures=figures, sentence=sentence)
+    return Finding(
+        id=f"formulas.{what}", topic=TOPIC, figures={"modules": tuple(modules), "share": share}, sentence=sentence
+    )
 
 
 def _operators(kernels: Sequence[KernelRow], module: str, phase: str) -> set[str]:
