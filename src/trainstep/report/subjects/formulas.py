@@ -83,6 +83,4 @@ def _share(kernels: Sequence[KernelRow], module: str) -> float:
     return sum(row.share or 0 for row in kernels if row.module == module)
 
 
-TABLES = ()
 RULES = (formula_findings,)
-SECTIONS = ()
