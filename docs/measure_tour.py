@@ -8,6 +8,7 @@ Kept are the rows that the page shows, without timelines and without the kernels
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tables.source import RESULTS
 
-from trainstep.kinds import row_of
+from trainstep.kinds import TourRow
 from trainstep.records import RecordWriter, Row, read_records
 from trainstep.report.subjects.ladder import recommended_flags
 
@@ -45,13 +46,13 @@ def main(name: str = "cpu", *device: str) -> None:
     for folder, workload in (("slow", SLOW), ("fast", FAST)):
         analysis, seconds[folder] = run(folder, "analyze", "--workload", workload, *device)
         for row in filter(is_shown, analysis):
-            writer.write(row_of(row.kind, row.case, row.values, row.samples, row.status, row.reason, row.environment))
+            writer.write(dataclasses.replace(row, series={}))
     flags = recommended_flags(analysis).split()
     for folder, workload, words in (("before", SLOW, []), ("after", FAST, flags)):
         rows, seconds[folder] = run(folder, "bench", "step", "--workload", workload, *words, *device)
         for row in rows:
             writer.write(row)
-    writer.write(row_of("tour", {}, {f"{folder}_s": each for folder, each in seconds.items()}))
+    writer.write(TourRow(**{f"{folder}_s": each for folder, each in seconds.items()}))
     writer.close()
 
 

@@ -2,6 +2,7 @@ import pytest
 
 from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, alike, dtype_records
 from trainstep.config import ModelConfig, StepConfig
+from trainstep.kinds import DtypeRow, row_of
 from trainstep.measure.dtypes import ModuleDtypes
 from trainstep.report.subjects import make_tables
 from trainstep.workload import builtin_source
@@ -65,3 +66,9 @@ def test_the_tables():
     assert [row[2] for row in table.texts()] == ["10.0001", "9.9531", "10.0021", "10.0021"]
     (table,) = make_tables(list(rows("bf16").values()))
     assert ("head", "Linear", "1", "fp32", "fp32", "bf16", "fp32") in table.texts()
+
+
+def test_dtypes_that_earlier_versions_joined_are_several():
+    case = {"module": "head", "workload": "toy"}
+    row = row_of("dtype", case, {"class": "Linear", "inputs": "fp32, bf16", "outputs": "bf16", "gradients": None})
+    assert row == DtypeRow(**case, class_name="Linear", inputs=("fp32", "bf16"), outputs=("bf16",))

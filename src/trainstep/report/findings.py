@@ -16,7 +16,6 @@ TOPICS: Mapping[str, str] = {
     "launches": "Launches",
     "formulas": "Formulas",
     "kernels": "Kernels",
-    "attention": "Attention",
     "data parallel": "Data parallel",
     "sweep": "Sweep",
     "memory": "Memory",

@@ -1,12 +1,13 @@
-"""What the report says, subject by subject: each file has the tables, the rules and the sections of its rows.
+"""What the report says, subject by subject: a file has the TABLES, the RULES and the SECTIONS of its rows.
 
-A new kind of row is shown by adding its table, and what there is to say and draw, to a file here that is in `SUBJECTS`.
+To show a new kind of row, write its table, and what there is to find and to draw, in a file here and name it in
+`SUBJECTS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
@@ -17,46 +18,21 @@ from trainstep.report.subjects.interim import attention, plan, sweep
 from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
 from trainstep.report.tables import Definition, Place, Table, make_table, text_table
 
-Rule = Callable[[Sequence[Row]], list[Finding]]
-SectionOf = Callable[[Sequence[Row]], Section | None]
-
-
-class Subject(Protocol):
-    """What a file here has."""
-
-    @property
-    def TABLES(self) -> Sequence[Definition]:
-        """The table of each kind of row, wherever it is shown."""
-
-    @property
-    def RULES(self) -> Sequence[Rule]:
-        """Each looks at all rows and finds something worth a sentence, or nothing."""
-
-    @property
-    def SECTIONS(self) -> Sequence[SectionOf]:
-        """Parts of the page, each None where there are no rows for it."""
-
-
-SUBJECTS: Sequence[Subject] = (
-    steps,
-    formulas,
-    kernels,
-    ladder,
-    attention,
-    memory,
-    precision,
-    plan,
-    sweep,
-    workload,
-    noise,
-)
+SUBJECTS = (steps, formulas, kernels, ladder, attention, memory, precision, plan, sweep, workload, noise)
 """In the order of the page."""
 
-_BY_KIND = {each.kind: each for subject in SUBJECTS for each in subject.TABLES}
-TABLES: Mapping[type[Row], Definition] = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
+
+def _all(name: str) -> list[Any]:
+    return [each for subject in SUBJECTS for each in getattr(subject, name, ())]
+
+
+_BY_KIND: Mapping[type[Row], Definition] = {each.kind: each for each in _all("TABLES")}
+TABLES = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
 """The table of every kind of row that has one, in the order of `KINDS`."""
-RULES = tuple(rule for subject in SUBJECTS for rule in subject.RULES)
-SECTIONS = tuple(section for subject in SUBJECTS for section in subject.SECTIONS)
+RULES: Sequence[Callable[[Sequence[Row]], list[Finding]]] = _all("RULES")
+"""Each looks at all rows and finds something worth a sentence, or nothing."""
+SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
+"""Parts of the page, in its order; each is None where there are no rows for it."""
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.kinds import KernelRow, PieceRow, ProfileRow
-from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.records import Row, belonging, of_kind
 from trainstep.report.finding import Finding, listed
 
 TOPIC = "formulas"
@@ -69,8 +69,9 @@ def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
 
 
 def _finding(what: str, modules: Sequence[str], share: float, sentence: str) -> Finding:
-    figures: dict[str, Scalar] = {"modules": tuple(modules), "share": share}
-    return Finding(id=f"formulas.{what}", topic=TOPIC, figures=figures, sentence=sentence)
+    return Finding(
+        id=f"formulas.{what}", topic=TOPIC, figures={"modules": tuple(modules), "share": share}, sentence=sentence
+    )
 
 
 def _operators(kernels: Sequence[KernelRow], module: str, phase: str) -> set[str]:
@@ -82,6 +83,4 @@ def _share(kernels: Sequence[KernelRow], module: str) -> float:
     return sum(row.share or 0 for row in kernels if row.module == module)
 
 
-TABLES = ()
 RULES = (formula_findings,)
-SECTIONS = ()

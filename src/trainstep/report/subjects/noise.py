@@ -169,6 +169,4 @@ def beyond_arithmetic(rows: Sequence[Row]) -> list[Finding]:
     ]
 
 
-TABLES = ()
 RULES = (noisy_step, measured_again, wild_rows, control, same_step_twice, beyond_arithmetic)
-SECTIONS = ()

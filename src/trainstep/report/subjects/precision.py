@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.kinds import AccumulationRow, DtypeRow
-from trainstep.records import Row, by_case, of_kind
+from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report.blocks import Section
 from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, value_cell, value_column
 from trainstep.report.finding import Finding, listed
-from trainstep.report.numbers import number, numeric
+from trainstep.report.numbers import numeric
 from trainstep.report.tables import Definition, make_table
 
 DTYPES = Definition(
@@ -45,48 +45,32 @@ def dtype_findings(rows: Sequence[Row]) -> list[Finding]:
     seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok"]
     for precision in dict.fromkeys(row.precision for row in seen):
         own = {row.module: row for row in seen if row.precision == precision}
-        result, loss = (own[name].outputs if name in own else None for name in (RESULT, LOSS))
+        result, loss = (", ".join(own[name].outputs or ()) if name in own else "–" for name in (RESULT, LOSS))
         weights, gradients = (
-            sorted({number(dtypes) for dtypes in all_dtypes if dtypes}) or ["none"]
-            for all_dtypes in ([row.parameters for row in own.values()], [row.gradients for row in own.values()])
+            sorted({", ".join(each) for each in dtypes if each}) or ["none"]
+            for dtypes in ([row.parameters for row in own.values()], [row.gradients for row in own.values()])
         )
-        found.append(
-            Finding(
-                id="precision.dtypes",
-                topic="precision",
-                figures={
-                    "precision": precision,
-                    "result": result,
-                    "loss": loss,
-                    "parameters": tuple(weights),
-                    "gradients": tuple(gradients),
-                },
-                sentence=f"Under {precision}, forward's result is {_words(result)} and the loss {_words(loss)}; "
-                f"parameters are {listed(weights)}, their gradients {listed(gradients)}.",
-            )
+        sentence = (
+            f"Under {precision}, forward's result is {result} and the loss {loss}; parameters are {listed(weights)}, "
+            f"their gradients {listed(gradients)}."
         )
+        figures: dict[str, Scalar] = {"precision": precision, "result": result, "loss": loss}
+        figures |= {"parameters": tuple(weights), "gradients": tuple(gradients)}
+        found.append(Finding("precision", sentence, "precision.dtypes", figures))
     return found
 
 
-def _words(dtypes: tuple[str, ...] | None) -> str:
-    return "None" if dtypes is None else number(dtypes)
-
-
 def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
-    """What an fp16 sum of fp16 numbers is, and what an fp32 sum of them."""
+    """What a sum in fp16 loses, and what of it a wide running sum saves."""
     totals = {(row.accumulator, row.addend): row.total for row in of_kind(rows, AccumulationRow)}
     half, full = totals.get(("fp16", "fp16")), totals.get(("fp32", "fp16"))
     if half is None or full is None:
         return []
-    return [
-        Finding(
-            id="precision.accumulation",
-            topic="precision",
-            figures={"fp16_total": half, "fp32_total": full},
-            sentence=f"0.01 added a thousand times is {half:.4f} in fp16, and {full:.4f} if only the running sum is "
-            "fp32: sums need the wide type, addends less.",
-        )
-    ]
+    sentence = (
+        f"0.01 added a thousand times is {half:.4f} in fp16, and {full:.4f} if only the running sum is fp32: sums need "
+        "the wide type, addends less."
+    )
+    return [Finding("precision", sentence, "precision.accumulation", {"fp16": half, "fp32_sum": full})]
 
 
 RULES = (dtype_findings, accumulation_findings)

@@ -46,7 +46,6 @@ CEILINGS = Definition(
     key=operation,
 )
 TABLES = (WORKLOAD, CEILINGS)
-RULES = ()
 
 _FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
 
