@@ -1,41 +1,63 @@
+"""Rows on disk: what is written is read, what is corrupt is named, and columns are the kind's."""
+
 import json
 import math
 
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.records import RecordWriter, by_case, frame, of_kind, read_records, row_of, write_whole
+from trainstep.kinds import PeakRow, RungRow, StepRow
+from trainstep.records import RecordWriter, Times, by_case, frame, make_row, of_kind, read_records, write_whole
 
 
 def record(**changes):
-    base = {
-        "kind": "step",
-        "case": {"workload": "tiny", "batch": 4},
-        "values": {"step_ms": 1.5},
+    step = {
+        "workload": "tiny",
+        "batch": 4,
+        "times": {"step": Times(1.5)},
         "samples": {"step": [1.0, 2.0]},
         "environment": {"torch": "2.13.0"},
     }
-    return row_of(**(base | changes))
+    return StepRow(**(step | changes))
 
 
 def test_what_is_written_is_read(tmp_path):
-    written = [record(), record(kind="rung", status="failed", reason="it → broke"), record(values={"x_ms": None})]
+    written = [
+        record(),
+        RungRow(rung="it", status="failed", reason="it → broke"),
+        record(times={}, samples={}),
+        record(times={"step": Times(1.5, 1.25, 1.75, 1.5, 0.25, 1.0, 2.0, 0), "wait": Times(0.5)}, tokens_per_s=8.0),
+    ]
     writer = RecordWriter(tmp_path / "deep" / "results.jsonl")
     for each in written:
         writer.write(each)
         assert read_records(writer.path)[-1] == each, "not on disk at once"
     writer.close()
     assert read_records(writer.path) == written
-    assert of_kind(written, "rung") == [written[1]]
+    assert of_kind(written, RungRow) == [written[1]]
+
+
+def test_columns_are_the_kind_s():
+    row = record(times={"step": Times(1.5, 1.25, 1.75)})
+    assert row.case == {"workload": "tiny", "batch": 4}
+    assert row.values == {"step_ms": 1.5, "step_low_ms": 1.25, "step_high_ms": 1.75}
+    assert make_row(StepRow, row.case, row.values, samples=row.samples, environment=row.environment) == row
+    with pytest.raises(ValueError, match="no 'surprise' among its values"):
+        make_row(StepRow, row.case, {"surprise": 1})
+    with pytest.raises(ValueError, match="no 'step_ms' among its case"):
+        make_row(StepRow, {"step_ms": 1}, {})
+    with pytest.raises(ValueError, match="lacks 'rung'"):
+        make_row(RungRow, row.case, {})
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
     writer = RecordWriter(tmp_path / "results.jsonl")
-    writer.write(record(values={"a": math.nan, "b": math.inf}, samples={"step": [math.nan]}))
+    writer.write(record(times={}, utilisation=math.nan, tokens_per_s=math.inf, samples={"step": [math.nan]}))
     (found,) = read_records(writer.path)
-    assert found.values == {"a": None, "b": None}
+    assert (found.utilisation, found.tokens_per_s, found.values) == (None, None, {})
     assert found.samples == {"step": [None]}
-    json.loads(writer.path.read_text())  # strict JSON
+    line = json.loads(writer.path.read_text())  # strict JSON
+    assert line["values"] == {"utilisation": None, "tokens_per_s": None}
 
 
 def test_what_is_written_whole_is_there_or_not(tmp_path):
@@ -50,8 +72,8 @@ def test_what_is_written_whole_is_there_or_not(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, cut_short())
     assert path.read_text() == "before"
-    write_whole(path, [record(), record(kind="rung")])
-    assert read_records(path) == [record(), record(kind="rung")]
+    write_whole(path, [record(), RungRow(rung="it")])
+    assert read_records(path) == [record(), RungRow(rung="it")]
     assert [each.name for each in tmp_path.iterdir()] == ["results.jsonl"]
 
 
@@ -59,7 +81,7 @@ def test_a_former_run_is_kept(tmp_path):
     path = tmp_path / "results.jsonl"
     for name in ("old", "new"):
         writer = RecordWriter(path)
-        writer.write(record(case={"workload": name}))
+        writer.write(record(workload=name))
         writer.close()
     assert read_records(path)[0].case["workload"] == "new"
     assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
@@ -75,11 +97,13 @@ def test_an_unwritable_folder(tmp_path):
     ("line", "message"),
     [
         ('{"kind": "step", "case": {}', "line 2: not JSON"),
-        ("[1, 2]", "line 2: not a record"),
-        ('{"kind": "step"}', "line 2: not a record"),
-        ('{"kind": "step", "case": {}, "surprise": 1}', "line 2: not a record"),
+        ("[1, 2]", "line 2: not a row"),
+        ('{"kind": "step"}', "line 2: not a row"),
+        ('{"kind": "step", "case": {}, "surprise": 1}', "line 2: not a row"),
         ('{"kind": "step", "case": 3}', "section of the wrong type"),
         ('{"kind": "step", "case": {}, "status": "great"}', "unknown status 'great'"),
+        ('{"kind": "great", "case": {}}', "unknown kind of row 'great'"),
+        ('{"kind": "step", "case": {"size": 1}}', "no 'size' among its case"),
     ],
 )
 def test_corrupt_lines_are_named(tmp_path, line, message):
@@ -99,13 +123,13 @@ def test_files_without_results(tmp_path, content):
 
 
 def test_the_frame_is_tidy():
-    table = frame([record(), record(status="out of memory", reason="too big", values={})])
+    table = frame([record(), record(status="out of memory", reason="too big", times={})])
     assert list(table["status"]) == ["ok", "out of memory"]
     assert table["step_ms"][0] == 1.5
     assert {"workload", "batch", "torch", "kind", "reason"} <= set(table.columns)
 
 
 def test_rows_by_case_keep_their_order():
-    rows = [row_of("peak", {"size": size, "part": part}) for size in ("b", "a") for part in (1, 2)]
-    assert by_case(rows, "part") == [rows[:2], rows[2:]]
+    rows = [PeakRow(workload=size, context=context) for size in ("b", "a") for context in (1, 2)]
+    assert by_case(rows, "context") == [rows[:2], rows[2:]]
     assert by_case(rows) == [[row] for row in rows]

@@ -12,9 +12,8 @@ from examples.tour import fast, slow
 from trainstep.bench import ladder
 from trainstep.bench.profile import profile_records
 from trainstep.config import StepConfig
-from trainstep.report import formula_findings
 from trainstep.report.findings import findings
-from trainstep.report.formula_findings import TOPIC
+from trainstep.report.subjects import formulas
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource
 
@@ -67,14 +66,14 @@ def test_the_page_says_what_changed():
 
 def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
     shrink(monkeypatch)
-    monkeypatch.setattr(formula_findings, "MUCH", 1e-9)  # any share of the time, which on a busy machine may be small
+    monkeypatch.setattr(formulas, "MUCH", 1e-9)  # any share of the time, which on a busy machine may be small
     said = {}
     for form in (slow, fast):
         records = list(profile_records(source(form), CONFIG, warmup=1, steps=2, profiled_steps=1, trace=None))
-        said[form] = [finding.sentence for finding in findings(records) if finding.topic == TOPIC]
+        said[form] = [finding for finding in findings(records) if finding.topic == formulas.TOPIC]
     attention, loss = said[slow]
-    assert "Attention is written out in blocks.*.attention" in attention
-    assert "Cross-entropy is written out" in loss
+    assert (attention.id, attention.figures["modules"]) == ("formulas.attention-written-out", ("blocks.*.attention",))
+    assert loss.id == "formulas.cross-entropy-written-out"
     assert said[fast] == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results, where
-from trainstep.records import Row
+from trainstep.kinds import AttentionRow, CheckpointingRow, ParallelRow, RungRow
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, tabulate, text_table
@@ -15,18 +15,12 @@ def ladder() -> Table:
     """Where the ladder of each size begins and where it ends."""
     cells = []
     for size in ("small", "large", "2.7B"):
-        kept = [row for row in results(f"h200-analyze-{size}", "rung") if row.values["kept"]]
+        kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
         first, last = kept[0], kept[-1]
         low, high = (figure(last, f"speedup_{end}") for end in ("low", "high"))
-        cells.append(
-            (
-                size,
-                *(number(figure(row, "step_ms")) for row in (first, last)),
-                f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]",
-                *(number(figure(row, "peak_gib")) for row in (first, last)),
-                f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}",
-            )
-        )
+        times, peaks = ([number(figure(row, name)) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        error = f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}"
+        cells.append((size, *times, f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]", *peaks, error))
     columns = (
         *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
@@ -36,15 +30,9 @@ def ladder() -> Table:
 
 def attention() -> Table:
     """Our kernels beside PyTorch's on three shapes."""
-    rows = results("h200-attention-peers", "attention")
+    rows = results("h200-attention-peers", AttentionRow)
     shapes = {(16384, 64): "1×16×16,384×64", (4096, 128): "4×16×4,096×128", (32768, 128): "1×32×32,768×128"}
-    found = {
-        (int(row.case["seq"] or 0), int(row.case["head_dim"] or 0), str(row.case["impl"])): number(
-            figure(row, "both_ms")
-        )
-        for row in rows
-        if row.case["causal"] == "yes"
-    }
+    found = {(row.seq, row.head_dim, row.impl): number(row.values["both_ms"]) for row in rows if row.causal == "yes"}
     impls = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex")
     cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
     caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
@@ -63,7 +51,7 @@ def parallel() -> Table:
         "torch-fsdp2": "fully sharded, torch's FSDP2",
         "fsdp": "fully sharded, ours",
     }
-    rows = [one("h200-parallel", "parallel", scheme=name) for name in names]
+    rows = [one("h200-parallel", ParallelRow, scheme=name) for name in names]
     columns = (
         Column("scheme", lambda row: names[str(row.case["scheme"])]),
         value_column("step (ms)", "step_ms"),
@@ -76,8 +64,8 @@ def parallel() -> Table:
 
 def memory() -> Table:
     """What checkpointing saves and costs."""
-    rows: list[Row] = [
-        one("h200-checkpointing", "checkpointing", checkpointing=name) for name in ("none", "selective", "every-1")
+    rows = [
+        one("h200-checkpointing", CheckpointingRow, checkpointing=name) for name in ("none", "selective", "every-1")
     ]
     columns = (
         case_column("checkpointing", "checkpointing"),

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, plain, results, where
-from trainstep.records import Row
+from trainstep.kinds import AllocationRow, CheckpointingRow, OwnerRow, PeakRow, ResidualRow
 from trainstep.report.columns import Column, case_column, value_column
+from trainstep.report.subjects.residuals import residual_name
 from trainstep.report.tables import Table, tabulate
 
 
 def memory_peaks() -> Table:
     """Peaks of forward alone and of the whole step, by context and precision."""
-    rows = results("h200-memory", "peak")
+    rows = results("h200-memory", PeakRow)
     columns = (
         SIZE,
         *(case_column(name, name) for name in ("batch", "attention", "optimizer", "precision", "context", "mode")),
@@ -28,18 +29,18 @@ def memory_peaks() -> Table:
     return tabulate("memory-peaks", where(rows), columns, sorted(rows, key=_by_precision_and_context))
 
 
-def _by_precision_and_context(row: Row) -> tuple[bool, int, bool]:
-    return row.case["precision"] != "fp32", int(row.case["context"] or 0), row.case["mode"] != "forward"
+def _by_precision_and_context(row: PeakRow) -> tuple[bool, int, bool]:
+    return row.precision != "fp32", row.context or 0, row.mode != "forward"
 
 
 def memory_residuals() -> Table:
     """What one block keeps, eager and compiled, and the residual stream beside its formula."""
-    rows = results("h200-residuals", "residual")
-    shown = [row for row in rows if row.case["part"] in ("first block", "residual stream") and row.status == "ok"]
+    rows = results("h200-residuals", ResidualRow)
+    shown = [row for row in rows if row.part in ("first block", "residual stream") and row.status == "ok"]
     columns = (
         *(case_column(name, name) for name in ("batch", "context", "attention", "precision")),
         Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
-        Column("module", lambda row: str(row.case["what"])),
+        Column("module", residual_name),
         value_column("kept for", "operation"),
         value_column("tensor", "tensor"),
         value_column("storages", "storages"),
@@ -52,11 +53,11 @@ def memory_residuals() -> Table:
 
 def memory_checkpointing() -> Table:
     """Policies at 2.7B, context 2048, predicted and measured."""
-    rows = results("h200-checkpointing", "checkpointing")
+    rows = results("h200-checkpointing", CheckpointingRow)
     columns = (
         SIZE,
         *(case_column(name, name) for name in ("batch", "context", "optimizer", "precision", "attention")),
-        Column("policy", lambda row: str(row.case["checkpointing"])),
+        case_column("policy", "checkpointing"),
         value_column("predicted (GiB)", "predicted_gib", digits=4),
         value_column("measured (GiB)", "peak_gib", digits=4),
         value_column("off by (%)", "prediction_error", 100, digits=2),
@@ -71,6 +72,6 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-peaks": memory_peaks,
     "memory-residuals": memory_residuals,
     "memory-checkpointing": memory_checkpointing,
-    "memory-owners": partial(plain, "h200-allocations", "owner", brief=False),
-    "memory-largest": partial(plain, "h200-allocations", "allocation", brief=False),
+    "memory-owners": partial(plain, "h200-allocations", OwnerRow, brief=False),
+    "memory-largest": partial(plain, "h200-allocations", AllocationRow, brief=False),
 }

@@ -6,27 +6,23 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, results, where
+from trainstep.kinds import FamilyRow, PieceRow, ProfileRow
 from trainstep.records import Row
 from trainstep.report.columns import Column, case_column, count_column, value_column
-from trainstep.report.kernel_findings import brief_name
+from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.tables import Table, tabulate
 
-
-def profile_rows(kind: str) -> list[Row]:
-    """Rows of the kernel profiles, sizes and contexts in the order they were run."""
-    return results("h200-profile", kind)
-
-
+PROFILES = "h200-profile"
 PROFILED = (SIZE, *(case_column(name, name) for name in ("batch", "context", "precision", "attention")))
 
 
 def profile_kernels() -> Table:
     """The top kernel of forward and of the step, and matmul's share in both."""
-    rows = profile_rows("profile")
+    rows = results(PROFILES, ProfileRow)
     columns = [*PROFILED]
     for where_, words in (("forward", "forward"), ("step", "the step")):
         columns += [
-            Column(f"top kernel of {words}", partial(_top_kernel, where_)),
+            Column(f"top kernel of {words}", partial(_top_kernel, f"top_{where_}_kernel")),
             value_column(f"its family ({where_})", f"top_{where_}_kernel_family"),
             count_column(f"calls per {where_}", f"top_{where_}_kernel_calls"),
             value_column(f"of {words} (%)", f"top_{where_}_kernel_share", 100),
@@ -35,16 +31,16 @@ def profile_kernels() -> Table:
     return tabulate("profile-kernels", where(rows), columns, rows)
 
 
-def _top_kernel(where_: str, row: Row) -> str:
-    return brief_name(row.values[f"top_{where_}_kernel"])
+def _top_kernel(name: str, row: Row) -> str:
+    return brief_name(str(row.values[name]))
 
 
 def profile_attention() -> Table:
     """Softmax beside the score product and the weighted sum in forward: time, FLOPs, bytes."""
-    rows = [row for row in profile_rows("attention piece") if row.case["phase"] == "forward"]
+    rows = [row for row in results(PROFILES, PieceRow) if row.phase == "forward"]
     columns = (
         *PROFILED,
-        Column("piece", lambda row: str(row.case["piece"])),
+        case_column("piece", "piece"),
         value_column("all its kernels (ms)", "ms"),
         value_column("product or softmax alone (ms)", "main_ms"),
         value_column("GFLOP", "main_tflop", 1e3),
@@ -57,10 +53,10 @@ def profile_attention() -> Table:
 
 def profile_families() -> Table:
     """Kernel time of the whole step by family."""
-    rows = [row for row in profile_rows("family") if row.case["phase"] == "step"]
+    rows = [row for row in results(PROFILES, FamilyRow) if row.phase == "step"]
     columns = (
         *PROFILED,
-        Column("family", lambda row: str(row.case["family"])),
+        case_column("family", "family"),
         count_column("calls", "calls"),
         value_column("ms", "ms"),
         value_column("share (%)", "share", 100),
@@ -72,7 +68,7 @@ def profile_families() -> Table:
 
 def profile_sums() -> Table:
     """What attribution covers, what profiling cost, and the kernels' sums beside the step without it."""
-    rows = profile_rows("profile")
+    rows = results(PROFILES, ProfileRow)
     columns = (
         *PROFILED,
         value_column("in a known phase and module (%)", "module_coverage", 100, digits=5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainstep.kinds import KINDS
@@ -24,9 +25,9 @@ def results(name: str, kind: type[AnyRow] | str = "step") -> list[AnyRow]:
     return of_kind(read_records(path), KINDS[kind] if isinstance(kind, str) else kind)
 
 
-def one(name: str, kind: str, **case: Scalar) -> Row:
-    """The only record of docs/results/NAME.jsonl with these columns."""
-    rows = [row for row in results(name, kind) if case.items() <= row.case.items()]
+def one(name: str, kind: type[AnyRow] | str, **case: Scalar) -> AnyRow:
+    """The only row of docs/results/NAME.jsonl with these columns."""
+    rows: list[AnyRow] = [row for row in results(name, kind) if case.items() <= row.case.items()]
     assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
     return rows[0]
 
@@ -42,7 +43,7 @@ class NotMeasuredError(Exception):
     """The results that a table or sentence is made from are not there."""
 
 
-def where(rows: list[Row]) -> str:
+def where(rows: Sequence[Row]) -> str:
     """Hardware, versions, date and commit of the rows."""
     environment = rows[0].environment
     return (
@@ -51,7 +52,7 @@ def where(rows: list[Row]) -> str:
     )
 
 
-def setting(rows: list[Row]) -> str:
+def setting(rows: Sequence[Row]) -> str:
     """`2.7B, context 512, batch 4 per GPU, bf16 autocast`: what all rows of data parallel training have in common."""
     names = ("workload", "context", "batch", "precision")
     ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
@@ -59,8 +60,8 @@ def setting(rows: list[Row]) -> str:
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
 
 
-def plain(name: str, kind: type[Row] | str, *, brief: bool = True) -> Table:
+def plain(name: str, kind: type[AnyRow] | str, *, brief: bool = True) -> Table:
     """All rows of one kind in docs/results/NAME.jsonl, as the files have them."""
     rows = results(name, kind)
-    table = make_table(TABLES[type(rows[0])], rows, "terminal" if brief else "files")
+    table = make_table(TABLES[KINDS[kind] if isinstance(kind, str) else kind], rows, "terminal" if brief else "files")
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import results, where
+from trainstep.kinds import RungRow, StepRow
 from trainstep.report.columns import Column, median_column, value_column
 from trainstep.report.compare import compare, comparison_table
 from trainstep.report.tables import Table, tabulate
@@ -15,7 +16,7 @@ ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
 
 def ladder(name: str, form: str) -> Table:
     """The rungs of one form."""
-    rows = [row for row in results(f"{name}-tour", "rung") if row.case["workload"] == f"examples.tour.{form}:workload"]
+    rows = [row for row in results(f"{name}-tour", RungRow) if row.workload == f"examples.tour.{form}:workload"]
     columns = (
         Column("rung", lambda row: str(row.case["rung"])),
         median_column("step (ms) [95 %]", "step"),
@@ -30,9 +31,9 @@ def ladder(name: str, form: str) -> Table:
 
 def compared(name: str) -> Table:
     """slow.py as it is against fast.py with the recommended settings."""
-    rows = results(f"{name}-tour")
+    rows = results(f"{name}-tour", StepRow)
     before, after = (
-        [row for row in rows if row.case["workload"] == f"examples.tour.{form}:workload"] for form in ("slow", "fast")
+        [row for row in rows if row.workload == f"examples.tour.{form}:workload"] for form in ("slow", "fast")
     )
     return comparison_table(compare(before, after, across=ACROSS), f"slow.py → fast.py; {where(rows)}")
 

@@ -16,11 +16,11 @@ from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import row_of
+from trainstep.kinds import WorkloadRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
-from trainstep.records import Row, Scalar
+from trainstep.records import Row
 from trainstep.report.report import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
@@ -93,25 +93,28 @@ def plain_form(config: StepConfig) -> StepConfig:
     return dataclasses.replace(config, **means, optimizer=optimizer)
 
 
-def _facts(source: WorkloadSource, config: StepConfig) -> Row:
+def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:
     """What is known before anything runs."""
     workload = source.build(config)
     parameters = {id(parameter): parameter for parameter in workload.module.parameters()}.values()
-    values: dict[str, Scalar] = {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "parameters_gib": parameter_bytes(workload.module) / GIB,
-        "blocks": len(find_blocks(workload.module)),
-    }
-    if source.model is not None:
-        flops = forward_flops(source.model, config.batch, config.context)
-        values |= {
-            "tokens": config.batch * config.context,
-            "forward_tflop": flops.total / 1e12,
-            "projections_tflop": flops.projections / 1e12,
-            "feed_forward_tflop": flops.feed_forward / 1e12,
-            "attention_tflop": flops.attention / 1e12,
-            "head_tflop": flops.head / 1e12,
-            "flops_counted": OMISSIONS,
-        }
-    return row_of("workload", case_columns(source, config), values, environment=describe(resolve_device(config.device)))
+    facts = WorkloadRow(
+        **case_columns(source, config),
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        parameters_gib=parameter_bytes(workload.module) / GIB,
+        blocks=len(find_blocks(workload.module)),
+        environment=describe(resolve_device(config.device)),
+    )
+    if source.model is None:
+        return facts
+    flops = forward_flops(source.model, config.batch, config.context)
+    return dataclasses.replace(
+        facts,
+        tokens=config.batch * config.context,
+        forward_tflop=flops.total / 1e12,
+        projections_tflop=flops.projections / 1e12,
+        feed_forward_tflop=flops.feed_forward / 1e12,
+        attention_tflop=flops.attention / 1e12,
+        head_tflop=flops.head / 1e12,
+        flops_counted=OMISSIONS,
+    )

@@ -24,6 +24,9 @@ RUN_SPREAD = 0.02
 differed by up to 0.4 % where the GPU set the pace; separate runs differ by about 2 %. Where the host sets the pace they
 differ by more, but there the samples themselves scatter, and their interval shows it."""
 
+WILD_INTERVAL = 0.50
+"""A median whose interval is wider than this share of it is not to be believed: something else must have run."""
+
 
 @dataclass(frozen=True)
 class Interval:

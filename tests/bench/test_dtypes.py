@@ -2,6 +2,7 @@ import pytest
 
 from trainstep.bench.dtypes import LOSS, RESULT, accumulation_records, alike, dtype_records
 from trainstep.config import ModelConfig, StepConfig
+from trainstep.kinds import DtypeRow, row_of
 from trainstep.measure.dtypes import ModuleDtypes
 from trainstep.report.subjects import make_tables
 from trainstep.workload import builtin_source
@@ -21,25 +22,25 @@ def test_our_model_under_autocast(precision):
     found = rows(precision)
     query = found[precision, "blocks.*.attention.query"].values
     assert query == {
-        "class": "Linear",
+        "class_name": "Linear",
         "modules": 2,
-        "parameters": "fp32",
-        "inputs": "fp32",
-        "outputs": precision,
-        "gradients": "fp32",
+        "parameters": ("fp32",),
+        "inputs": ("fp32",),
+        "outputs": (precision,),
+        "gradients": ("fp32",),
     }
-    assert found[precision, "blocks.*.attention.output"].values["inputs"] == precision
-    assert found[precision, "blocks.*"].values["outputs"] == "fp32", "the residual stream"
-    assert found[precision, RESULT].values == {"outputs": precision}
-    assert found[precision, LOSS].values == {"outputs": "fp32"}
-    assert found[precision, "(root)"].values["inputs"] == "int64"
+    assert found[precision, "blocks.*.attention.output"].values["inputs"] == (precision,)
+    assert found[precision, "blocks.*"].values["outputs"] == ("fp32",), "the residual stream"
+    assert found[precision, RESULT].values == {"outputs": (precision,)}
+    assert found[precision, LOSS].values == {"outputs": ("fp32",)}
+    assert found[precision, "(root)"].values["inputs"] == ("int64",)
 
 
 def test_pure_bf16_and_full_precision():
     found = rows("fp32", "bf16-pure")
-    assert found["fp32", RESULT].values == {"outputs": "fp32"}
+    assert found["fp32", RESULT].values == {"outputs": ("fp32",)}
     head = found["bf16-pure", "head"].values
-    assert (head["parameters"], head["gradients"], head["outputs"]) == ("bf16", "bf16", "bf16")
+    assert (head["parameters"], head["gradients"], head["outputs"]) == (("bf16",),) * 3
 
 
 def test_what_cannot_be_watched_is_a_row():
@@ -62,6 +63,12 @@ def test_only_modules_that_are_alike_share_a_row():
 
 def test_the_tables():
     (table,) = make_tables(list(accumulation_records()))
-    assert [row[2] for row in table.rows] == ["10.0001", "9.9531", "10.0021", "10.0021"]
+    assert [row[2] for row in table.texts()] == ["10.0001", "9.9531", "10.0021", "10.0021"]
     (table,) = make_tables(list(rows("bf16").values()))
-    assert ("head", "Linear", "1", "fp32", "fp32", "bf16", "fp32") in table.rows
+    assert ("head", "Linear", "1", "fp32", "fp32", "bf16", "fp32") in table.texts()
+
+
+def test_dtypes_that_earlier_versions_joined_are_several():
+    case = {"module": "head", "workload": "toy"}
+    row = row_of("dtype", case, {"class": "Linear", "inputs": "fp32, bf16", "outputs": "bf16", "gradients": None})
+    assert row == DtypeRow(**case, class_name="Linear", inputs=("fp32", "bf16"), outputs=("bf16",))

@@ -7,8 +7,8 @@ import trainstep.bench.ladder as ladder
 from trainstep.analysis import plain_form
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.report.findings import recommended_flags
-from trainstep.report.noise_findings import noise_findings
+from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.noise import measured_again
 from trainstep.workload import WorkloadSource, builtin_source
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
@@ -145,8 +145,8 @@ def test_an_unsteady_rung_is_measured_once_more(monkeypatch):
     assert measured == ["eager", "sdpa", "sdpa", "eager"], "the last is the control"
     assert [record.values["attempts"] for record in records] == [1, 2]
     assert records[1].values["step_ms"] == 10.0
-    (said,) = [finding.sentence for finding in noise_findings(None, records)]
-    assert "Measured twice, since the first times were unsteady: fused attention" in said
+    (found,) = measured_again(records)
+    assert found.figures == {"rungs": ("fused attention",)}
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainstep.bench.profile import profile_records, records_from_file, run_nvtx
-from trainstep.bench.timeline_rows import timeline_values
+from trainstep.bench.profile_rows import timeline_values
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
@@ -82,7 +82,7 @@ def test_the_pieces_of_attention_have_their_flops(records):
 
 def test_the_timeline_holds_one_step(records):
     (row,) = of_kind(records, TimelineRow)
-    assert row.values["joined_below_us"] is None
+    assert row.joined_below_us is None
     lengths = {len(row.series[name]) for name in ("start_ns", "duration_ns", "kernel", "family", "phase", "module")}
     assert lengths == {row.values["bars"]}
     assert min(row.series["start_ns"]) == 0

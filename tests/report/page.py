@@ -66,19 +66,11 @@ class Page(HTMLParser):
 
 
 def expected_ladder(records: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """What the ladder's table must hold: every known value, and nothing where there is none.
-
-    The baseline's ratio to itself has no interval there.
-    """
-    expected = {}
-    for row in of_kind(records, RungRow):
-        dull = ("_low", "_high") if row.values["verdict"] == "baseline" else ()
-        expected[str(row.case["rung"])] = {
-            name: value
-            for name, value in row.values.items()
-            if name in LADDER_COLUMNS and value is not None and not (dull and name.endswith(dull))
-        }
-    return expected
+    """What the ladder's table must hold: every known value, and nothing where there is none."""
+    return {
+        row.rung: {name: value for name, value in row.values.items() if name in LADDER_COLUMNS}
+        for row in of_kind(records, RungRow)
+    }
 
 
 def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
@@ -90,13 +82,10 @@ def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
 
 def hostile_records() -> list[Row]:
     """Names as a user's model could bear them: HTML, TeX and braces."""
-    records = []
-    for row in sample.cpu_analysis(workload=HOSTILE):
-        case, values = dict(row.case), dict(row.values)
-        if row.kind == "rung":
-            case["rung"] = {"fused attention": HOSTILE, "bf16 autocast": "$$\\frac{1}{2}$$ @name"}.get(
-                str(case["rung"]), case["rung"]
-            )
-            values["worst_parameter"] = f"blocks.0.{HOSTILE}"
-        records.append(dataclasses.replace(row, case=case, values=values))
-    return records
+    names = {"fused attention": HOSTILE, "bf16 autocast": "$$\\frac{1}{2}$$ @name"}
+    return [
+        dataclasses.replace(row, rung=names.get(row.rung, row.rung), worst_parameter=f"blocks.0.{HOSTILE}")
+        if isinstance(row, RungRow)
+        else row
+        for row in sample.cpu_analysis(workload=HOSTILE)
+    ]

@@ -10,8 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.kinds import row_of
-from trainstep.records import Row, Scalar, Status
+from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
+from trainstep.records import Row, Scalar, Status, make_row
 from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
 
 CPU: Mapping[str, Scalar] = {
@@ -125,15 +125,10 @@ def cpu_analysis(workload: str = "tiny") -> list[Row]:
             loss_noise=2e-4,
         ),
     ]
-    ceilings: dict[str, Mapping[str, Scalar]] = {
-        "matmul fp32": {"tflops": 0.2001},
-        "matmul bf16": {"tflops": 0.4198},
-        "copy": {"gb_s": 59.04},
-    }
     return [
         _facts(machine, 3_609_728, 4),
         *_warmup_study(machine, eager, first_ms=229.8),
-        *_ceilings(machine, ceilings),
+        *_ceilings(machine, {"fp32": 0.2001, "bf16": 0.4198}, 59.04),
         *_ladder(machine, ladder),
     ]
 
@@ -201,16 +196,10 @@ def h200_analysis(workload: str = "large") -> list[Row]:
             loss_noise=9e-4,
         ),
     ]
-    ceilings: dict[str, Mapping[str, Scalar]] = {
-        "matmul fp32": {"tflops": 51.4},
-        "matmul tf32": {"tflops": 401.7},
-        "matmul bf16": {"tflops": 742.0},
-        "copy": {"gb_s": 4021.0},
-    }
     return [
         _facts(machine, 1_043_000_000, 36),
         *_warmup_study(machine, eager, first_ms=1873.0),
-        *_ceilings(machine, ceilings),
+        *_ceilings(machine, {"fp32": 51.4, "tf32": 401.7, "bf16": 742.0}, 4021.0),
         *_ladder(machine, ladder),
     ]
 
@@ -242,7 +231,7 @@ def _facts(machine: Machine, parameters: int, blocks: int) -> Row:
         **{f"{name}_tflop": share * forward for name, share in shares.items()},
         "flops_counted": "matrix products and the causal half of attention, backward as twice forward",
     }
-    return row_of("workload", machine.case, values, environment=machine.environment)
+    return make_row(WorkloadRow, machine.case, values, environment=machine.environment)
 
 
 def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Row]:
@@ -256,14 +245,18 @@ def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Row]:
         case = {**machine.case, "mode": "step", "warmup": warmup, "steps": 10, "repeat": 0}
         values = _values(machine, window, speed) | {"first_step_ms": first_ms}
         records.append(
-            row_of("step", case, values, window | {"training_loss": losses}, environment=machine.environment)
+            make_row(StepRow, case, values, samples=window | {"training_loss": losses}, environment=machine.environment)
         )
     return records
 
 
-def _ceilings(machine: Machine, ceilings: Mapping[str, Mapping[str, Scalar]]) -> list[Row]:
+def _ceilings(machine: Machine, tflops: Mapping[str, float], gb_s: float) -> list[Row]:
     return [
-        row_of("ceiling", {"what": what}, values, environment=machine.environment) for what, values in ceilings.items()
+        *(
+            CeilingRow(operation="matmul", precision=precision, tflops=rate, environment=machine.environment)
+            for precision, rate in tflops.items()
+        ),
+        CeilingRow(operation="copy", gb_s=gb_s, environment=machine.environment),
     ]
 
 
@@ -284,11 +277,16 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
         }
         if rung.speed is None:
             values = (deviation if rung.status == "wrong" else {}) | {"verdict": rung.status, "kept": False}
-            records.append(row_of("rung", case, values, {}, rung.status, rung.reason, environment=machine.environment))
+            failed = make_row(
+                RungRow, case, values, status=rung.status, reason=rung.reason, environment=machine.environment
+            )
+            records.append(failed)
             continue
         samples = _measured(machine, rung.speed, rung.n)
-        first, before = first or samples["step"], kept or samples["step"]
-        total, gain = ratio_of_medians(first, samples["step"]), ratio_of_medians(before, samples["step"])
+        first = first or samples["step"]
+        total = gain = Ratio(1.0, None)
+        if kept:
+            total, gain = ratio_of_medians(first, samples["step"]), ratio_of_medians(kept, samples["step"])
         called = verdict(gain) if kept else "baseline"
         keep = called in ("baseline", "faster")
         if keep:
@@ -304,7 +302,9 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
             values = {name: None if name.endswith("peak_gib") else value for name, value in values.items()}
         losses = _losses(machine, rung.n + 3, rung.loss_noise)
         records.append(
-            row_of("rung", case, values, samples | {"training_loss": losses}, environment=machine.environment)
+            make_row(
+                RungRow, case, values, samples=samples | {"training_loss": losses}, environment=machine.environment
+            )
         )
     return records
 

@@ -79,13 +79,13 @@ def test_the_table_has_the_settings_that_differ():
     pairs = compare([step(100.0), step(50.0, precision="bf16")], [step(80.0), step(60.0, precision="bf16")])
     table = comparison_table(pairs, "a → b")
     assert table.columns[:2] == ("kind", "precision")
-    assert [row[-1] for row in table.rows] == ["faster", "slower"]
+    assert [row[-1] for row in table.texts()] == ["faster", "slower"]
 
 
 def test_grids_that_differ_in_one_column_are_told_which():
     def grid(workload):
         rows = [step(100.0), step(50.0, precision="bf16")]
-        return [replace(row, case={**row.case, "workload": workload}) for row in rows]
+        return [replace(row, workload=workload) for row in rows]
 
     old, new = grid("slow"), grid("fast")
     with pytest.raises(UsageError, match="they differ in workload: --across workload compares them"):
@@ -114,19 +114,19 @@ def test_across_must_not_join_cases_of_one_file():
 def test_losses_of_the_same_steps_are_held_against_each_other():
     def training(median, losses):
         row = step(median)
-        return row_of(row.kind, row.case, row.values, {**row.samples, "training_loss": losses})
+        return replace(row, samples={**row.samples, "training_loss": losses})
 
     (only,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, 2.1])])
     assert only.loss_difference == pytest.approx(0.05)
     table = comparison_table([only], "")
-    assert dict(zip(table.columns, table.rows[0], strict=True))["losses differ by"] == "0.050"
+    assert dict(zip(table.columns, table.texts()[0], strict=True))["losses differ by"] == "0.050"
     (broken,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, None, 1.0])])  # NaN, as it is read
     assert broken.loss_difference == math.inf
-    assert "inf" in comparison_table([broken], "").rows[0]
+    assert "inf" in comparison_table([broken], "").texts()[0]
     (nan,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, math.nan, 1.0])])
     assert nan.loss_difference == math.inf
     other = training(90.0, [4.0, 2.1])
-    (seeds,) = compare([training(100.0, [4.0])], [replace(other, case={**other.case, "seed": 7})])
+    (seeds,) = compare([training(100.0, [4.0])], [replace(other, seed=7)])
     assert seeds.loss_difference is None, "other batches and weights"
     (without,) = compare([step(100.0)], [step(90.0)])
     assert without.loss_difference is None

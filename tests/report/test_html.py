@@ -11,10 +11,12 @@ import pytest
 from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
 from trainstep.errors import UsageError
-from trainstep.kinds import RungRow, StepRow, row_of
+from trainstep.kinds import PlanMachineRow, RungRow, StepRow
 from trainstep.records import Row, of_kind
-from trainstep.report.cells import fact, gib, number
+from trainstep.report.columns import Cell
+from trainstep.report.facts import fact
 from trainstep.report.html import render, write_html
+from trainstep.report.numbers import number
 
 
 @pytest.mark.parametrize("records", [sample.cpu_analysis(), sample.h200_analysis()], ids=["cpu", "h200"])
@@ -59,7 +61,9 @@ def test_sections_without_records_are_left_out() -> None:
 
 def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
     row = of_kind(sample.cpu_analysis(), StepRow)[-1]
-    failed = row_of("step", {**row.case, "precision": "fp16"}, status="unsupported", reason="no fp16 on this CPU")
+    failed = dataclasses.replace(
+        row, precision="fp16", times={}, n=None, peak_gib=None, status="unsupported", reason="no fp16 on this CPU"
+    )
 
     html = render([row, failed])
 
@@ -70,7 +74,7 @@ def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
 
 def test_a_ladder_on_which_nothing_ran() -> None:
     rung = of_kind(sample.h200_analysis(), RungRow)[0]
-    failed = row_of("rung", rung.case, {"verdict": "out of memory", "kept": False}, {}, "out of memory", "no room")
+    failed = RungRow(**rung.case, verdict="out of memory", status="out of memory", reason="no room")
 
     html = render([failed])
 
@@ -89,12 +93,10 @@ def test_a_ladder_without_gain_claims_none() -> None:
 
 def test_a_user_s_workload_without_settings_or_flops() -> None:
     def bare(row: Row) -> Row:
-        case = {
-            name: None if name in ("batch", "context", "attention", "loss") else row.case[name] for name in row.case
-        }
         absent = ("tokens", "tflop", "utilisation")
-        values = {name: None if any(part in name for part in absent) else value for name, value in row.values.items()}
-        return dataclasses.replace(row, case=case, values=values)
+        unknown = [name for name in row.values if any(part in name for part in absent)]
+        fixed = ("batch", "context", "attention", "loss")
+        return dataclasses.replace(row, **dict.fromkeys([*fixed, *unknown]))
 
     html = render([bare(row) if row.kind != "ceiling" else row for row in sample.cpu_analysis()])
 
@@ -149,12 +151,11 @@ def test_an_unwritable_path_is_a_user_s_error(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_have_three_significant_digits(value: float | str | None, text: str) -> None:
-    assert number(value) == text
+    assert Cell(number(value), value).typeset == text
 
 
 def test_sizes_and_names_carry_units() -> None:
-    assert gib(0.2229630290) == "228 MiB"
-    assert gib(27.9) == "27.9 GiB"
+    assert fact("peak_gib", 0.2229630290)[1].text == "228 MiB"
     assert fact("max_sm_clock_mhz", 1980)[0] == "Highest SM clock"
     assert fact("max_sm_clock_mhz", 1980)[1].text == "1,980 MHz"
     assert fact("first_step_ms", 229.8)[0] == "First step"
@@ -171,15 +172,15 @@ def test_sizes_and_names_carry_units() -> None:
 def test_a_peak_that_was_measured_once_is_not_shown_as_unchanged(known: tuple[bool, bool], tile: str) -> None:
     baseline = of_kind(sample.cpu_analysis(), RungRow)[0]
     peaks = [peak if is_known else None for peak, is_known in zip((0.223, 0.1115), known, strict=True)]
-    first, last = (dataclasses.replace(baseline, values={**baseline.values, "peak_gib": peak}) for peak in peaks)
+    first, last = (dataclasses.replace(baseline, peak_gib=peak) for peak in peaks)
 
-    html = render([first, dataclasses.replace(last, case={**last.case, "rung": "compiled blocks"})])
+    html = render([first, dataclasses.replace(last, rung="compiled blocks", speedup_low=0.98, speedup_high=1.02)])
 
     assert f"<dt>Peak memory</dt>{tile}" in html
 
 
 def test_only_a_page_with_measured_times_explains_medians() -> None:
-    machine = row_of("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
+    machine = PlanMachineRow(workload="big", device="NVIDIA H200", basis="a datasheet")
 
     def footer(records: list[Row]) -> str:
         return render(records).partition("<footer>")[2].partition("</footer>")[0]

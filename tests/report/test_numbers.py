@@ -1,6 +1,6 @@
 import pytest
 
-from trainstep.report.numbers import count, number
+from trainstep.report.numbers import count, gib, number, typeset
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,21 @@ def test_numbers(value, text):
 @pytest.mark.parametrize(("value", "text"), [(56.0, "56"), (1304.0, "1,304"), (2.5, "2.50"), (3, "3"), (None, "–")])
 def test_whole_counts_have_no_decimals(value, text):
     assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "typeset_text"),
+    [
+        ("0", "0"), ("5,409", "5,409"), ("9.81e-08", "9.81×10⁻⁸"), ("-0.000123", "−0.000123"),
+        ("-1.23e-05", "−1.23×10⁻⁵"), ("1.5e+10 ± 2e-05", "1.5×10¹⁰ ± 2×10⁻⁵"), ("12 ms [11–13]", "12 ms [11–13]"),
+        ("yes", "yes"), ("–", "–"), ("3-4", "3-4"),
+    ],
+)  # fmt: skip
+def test_numbers_are_typeset_on_the_page(text, typeset_text):
+    assert typeset(text) == typeset_text
+
+
+def test_sizes_carry_the_unit_that_reads_better():
+    assert gib(0.2229630290) == "228 MiB"
+    assert gib(27.9) == "27.9 GiB"
+    assert gib(None) == "–"

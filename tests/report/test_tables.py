@@ -4,7 +4,7 @@ import itertools
 
 from markdown_it import MarkdownIt
 
-from trainstep.kinds import KINDS, row_of
+from trainstep.kinds import StepRow, row_of
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.tables import make_table, text_table
@@ -27,12 +27,12 @@ def test_markdown_parses_back_to_the_same_cells():
         for opening, inline in itertools.pairwise(tokens)
         if opening.type in ("td_open", "th_open")
     ]
-    expected = [*TABLE.columns, *(cell for row in TABLE.rows for cell in row)]
+    expected = [*TABLE.columns, *(cell for row in TABLE.texts() for cell in row)]
     assert cells == [unfolded(cell) for cell in expected]
 
 
 def test_csv_parses_back_to_the_same_cells():
-    assert list(csv.reader(io.StringIO(to_csv(TABLE)))) == [list(TABLE.columns), *(list(row) for row in TABLE.rows)]
+    assert list(csv.reader(io.StringIO(to_csv(TABLE)))) == [list(TABLE.columns), *(list(row) for row in TABLE.texts())]
 
 
 def test_typst_compiles(tmp_path):
@@ -86,13 +86,13 @@ def step(precision, step_ms, **changes):
 
 def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
     failed = row_of("step", step("tf32", 0).case, status="unsupported", reason="needs a GPU")
-    table = make_table(TABLES[KINDS["step"]], [step("fp32", 20.0), step("bf16", 10.0), failed])
+    table = make_table(TABLES[StepRow], [step("fp32", 20.0), step("bf16", 10.0), failed])
     assert "workload tiny" in table.caption
     assert "batch 4" in table.caption
     assert table.columns[0] == "precision"
-    assert [row[0] for row in table.rows] == ["fp32", "bf16", "tf32"]
-    assert table.rows[2][-1] == "unsupported: needs a GPU"
-    assert "20.0 ± 0.50" in table.rows[0]
+    assert [row[0] for row in table.texts()] == ["fp32", "bf16", "tf32"]
+    assert table.texts()[2][-1] == "unsupported: needs a GPU"
+    assert "20.0 ± 0.50" in table.texts()[0]
 
 
 def test_brief_tables_have_fewer_columns():
@@ -110,8 +110,8 @@ def test_a_single_row_in_a_terminal_has_its_settings_in_the_caption_and_its_fail
     case = {"workload": "m", "precision": "bf16", "compile": "off", "mode": "step"}
     (measured,) = make_tables([row_of("step", case, {"step_ms": 5.0})], "terminal")
     assert measured.caption == "Time of one step and its phases, ms (precision bf16, compile off, mode step)"
-    assert (measured.columns[0], measured.rows[0][0]) == ("workload", "m")
+    assert (measured.columns[0], measured.texts()[0][0]) == ("workload", "m")
     assert "precision" not in measured.columns
     failed = row_of("step", case, status="failed", reason="no room")
-    assert make_table(TABLES[KINDS["step"]], [failed], "terminal").rows == (("m", "failed: no room"),)
-    assert "precision" in make_table(TABLES[KINDS["step"]], [failed]).columns, "files keep them as columns"
+    assert make_table(TABLES[StepRow], [failed], "terminal").texts() == [("m", "failed: no room")]
+    assert "precision" in make_table(TABLES[StepRow], [failed]).columns, "files keep them as columns"

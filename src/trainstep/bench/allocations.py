@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainstep.bench.allocation_rows import groups_by_owner, groups_by_size, timeline_rows
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.peaks import UNFOLLOWED, WARMUP
 from trainstep.bench.step import case_columns
+from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.kinds import row_of
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.measure.allocations.attribution import StepWatch
 from trainstep.measure.allocations.cpu import record_on_cpu
 from trainstep.measure.allocations.cuda import record_on_cuda
+from trainstep.measure.allocations.outline import Group, interned, outline
 from trainstep.measure.allocations.snapshot import imported_timelines, snapshot_of
 from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
-from trainstep.measure.allocations.timeline import Timeline
+from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
 from trainstep.measure.environment import describe
-from trainstep.measure.memory import GIB
-from trainstep.records import Row, Scalar
+from trainstep.measure.memory import GIB, MIB
+from trainstep.records import Row, Scalar, make_row
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
+
+BANDS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "activations", "temporaries")
+"""Owners from the lowest up: what stays lies below what comes and goes."""
+NAMED_MODULES = 4
+"""Modules whose activations have a colour of their own."""
+NAMED_LINES = 7
+"""The same for the lines of a foreign snapshot."""
+PARTS = 5
+"""Rows per owner beside its total."""
+LEAST_SHARE = 0.001
+"""Parts below this share of the peak have no row."""
+LARGEST = 12
+"""Rows of the largest allocations."""
+STACK = 8
+"""Frames of a stack that are shown."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,7 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(record_step, source, config))
     if isinstance(found, Failure):
-        yield row_of("memory-timeline", case, {}, {}, found.status, found.reason, environment)
+        yield failed_row(MemoryTimelineRow, case, found, environment)
         return
     extra: dict[str, Scalar] = {}
     if found.allocator_peak is not None:
@@ -98,3 +114,176 @@ def imported_records(path: Path) -> Iterator[Row]:
     for device, timeline in imported_timelines(load_snapshot(path)).items():
         case: dict[str, Scalar] = {"workload": path.name, "device": device}
         yield from timeline_rows(timeline, groups_by_size(timeline), case, {}, {})
+
+
+def timeline_rows(
+    timeline: Timeline,
+    group_of: Callable[[Allocation], Group],
+    case: Mapping[str, Scalar],
+    extra: Mapping[str, Scalar],
+    environment: Mapping[str, Scalar],
+) -> Iterator[Row]:
+    """The timeline, who owns its peak, and its largest allocations.
+
+    Args:
+        group_of: what is drawn alike.
+        case, environment: of every row.
+        extra: more values of the timeline's row.
+    """
+    values, series = _timeline_columns(timeline, group_of)
+    yield make_row(MemoryTimelineRow, case, {**values, **extra}, environment=environment, series=series)
+    for own, found in _owners(timeline.alive(timeline.peak_state), timeline.peak):
+        yield make_row(OwnerRow, {**case, **own}, found, environment=environment)
+    for own, found in _largest(timeline):
+        yield make_row(AllocationRow, {**case, **own}, found, environment=environment)
+
+
+def _timeline_columns(
+    timeline: Timeline, group_of: Callable[[Allocation], Group]
+) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
+    drawn = outline(timeline, group_of)
+    peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
+    values: dict[str, Scalar] = {
+        "peak_gib": timeline.peak / GIB,
+        "peak_phase": timeline.phase_of(peak) or None,
+        "peak_state": peak,
+        "at_rest_gib": int(timeline.live[0]) / GIB,
+        "unknown_share": unknown.get("unknown", 0) / timeline.peak if timeline.peak else 0.0,
+        "events": timeline.events,
+        "allocations": len(timeline.allocations),
+        "drawn": len(drawn.kept),
+        "smallest_drawn_mib": drawn.smallest / MIB,
+    }
+    blocks = [each.block for each, _ in drawn.kept]
+    whats, what = interned([_what(each) for each, _ in drawn.kept])
+    stacks, stack = interned([_stack(each.frames) for each, _ in drawn.kept])
+    series: dict[str, Sequence[Scalar]] = {
+        "start": [block.start for block in blocks],
+        "end": [timeline.events + 1 if block.end is None else block.end for block in blocks],
+        "bytes": [block.bytes for block in blocks],
+        "group": [group for _, group in drawn.kept],
+        "what": what,
+        "stack": stack,
+        "groups": [group.name for group in drawn.groups],
+        "bands": [group.band for group in drawn.groups],
+        "whats": whats,
+        "stacks": stacks,
+        "edges": drawn.edges.tolist(),
+        "total": drawn.total.tolist(),
+        "phases": [phase.name for phase in timeline.phases],
+        "phase_start": [phase.start for phase in timeline.phases],
+        "phase_end": [phase.end for phase in timeline.phases],
+    }
+    for place, rest in enumerate(drawn.rest):
+        if rest.any():
+            series[f"rest_{place}"] = rest.tolist()
+    return values, series
+
+
+def _what(each: Allocation) -> str:
+    """What hovering says below the size."""
+    made = f"made in {each.phase}" if each.phase else ""
+    operation = f"{each.operation} of {each.phase}" if each.operation else made
+    return "\n".join(filter(None, (each.what, operation)))
+
+
+def _stack(frames: Sequence[Frame]) -> str:
+    shown = [frame for frame in frames if frame.is_users] or list(frames)
+    return "\n".join(map(str, shown[:STACK]))
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a module belongs to: `blocks.3.attention.query` → `blocks.*.attention`."""
+    parts = without_numbers(name).split(".")
+    depth = parts.index("*") + 2 if "*" in parts else 2
+    return ".".join(parts[:depth])
+
+
+def _colour_name(activation: Allocation) -> str:
+    """What the group of an activation is called after: the part of the model, or where else it was made."""
+    return part_of(activation.what) or ("the loss" if activation.phase == "loss" else "the model itself")
+
+
+def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
+    """A group per owner; activations in several, by the parts of the model that own most of them at the peak."""
+    activations = [each for each in timeline.allocations if each.owner == "activations"]
+    named = list(bytes_by(activations, _colour_name))[:NAMED_MODULES]
+
+    def group_of(each: Allocation) -> Group:
+        band = BANDS.index(each.owner)
+        if each.owner != "activations":
+            return Group(each.owner, band)
+        name = _colour_name(each)
+        return Group(f"activations of {name if name in named else 'other modules'}", band)
+
+    return group_of
+
+
+def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
+    """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
+    named = list(bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner))[:NAMED_LINES]
+    bands = {owner: BANDS.index(owner) if owner in BANDS else 0 for owner in named}
+    return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
+
+
+_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
+
+
+def _owners(at_peak: Sequence[Allocation], peak: int) -> Iterator[_Columns]:
+    """Owners of the peak, the largest first, each with its largest parts."""
+
+    def row(owner: str, part: Mapping[str, Scalar], members: Sequence[Allocation]) -> _Columns:
+        size = sum(each.block.bytes for each in members)
+        share = size / peak if peak else None
+        return {"owner": owner, **part}, {"mib": size / MIB, "share": share, "allocations": len(members)}
+
+    for owner in bytes_by(at_peak, lambda each: each.owner):
+        own = [each for each in at_peak if each.owner == owner]
+        yield row(owner, {}, own)
+        if owner in ("activations", "temporaries"):
+            parts = [part for part, size in bytes_by(own, _part).items() if size >= LEAST_SHARE * peak]
+            for part in parts[:PARTS]:
+                yield row(owner, part._asdict(), [each for each in own if _part(each) == part])
+
+
+class _Part(NamedTuple):
+    """The part of an owner that an allocation belongs to, as columns of an `OwnerRow`."""
+
+    module: str | None = None
+    operation: str | None = None
+    phase: str | None = None
+    line: str | None = None
+
+
+def _part(each: Allocation) -> _Part:
+    if not each.phase:  # a foreign snapshot's
+        return _Part(line=each.line or "no stack")
+    module = part_of(each.what) or None
+    if each.owner == "activations":
+        outside = "loss" if each.phase == "loss" else "forward"
+        return _Part(module, phase=None if module else outside)
+    return _Part(module, each.operation or None, each.phase)
+
+
+def _largest(timeline: Timeline) -> list[_Columns]:
+    """The largest allocations that were made while the log was kept, alike ones as one row."""
+    alike: dict[tuple[Scalar, ...], list[Allocation]] = {}
+    for each in timeline.allocations:
+        if each.block.start:
+            key = (each.block.bytes, each.owner, without_numbers(each.what), each.phase, each.operation, each.line)
+            alike.setdefault(key, []).append(each)
+    ranked = sorted(alike.values(), key=lambda group: (-group[0].block.bytes, group[0].block.start))
+    rows: list[_Columns] = []
+    for rank, group in enumerate(ranked[:LARGEST], start=1):
+        first = group[0]
+        values: dict[str, Scalar] = {
+            "mib": first.block.bytes / MIB,
+            "count": len(group),
+            "owner": first.owner,
+            "module": without_numbers(first.what) if len(group) > 1 else first.what,
+            "phase": first.phase or None,
+            "operation": first.operation or None,
+            "line": first.line,
+        }
+        rows.append(({"rank": rank}, values))
+    return rows

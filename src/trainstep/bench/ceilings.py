@@ -7,18 +7,17 @@ from functools import partial
 
 import torch
 
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import Precision
-from trainstep.kinds import row_of
+from trainstep.kinds import CeilingRow
 from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
 from trainstep.precision import check_precision
-from trainstep.records import Row
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
 
 
-def ceiling_records(device: torch.device) -> Iterator[Row]:
+def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
     """One row per precision that the device has, and one for the copy."""
     environment = describe(device)
     supported = [
@@ -26,9 +25,8 @@ def ceiling_records(device: torch.device) -> Iterator[Row]:
     ]
     measured = attempt(partial(measure_ceilings, device, supported))
     if isinstance(measured, Failure):
-        case = {"what": "all"}
-        yield row_of("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
+        yield failed_row(CeilingRow, {"operation": "all"}, measured, environment)
         return
     for precision, rate in measured.matmul_tflops.items():
-        yield row_of("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
-    yield row_of("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)
+        yield CeilingRow(operation="matmul", precision=precision, tflops=rate, environment=environment)
+    yield CeilingRow(operation="copy", gb_s=measured.copy_gb_s, environment=environment)

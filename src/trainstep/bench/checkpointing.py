@@ -10,15 +10,16 @@ from functools import partial
 import torch
 
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import StepMeasurement, case_columns, measure_step
+from trainstep.bench.peaks import peak_values, predicted_peak
+from trainstep.bench.step import case_columns, measure_step
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.kinds import row_of
+from trainstep.kinds import CheckpointingRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
-from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
-from trainstep.records import Row, Scalar
+from trainstep.plan.memory import best_blocks_per_checkpoint
+from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -31,7 +32,9 @@ def default_policies(source: WorkloadSource, config: StepConfig) -> list[str]:
     sizes = {1 << power for power in range(layers.bit_length())} | {layers}
     if source.model is not None:
         with contextlib.suppress(UnsupportedError):  # where there is no formula
-            best = best_blocks_per_checkpoint(source.model, config, on_cuda=_on_cuda(config))
+            best = best_blocks_per_checkpoint(
+                source.model, config, on_cuda=resolve_device(config.device).type == "cuda"
+            )
             sizes |= {best - 1, best, best + 1} & set(range(1, layers + 1))
     return ["none", *(f"every-{size}" for size in sorted(sizes)), "selective", "recursive"]
 
@@ -44,7 +47,7 @@ def checkpointing_records(
     memory_gib: float | None = None,
     warmup: int = 2,
     steps: int = 10,
-) -> Iterator[Row]:
+) -> Iterator[CheckpointingRow]:
     """One row per policy, in the order given.
 
     Args:
@@ -56,38 +59,15 @@ def checkpointing_records(
     configs = [dataclasses.replace(config, checkpointing=name) for name in names]  # so that a wrong name costs no run
     for each in configs:
         case = case_columns(source, each) | {"checkpointing": each.checkpointing}
-        predicted = _predict(source, each)
+        predicted = predicted_peak(source, each)
         values: dict[str, Scalar] = {"memory_gib": memory_gib}
-        if predicted is not None:
-            values |= {"predicted_gib": predicted.peak / GIB, "predicted_moment": predicted.moment}
+        values["predicted_moment"] = predicted.moment if predicted is not None else None
         found = attempt(partial(measure_step, source, each, "step", warmup, steps))
         if isinstance(found, Failure):
-            yield row_of("checkpointing", case, values, {}, found.status, found.reason, describe(device))
+            values |= peak_values(predicted, None)
+            outcome = {"status": found.status, "reason": found.reason}
+            yield make_row(CheckpointingRow, case, values, environment=describe(device), **outcome)
             continue
-        samples = {"step": [sample.wall_ms for sample in found.timing.samples]}
-        values |= _measured(found, predicted, samples["step"])
-        yield row_of("checkpointing", case, values, samples, environment=describe(device))
-
-
-def _predict(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:
-    """The predicted peak, where there is a formula."""
-    if source.model is None:
-        return None
-    try:
-        return peak_bytes(source.model, config, on_cuda=_on_cuda(config))
-    except UnsupportedError:
-        return None
-
-
-def _on_cuda(config: StepConfig) -> bool:
-    return resolve_device(config.device).type == "cuda"
-
-
-def _measured(found: StepMeasurement, predicted: PeakBytes | None, step_ms: Sequence[float]) -> dict[str, Scalar]:
-    values: dict[str, Scalar] = {**summarize(step_ms).columns("step")}
-    if found.memory is not None:
-        peaks = found.memory.by_phase
-        values |= {"peak_gib": found.memory.peak / GIB, "peak_phase": max(peaks, key=peaks.__getitem__)}
-        if predicted is not None:
-            values["prediction_error"] = predicted.peak / found.memory.peak - 1
-    return values
+        step_ms = [sample.wall_ms for sample in found.timing.samples]
+        values |= summarize(step_ms).columns("step") | peak_values(predicted, found.memory)
+        yield make_row(CheckpointingRow, case, values, samples={"step": step_ms}, environment=describe(device))

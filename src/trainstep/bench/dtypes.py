@@ -8,15 +8,14 @@ from functools import partial
 
 import torch
 
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
 from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.kinds import row_of
+from trainstep.kinds import AccumulationRow, DtypeRow
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -44,19 +43,28 @@ def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
     return watch.found()
 
 
-def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[Row]:
+def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[DtypeRow]:
     """One row for every module, or group of alike modules, under every configuration; then the result and the loss."""
     for config in configs:
         case, environment = case_columns(source, config), describe(resolve_device(config.device))
         found = attempt(partial(observe_dtypes, source, config))
         if isinstance(found, Failure):
-            yield row_of("dtype", case | {"module": "all"}, {}, {}, found.status, found.reason, environment)
+            yield failed_row(DtypeRow, case | {"module": "all"}, found, environment)
             continue
         for module, count in alike(found.modules):
-            yield row_of("dtype", case | {"module": module.name or "(root)"}, _values(module, count), {}, "ok", "",
-                         environment)  # fmt: skip
+            yield DtypeRow(
+                **case,
+                module=module.name or "(root)",
+                class_name=module.kind,
+                modules=count,
+                parameters=module.parameters or None,
+                inputs=module.inputs or None,
+                outputs=module.outputs or None,
+                gradients=module.gradients or None,
+                environment=environment,
+            )
         for name, dtypes in ((RESULT, found.result), (LOSS, found.loss)):
-            yield row_of("dtype", case | {"module": name}, {"outputs": _text(dtypes)}, environment=environment)
+            yield DtypeRow(**case, module=name, outputs=dtypes or None, environment=environment)
 
 
 def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
@@ -70,24 +78,10 @@ def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
     return [(group if len(members) > 1 else members[0], len(members)) for group, members in groups.items()]
 
 
-def _values(module: ModuleDtypes, count: int) -> dict[str, Scalar]:
-    return {
-        "class": module.kind,
-        "modules": count,
-        "parameters": _text(module.parameters),
-        "inputs": _text(module.inputs),
-        "outputs": _text(module.outputs),
-        "gradients": _text(module.gradients),
-    }
-
-
-def _text(dtypes: Sequence[str]) -> str | None:
-    return ", ".join(dtypes) or None
-
-
-def accumulation_records() -> Iterator[Row]:
+def accumulation_records() -> Iterator[AccumulationRow]:
     """0.01 added a thousand times: one row for each mixture of dtypes, computed here and now on the CPU."""
     environment = describe(torch.device("cpu"))
     for each in accumulate():
-        case: dict[str, Scalar] = {"accumulator": each.accumulator, "addend": each.addend}
-        yield row_of("accumulation", case, {"total": each.total, "why": each.why}, environment=environment)
+        yield AccumulationRow(
+            accumulator=each.accumulator, addend=each.addend, total=each.total, why=each.why, environment=environment
+        )

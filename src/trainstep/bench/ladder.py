@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 
-from trainstep.bench.gradient_check import GradientCheck, Verdict
-from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, phase_samples, timing_values
+from trainstep.bench.check.step import GradientCheck, Verdict
+from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, measured_fields, phase_samples
 from trainstep.config import OptimizerImpl, StepConfig
-from trainstep.kinds import row_of
+from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
-from trainstep.records import Row, Scalar
-from trainstep.report.noise_findings import WILD_INTERVAL
-from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
+from trainstep.stats import WILD_INTERVAL, Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -82,7 +80,9 @@ class Climbed:
         )
 
 
-def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10) -> Iterator[Row]:
+def climb(
+    source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10
+) -> Iterator[RungRow | ControlRow]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
     Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
@@ -105,37 +105,50 @@ class _Ladder:
         self.first: Climbed | None = None
         self.kept: Climbed | None = None
 
-    def try_rung(self, rung: Rung, config: StepConfig) -> Row:
+    def try_rung(self, rung: Rung, config: StepConfig) -> RungRow:
         case = {"rung": rung.name} | case_columns(self.source, config)
         environment = describe(self.device)
         result, attempts = attempt(partial(self._measure, config)), 1
         if isinstance(result, Climbed) and result.check.is_right and result.is_unsteady:
             result, attempts = attempt(partial(self._measure, config)), 2  # which counts, whatever it finds
         if isinstance(result, Failure):
-            values: dict[str, Scalar] = {"verdict": result.status, "kept": False}
-            return row_of("rung", case, values, status=result.status, reason=result.reason, environment=environment)
+            return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
+        errors = _errors(result.check)
         if not result.check.is_right:
             off = result.check.deviation
-            values = _deviation_values(result) | {"verdict": "wrong", "kept": False}
             reason = (
                 f"off by {off.gradient:.2g} in the gradients, {off.loss:.2g} in the loss and {off.worst:.2g} in "
                 f"{off.worst_name}; the budget is {result.check.budget:.2g}"
             )
-            return row_of("rung", case, values, status="wrong", reason=reason, environment=environment)
-        values = self._judge(result) | {"attempts": attempts}
-        samples = phase_samples(result.measurement.timing) | {"training_loss": result.measurement.losses}
-        return row_of("rung", case, values, samples, environment=environment)
+            return RungRow(
+                **case, **errors, verdict="wrong", kept=False, status="wrong", reason=reason, environment=environment
+            )
+        measurement = result.measurement
+        return RungRow(
+            **case,
+            **measured_fields(measurement, measurement.timing, config.precision),
+            **self._judge(result),
+            **errors,
+            check_s=result.check_s,
+            attempts=attempts,
+            samples=phase_samples(measurement.timing) | {"training_loss": measurement.losses},
+            environment=environment,
+        )
 
-    def control(self, first: Climbed) -> Row:
+    def control(self, first: Climbed) -> ControlRow:
         """The first rung again, at the end of the climb."""
         case, environment = case_columns(self.source, first.config), describe(self.device)
         again = attempt(partial(self._measure, first.config))
         if isinstance(again, Failure):
-            return row_of("control", case, status=again.status, reason=again.reason, environment=environment)
-        ratio = ratio_of_medians(again.wall_ms, first.wall_ms)
-        medians = {"first_ms": statistics.median(first.wall_ms), "again_ms": statistics.median(again.wall_ms)}
-        values = medians | _ratio_values("ratio", ratio)
-        return row_of("control", case, values, {"step": again.wall_ms}, environment=environment)
+            return failed_row(ControlRow, case, again, environment)
+        return ControlRow(
+            **case,
+            first_ms=statistics.median(first.wall_ms),
+            again_ms=statistics.median(again.wall_ms),
+            **_ratio_fields("ratio", ratio_of_medians(again.wall_ms, first.wall_ms)),
+            samples={"step": again.wall_ms},
+            environment=environment,
+        )
 
     def _measure(self, config: StepConfig) -> Climbed:
         step = build_step(self.source, config)
@@ -145,8 +158,8 @@ class _Ladder:
         measurement = measure_training_step(step, self.source, "step", self.warmup, self.steps)
         return Climbed(config, measurement, check, check_s)
 
-    def _judge(self, rung: Climbed) -> dict[str, Scalar]:
-        """The rung's row; it becomes the one to build upon if it is faster, or no slower and smaller."""
+    def _judge(self, rung: Climbed) -> dict[str, Any]:
+        """What it brings; it becomes the rung to build upon if it is faster, or no slower and smaller."""
         self.first = self.first or rung
         total = gain = Ratio(1.0, None)
         called, keep = "baseline", True
@@ -158,14 +171,7 @@ class _Ladder:
             keep = called == "faster" or (no_slower and _is_smaller(rung, self.kept))
         if keep:
             self.kept = rung
-        values = timing_values(rung.measurement, rung.measurement.timing, rung.config.precision)
-        return (
-            values
-            | _ratio_values("speedup", total)
-            | _ratio_values("gain", gain)
-            | _deviation_values(rung)
-            | {"verdict": called, "kept": keep, "check_s": rung.check_s}
-        )
+        return {**_ratio_fields("speedup", total), **_ratio_fields("gain", gain), "verdict": called, "kept": keep}
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
@@ -174,17 +180,17 @@ def _is_smaller(rung: Climbed, than: Climbed) -> bool:
     return own is not None and other is not None and own.peak < 0.98 * other.peak
 
 
-def _ratio_values(name: str, ratio: Ratio) -> dict[str, Scalar]:
+def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:
     low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
     return {name: ratio.value, f"{name}_low": low, f"{name}_high": high}
 
 
-def _deviation_values(rung: Climbed) -> dict[str, Scalar]:
+def _errors(check: Verdict) -> dict[str, Any]:
     return {
-        "loss_error": rung.check.deviation.loss,
-        "gradient_error": rung.check.deviation.gradient,
-        "worst_gradient_error": rung.check.deviation.worst,
-        "worst_parameter": rung.check.deviation.worst_name,
-        "error_budget": rung.check.budget,
-        **({} if rung.check.compared == "as it is" else {"compared": rung.check.compared}),
+        "loss_error": check.deviation.loss,
+        "gradient_error": check.deviation.gradient,
+        "worst_gradient_error": check.deviation.worst,
+        "worst_parameter": check.deviation.worst_name,
+        "error_budget": check.budget,
+        "compared": None if check.compared == "as it is" else check.compared,
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,14 +91,3 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Drop what was compiled before on entry, and what was compiled inside on leaving: compiled code is kept by
-    function, whatever it was compiled under."""
-    release_memory()
-    try:
-        yield
-    finally:
-        release_memory()

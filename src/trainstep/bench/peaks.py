@@ -9,11 +9,11 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns, memory_values, step_peaks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError
-from trainstep.kinds import row_of
+from trainstep.kinds import PeakRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
-from trainstep.plan.memory import peak_bytes
-from trainstep.records import Row, Scalar
+from trainstep.plan.memory import PeakBytes, peak_bytes
+from trainstep.records import Scalar, make_row
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -37,30 +37,41 @@ def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) ->
     return peaks
 
 
-def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[Row]:
+def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[PeakRow]:
     """One row per configuration and mode; one that does not fit is a row too."""
     for config in configs:
         environment = describe(resolve_device(config.device))
         for mode in modes:
             case = case_columns(source, config) | {"mode": mode}
-            predicted = _predicted(source, config) if mode == "step" else None
-            values: dict[str, Scalar] = {} if predicted is None else {"predicted_gib": predicted / GIB}
+            predicted = predicted_peak(source, config) if mode == "step" else None
             found = attempt(partial(measure_peaks, source, config, mode))
             if isinstance(found, Failure):
-                yield row_of("peak", case, values, {}, found.status, found.reason, environment)
-                continue
-            values |= memory_values(found) | {"peak_phase": max(found.by_phase, key=found.by_phase.__getitem__)}
-            if predicted is not None:
-                values["prediction_error"] = predicted / found.peak - 1
-            yield row_of("peak", case, values, environment=environment)
+                values, outcome = peak_values(predicted, None), {"status": found.status, "reason": found.reason}
+            else:
+                values, outcome = memory_values(found) | peak_values(predicted, found), {}
+            yield make_row(PeakRow, case, values, environment=environment, **outcome)
 
 
-def _predicted(source: WorkloadSource, config: StepConfig) -> int | None:
+def predicted_peak(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:
     """The predicted peak of a full step, where there is a formula."""
     if source.model is None:
         return None
     try:
-        on_cuda = resolve_device(config.device).type == "cuda"
-        return peak_bytes(source.model, config, on_cuda=on_cuda).peak
+        return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda")
     except UnsupportedError:
         return None
+
+
+def peak_values(predicted: PeakBytes | None, measured: MemoryPeaks | None) -> dict[str, Scalar]:
+    """The predicted peak and the measured one as columns, and by how much the prediction is off."""
+    values: dict[str, Scalar] = {}
+    if predicted is not None:
+        values["predicted_gib"] = predicted.peak / GIB
+    if measured is not None:
+        values |= {
+            "peak_gib": measured.peak / GIB,
+            "peak_phase": max(measured.by_phase, key=measured.by_phase.__getitem__),
+        }
+    if predicted is not None and measured is not None:
+        values["prediction_error"] = predicted.peak / measured.peak - 1
+    return values

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.attention.eager import pieces_announced
-from trainstep.bench.kernel_rows import profile_rows, summary_values
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.profile_rows import profile_rows, summary_values
 from trainstep.bench.step import case_columns, phase_samples
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import row_of
+from trainstep.kinds import ProfileRow
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.environment import describe
 from trainstep.measure.kernels import Profile, profile_of
@@ -28,13 +28,10 @@ from trainstep.measure.profiler import record_steps, run_under_nvtx
 from trainstep.measure.ranges import announce
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
-from trainstep.records import Row, Scalar
-from trainstep.stats import summarize
+from trainstep.records import Row, Scalar, make_row
+from trainstep.stats import RUN_SPREAD, summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
-
-BETWEEN_RUNS = 0.02
-"""The spread between separate runs of the same case, as everywhere."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,12 @@ def profile_records(
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(measure_profile, source, config, warmup, steps, profiled_steps, trace))
     if isinstance(found, Failure):
-        yield row_of("profile", case, {}, {}, found.status, found.reason, environment)
+        yield failed_row(ProfileRow, case, found, environment)
         return
     values = timing_values(found) | {"trace": trace.name if trace is not None else None}
     samples = {"step": [sample.wall_ms for sample in found.plain.samples]}
     samples |= {"profiled_step": [sample.wall_ms for sample in found.profiled.samples]}
-    yield row_of("profile", case, values, samples, environment=environment)
+    yield make_row(ProfileRow, case, values, samples=samples, environment=environment)
     yield from profile_rows(found.profile, case, config.precision, environment)
 
 
@@ -132,7 +129,7 @@ def records_from_file(path: Path) -> Iterator[Row]:
         raise UsageError(f"{path} holds no kernels and no operators; profile with CUDA tracing on")
     case: dict[str, Scalar] = {"workload": path.name}
     environment: dict[str, Scalar] = {"device": trace.device} if trace.device else {}
-    yield row_of("profile", case, summary_values(profile), environment=environment)
+    yield make_row(ProfileRow, case, summary_values(profile), environment=environment)
     yield from profile_rows(profile, case, None, environment)
 
 
@@ -186,7 +183,7 @@ def timing_values(found: ProfileMeasurement) -> dict[str, Scalar]:
     }
     # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
     cost_ms = profiled_ms - step.median if found.profile.is_cpu else 0.0
-    allowed = max(cost_ms, BETWEEN_RUNS * step.median)
+    allowed = max(cost_ms, RUN_SPREAD * step.median)
     over = []
     for phase in found.plain.samples[0].laps:
         median = statistics.median(plain[phase])
@@ -198,6 +195,6 @@ def timing_values(found: ProfileMeasurement) -> dict[str, Scalar]:
     if busy > step.median + allowed:
         over.append("step")
     values["sums_allowed_ms"] = allowed
-    values["sums_disagree"] = ", ".join(over) or None
+    values["sums_disagree"] = tuple(over) or None
     assert math.isfinite(profiled_ms), "a step has a time"
     return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainstep.batch import map_tensors
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
 from trainstep.blocks import find_blocks, without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.kinds import row_of
+from trainstep.kinds import ResidualRow
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
-from trainstep.records import Row, Scalar
+from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -99,7 +99,7 @@ def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residu
     return found
 
 
-def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Row]:
+def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[ResidualRow]:
     """The largest groups of the whole step and of the first block, eager and compiled, and the residual stream."""
     environment = describe(resolve_device(config.device))
     for compile in dict.fromkeys((config.compile, "model")):
@@ -107,24 +107,22 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Row
         case = case_columns(source, each)
         kept = attempt(partial(measure_residuals, source, each))
         if isinstance(kept, Failure):
-            yield row_of("residual", case | {"part": "step", "what": "all"}, {}, {}, kept.status, kept.reason,
-                         environment)  # fmt: skip
+            yield failed_row(ResidualRow, case | {"part": "step", "group": "all"}, kept, environment)
             continue
         rows = _groups("step", kept.whole)
         if kept.first_block.kept:
             rows += _groups("first block", kept.first_block)
         if kept.stream is not None:
             rows.append(_stream(source, each, kept.stream))
-        for what, values in rows:
-            yield row_of("residual", case | what, values, environment=environment)
+        for own, values in rows:
+            yield make_row(ResidualRow, case | own, values, environment=environment)
     case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
     block = attempt(partial(measure_compiled_block, source, config))
     if isinstance(block, Failure):
-        yield row_of("residual", case | {"part": "first block", "what": "all"}, {}, {}, block.status, block.reason,
-                     environment)  # fmt: skip
+        yield failed_row(ResidualRow, case | {"part": "first block", "group": "all"}, block, environment)
         return
-    for what, values in _groups("first block", block):
-        yield row_of("residual", case | what, values, environment=environment)
+    for own, values in _groups("first block", block):
+        yield make_row(ResidualRow, case | own, values, environment=environment)
 
 
 _Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
@@ -138,24 +136,23 @@ def _groups(part: str, found: Residuals) -> list[_Columns]:
         outside = "(compiled code)" if each.operation == "CompiledFunction" else "(outside modules)"
         where = without_numbers(each.module) or outside
         groups.setdefault((where, each.operation, f"{short_name(each.dtype)} {shape}"), []).append(each)
-    size: Callable[[Sequence[Residual]], int] = lambda members: sum(each.bytes for each in members)  # noqa: E731
+
+    def size(members: Sequence[Residual]) -> int:
+        return sum(each.bytes for each in members)
+
+    def row(case: dict[str, Scalar], members: Sequence[Residual], **values: Scalar) -> _Columns:
+        values |= {"storages": len(members), "mib": size(members) / MIB}
+        values["share"] = size(members) / found.bytes if found.bytes else None
+        return {"part": part, **case}, values
+
     ordered = sorted(groups.items(), key=lambda item: -size(item[1]))
-
-    def row(what: str, operation: str | None, tensor: str | None, members: Sequence[Residual]) -> _Columns:
-        values: dict[str, Scalar] = {
-            "operation": operation,
-            "tensor": tensor,
-            "storages": len(members),
-            "mib": size(members) / MIB,
-            "share": size(members) / found.bytes if found.bytes else None,
-        }
-        return {"part": part, "what": what}, values
-
-    rows = [row(f"{rank}. {where}", operation, tensor, members)
-            for rank, ((where, operation, tensor), members) in enumerate(ordered[:TOP], start=1)]  # fmt: skip
+    rows = [
+        row({"group": "largest", "rank": rank, "module": module}, members, operation=operation, tensor=tensor)
+        for rank, ((module, operation, tensor), members) in enumerate(ordered[:TOP], start=1)
+    ]
     if rest := [each for _, members in ordered[TOP:] for each in members]:
-        rows.append(row("the rest", None, None, rest))
-    return [*rows, row("all", None, None, found.kept)]
+        rows.append(row({"group": "the rest"}, rest))
+    return [*rows, row({"group": "all"}, found.kept)]
 
 
 def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> _Columns:
@@ -165,7 +162,7 @@ def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> _Colu
         size = residual_stream_bytes(config.batch, config.context, source.model.d_model, stream.element_size())
         formula = size / MIB
     shape = "×".join(map(str, stream.shape))
-    return {"part": "residual stream", "what": "input of the first block"}, {
+    return {"part": "residual stream", "group": "input of the first block"}, {
         "tensor": f"{short_name(stream.dtype)} {shape}",
         "storages": 1,
         "mib": stream.nbytes / MIB,

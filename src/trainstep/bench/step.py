@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +14,18 @@ from torch import Tensor
 
 from trainstep.batch import tensors_of
 from trainstep.bench.grid import expand
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import Precision, StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
-from trainstep.kinds import row_of
+from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flop_count import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
-from trainstep.records import Row, Scalar
+from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
@@ -49,8 +48,8 @@ class StepCase:
     repeat: int = 0
     """Which pass over the grid this is, from 0."""
 
-    def columns(self) -> dict[str, Scalar]:
-        """The columns that identify the case's row."""
+    def columns(self) -> dict[str, Any]:
+        """The settings of the case's row."""
         return case_columns(self.source, self.config) | {
             "mode": self.mode,
             "warmup": self.warmup,
@@ -59,8 +58,8 @@ class StepCase:
         }
 
 
-def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Scalar]:
-    """Workload and settings, as the columns of a row."""
+def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
+    """Workload and settings, as the fields of `StepSettings`."""
     settings = {name: getattr(config, name) for name in CASE_FIELDS}
     if config.checkpointing == "none":
         settings["checkpointing"] = None  # as in rows from before there was a choice
@@ -100,7 +99,7 @@ def step_cases(
     ]
 
 
-def run_cases(cases: Iterable[StepCase]) -> Iterator[Row]:
+def run_cases(cases: Iterable[StepCase]) -> Iterator[StepRow]:
     """Measure case by case and yield each row when it is known; a case that fails is a row too.
 
     Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
@@ -206,23 +205,13 @@ def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: S
     return count() or None
 
 
-def timing_values(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Scalar]:
-    """A measurement's window as columns: every phase summarised, throughput, utilisation, memory, GPU state."""
-    values: dict[str, Scalar] = {}
-    for name, samples in phase_samples(timing).items():
-        summary = summarize(samples)
-        values |= {
-            **summary.columns(name),
-            f"{name}_mean_ms": summary.mean,
-            f"{name}_std_ms": None if math.isnan(summary.std) else summary.std,
-            f"{name}_min_ms": summary.min,
-            f"{name}_max_ms": summary.max,
-            f"{name}_outliers": summary.outliers,
-        }
+def measured_fields(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Any]:
+    """The fields of `MeasuredStep` for one window of a measurement."""
     step_s = summarize([sample.wall_ms for sample in timing.samples]).median / 1e3
     spec = find_device(device_name(measurement.device))
     achieved = None if measurement.flops is None else measurement.flops / step_s / 1e12
-    return values | {
+    return {
+        "times": {name: Times.of(summarize(samples)) for name, samples in phase_samples(timing).items()},
         "n": len(timing.samples),
         "first_step_ms": timing.first.wall_ms,
         "tokens_per_s": None if measurement.tokens is None else measurement.tokens / step_s,
@@ -256,16 +245,15 @@ def phase_samples(timing: Timing) -> dict[str, list[float]]:
     return columns
 
 
-def _record(case: StepCase, result: StepMeasurement | Failure) -> Row:
+def _record(case: StepCase, result: StepMeasurement | Failure) -> StepRow:
     environment = describe(resolve_device(case.config.device))
     if isinstance(result, Failure):
-        return row_of("step", case.columns(), status=result.status, reason=result.reason, environment=environment)
+        return failed_row(StepRow, case.columns(), result, environment)
     window = result.timing.window(case.warmup, case.steps)
     assert set(window.samples[0].laps) == set(PHASES_OF_MODE[case.mode]), "a phase went unmeasured"
-    return row_of(
-        kind="step",
-        case=case.columns(),
-        values=timing_values(result, window, case.config.precision),
+    return StepRow(
+        **case.columns(),
+        **measured_fields(result, window, case.config.precision),
         samples=phase_samples(window) | ({"training_loss": result.losses} if result.losses else {}),
         environment=environment,
     )

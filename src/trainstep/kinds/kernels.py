@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from trainstep.kinds.shared import Rates, StepSettings
 from trainstep.records import setting
+
+
+@dataclass(frozen=True)
+class TopKernel:
+    """The kernel that takes most time, and the one that is called most often."""
+
+    name: str
+    family: str
+    calls: float
+    """Per step, as `ms`."""
+    ms: float
+    share: float
+    """Of the kernel time."""
+    most_called: str
+    most_calls: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +105,14 @@ class ProfileRow(StepSettings):
     """The phases ("step" for the whole) whose kernels take longer than that."""
     trace: str | None = None
     """File name."""
+
+    def top(self, where: Literal["forward", "step"]) -> TopKernel | None:
+        """The kernels that stand out in the forward pass or in the whole step."""
+        name, often = f"top_{where}_kernel", f"most_called_{where}_kernel"
+        if getattr(self, name) is None:
+            return None
+        columns = (name, *(f"{name}_{part}" for part in ("family", "calls", "ms", "share")), often, f"{often}_calls")
+        return TopKernel(*(getattr(self, column) for column in columns))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class MemoryTimelineRow(StepSettings):
     """Every allocation of a step; what the page draws is in the series."""
 
     kind: ClassVar[str] = "memory-timeline"
-    device: str | None = setting(None)
+    device: int | None = setting(None)
     """Of an imported snapshot."""
     peak_gib: float | None = None
     peak_phase: str | None = None
@@ -52,16 +52,27 @@ class MemoryTimelineRow(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerRow(StepSettings):
-    """What one owner, or a part of it, holds at the peak."""
+    """What one owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a line."""
 
     kind: ClassVar[str] = "owner"
-    device: str | None = setting(None)
+    device: int | None = setting(None)
     owner: str = setting()
-    part: str = setting()
-    """`all` for the owner's total."""
+    module: str | None = setting(None)
+    """The part of the model; None for activations of the loss, and for temporaries made outside of modules."""
+    operation: str | None = setting(None)
+    """The autograd node that made temporaries in backward."""
+    phase: str | None = setting(None)
+    """In which temporaries were made; of activations only where no module made them."""
+    line: str | None = setting(None)
+    """Of code, in an imported snapshot; `no stack` where none was recorded."""
     mib: float | None = None
     share: float | None = None
     allocations: int | None = None
+
+    @property
+    def is_total(self) -> bool:
+        """Whether the row is about all that the owner holds."""
+        return self.module is self.operation is self.phase is self.line is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +80,17 @@ class AllocationRow(StepSettings):
     """One of the largest allocations; alike ones are one row."""
 
     kind: ClassVar[str] = "allocation"
-    device: str | None = setting(None)
+    device: int | None = setting(None)
     rank: int = setting()
     """1 for the largest."""
     mib: float | None = None
     count: int | None = None
     owner: str | None = None
     module: str | None = None
-    made_in: str | None = None
+    phase: str | None = None
+    """In which it was made."""
+    operation: str | None = None
+    """The autograd node that made it, in backward."""
     line: str | None = None
 
 
@@ -87,7 +101,11 @@ class ResidualRow(StepSettings):
     kind: ClassVar[str] = "residual"
     part: str = setting()
     """step, first block, residual stream."""
-    what: str = setting()
+    group: str = setting()
+    """largest (with its rank and module), the rest, all; of the residual stream: input of the first block."""
+    rank: int | None = setting(None)
+    """1 for the largest."""
+    module: str | None = setting(None)
     operation: str | None = None
     tensor: str | None = None
     storages: int | None = None

@@ -58,9 +58,46 @@ def _dtype(case: Columns, values: Columns) -> None:
             values[name] = values[name].split(", ")
 
 
+def _residual(case: Columns, values: Columns) -> None:
+    """Rank and module were one: `1. blocks.*.attention`; other groups had their name in their place."""
+    if "what" in case:
+        what = case.pop("what")
+        rank, dot, module = what.partition(". ")
+        is_ranked = bool(dot) and rank.isdecimal()
+        case["group"] = "largest" if is_ranked else what
+        if is_ranked:
+            case["rank"], case["module"] = int(rank), module
+
+
+def _owner(case: Columns, values: Columns) -> None:
+    """A part of an owner was one text: a module, `MODULE, OPERATION of PHASE`, or a line of code."""
+    part = case.pop("part", "all")
+    if part == "all":
+        return
+    if case["owner"] not in ("activations", "temporaries") or "device" in case:  # of an imported snapshot
+        case["line"] = part
+    elif case["owner"] == "activations":
+        outside = {"the loss": "loss", "the model itself": "forward"}
+        case |= {"phase": outside[part]} if part in outside else {"module": part}
+    else:
+        module, comma, made = part.rpartition(", ")
+        operation, of, phase = made.rpartition(" of ")
+        case |= ({"module": module} if comma else {}) | ({"operation": operation} if of else {}) | {"phase": phase}
+
+
+def _allocation(case: Columns, values: Columns) -> None:
+    """Phase and operation were one: `backward: Softmax`."""
+    if "made_in" in values:
+        phase, colon, operation = (values.pop("made_in") or "").partition(": ")
+        values |= {"phase": phase or None, "operation": operation if colon else None}
+
+
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
     "ceiling": _ceiling,
     "family": _family,
     "profile": _profile,
     "dtype": _dtype,
+    "residual": _residual,
+    "owner": _owner,
+    "allocation": _allocation,
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from bokeh.plotting import figure
+from typing import TYPE_CHECKING, Any
 
 from trainstep.report.columns import Cell
 from trainstep.report.tables import Table, TableRow
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,12 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: figure | Callable[[], figure]
+    plot: Callable[[], figure]
+    """Draws it; called when the page is written."""
     legend: Sequence[tuple[str, str]] = ()
-    """(swatch, meaning); a swatch is a role of `plots.COLOURS`, or a class of the style sheet."""
+    """(swatch, meaning); a swatch is a role of `charts.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
-    """What the page's script stacks in it, with a slider for the detail; see `allocation_chart`."""
+    """What the page's script stacks in it, with a slider for the detail; see `charts.allocations`."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """Cells and columns: how a row's values become the cells of a table, once for every place a table is shown in.
 
 A cell carries its text, the raw value with its name, the interval and a tone. Files, the terminal and the page are
-written from the same cells (`tables`, `formats`, `page`).
+written from the same cells (`tables`, `formats`, `html`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainstep.records import Row, Scalar
-from trainstep.report.numbers import NONE, count, number
+from trainstep.report.numbers import NONE, as_float, count, number, typeset
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class Cell:
     """Set as words, not as a number; None: as the column's other cells are."""
     in_files: str | None = None
     """The text outside of the page, where it is another."""
+
+    @property
+    def typeset(self) -> str:
+        """The text as the page shows it, where the value is a number with a true minus sign and powers of ten."""
+        return self.text if as_float(self.value) is None else typeset(self.text)
+
+    @property
+    def raw(self) -> str:
+        """The value as the page's `data-value`."""
+        return ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
 
     @property
     def plain(self) -> str:
@@ -118,6 +128,16 @@ def case_column(title: str, name: str) -> Column:
     return Column(title, cell, setting=True)
 
 
+def word_column(title: str, name: str, *, page: bool = True) -> Column:
+    """A setting or a value that is a word: set as one however short, and a column even where all rows have the same."""
+
+    def cell(row: Row) -> Cell:
+        value = row.case.get(name, row.values.get(name))
+        return Cell(number(value), value, name, is_text=True)
+
+    return Column(title, cell, page=page)
+
+
 def median_column(title: str, phase: str) -> Column:
     """The median with its 95 % interval."""
     return Column(title, lambda row: median_cell(row, phase))
@@ -137,6 +157,11 @@ def mean_column(title: str, phase: str) -> Column:
 def ratio_column(title: str, name: str, brief: bool = True) -> Column:
     """A ratio with its interval."""
     return Column(title, lambda row: ratio_cell(row, name), brief)
+
+
+def files_only(column: Column) -> Column:
+    """The column, not shown on the page."""
+    return replace(column, page=False)
 
 
 def outcome_cell(row: Row) -> Cell:

@@ -11,9 +11,10 @@ from trainstep.report.numbers import number, numeric
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence, and what it is about."""
+    """What one rule found: figures, and the sentence that says them."""
 
     topic: str
+    """A name in `findings.TOPICS`."""
     sentence: str
     id: str = ""
     """Which rule found what, as `gain.faster`."""

@@ -13,25 +13,25 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainstep.errors import UsageError
 from trainstep.kinds import WorkloadRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Charts
-from trainstep.report.sections import SECTIONS
+from trainstep.report.charts import COLOURS, embedded
+from trainstep.report.numbers import typeset
+from trainstep.report.subjects import SECTIONS
+from trainstep.report.summary import summary
 
 
 def render(records: Sequence[Row]) -> str:
     """The page of these records; kinds that are absent have no section."""
-    sections = [section for make in SECTIONS if (section := make(records)) is not None]
+    sections = [section for make in (summary, *SECTIONS) if (section := make(records)) is not None]
     drawn = [
         chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
     ]
-    figures = {chart.name: chart.plot() if callable(chart.plot) else chart.plot for chart in drawn}
-    charts = {name: plots.embedded(figure) for name, figure in figures.items()}
+    plots = {chart.name: chart.plot() for chart in drawn}
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     environment = Environment(
         loader=PackageLoader("trainstep.report", "."),
@@ -40,15 +40,24 @@ def render(records: Sequence[Row]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.filters["typeset"] = typeset
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
         title=_title(records),
         subtitle=_subtitle(records),
         sections=sections,
-        heights={name: figure.height for name, figure in figures.items()},
+        heights={name: plot.height for name, plot in plots.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
-        charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts, "allocations": allocations})),
-        library=_packed(_library()) if charts else "",
+        charts=_packed(
+            json.dumps(
+                {
+                    "colours": COLOURS,
+                    "items": {name: embedded(plot) for name, plot in plots.items()},
+                    "allocations": allocations,
+                }
+            )
+        ),
+        library=_packed(_library()) if plots else "",
         style=source(environment, "page.css")[0],
         script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
     )
@@ -91,6 +100,8 @@ def _subtitle(records: Sequence[Row]) -> list[str]:
 
 def _library() -> str:
     """BokehJS without its add-ons."""
+    from bokeh.resources import Resources
+
     return "\n".join(Resources(mode="inline", minified=True, log_level="warn", components=["bokeh"]).js_raw)
 
 

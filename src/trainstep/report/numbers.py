@@ -1,10 +1,15 @@
-"""Numbers as text, the same in files, in the terminal, in sentences and (typeset by `cells`) on the page."""
+"""Numbers as text, the same in files, in the terminal, in sentences and, `typeset`, on the page."""
 
 from __future__ import annotations
+
+import re
 
 from trainstep.records import Scalar
 
 NONE = "–"
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_MINUS = re.compile(r"(?<![\w.])-(?=\d)")
+_EXPONENT = re.compile(r"(?<=\d)e([+-]?\d+)")
 
 
 def number(value: Scalar, digits: int = 3) -> str:
@@ -30,6 +35,24 @@ def number(value: Scalar, digits: int = 3) -> str:
 def count(value: Scalar) -> str:
     """How many: whole numbers without decimals, even where they are a mean over steps."""
     return number(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def gib(value: Scalar) -> str:
+    """A size with its unit: `1.23 GiB`, or MiB where that reads better."""
+    size = as_float(value)
+    if size is None:
+        return NONE
+    return f"{number(size)} GiB" if size >= 1 else f"{number(size * 1024)} MiB"
+
+
+def typeset(text: str) -> str:
+    """Text made by `number`, with a true minus sign and powers of ten: `−1.2×10⁻⁵`."""
+    return _EXPONENT.sub(lambda found: f"×{power_of_ten(int(found[1]))}", _MINUS.sub("−", text))
+
+
+def power_of_ten(exponent: int) -> str:
+    """`10⁻⁵`."""
+    return f"10{str(exponent).translate(SUPERSCRIPT)}"
 
 
 def as_float(value: Scalar) -> float | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from trainstep.errors import UsageError
 from trainstep.records import Row
 from trainstep.report.finding import Finding
-from trainstep.report.findings import findings, recommended_flags
+from trainstep.report.findings import findings
+from trainstep.report.subjects.ladder import recommended_flags
 
 
 @dataclass(frozen=True)

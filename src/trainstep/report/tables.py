@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from trainstep.records import Row
-from trainstep.report.columns import Cell, Column
+from trainstep.report.columns import Cell, Column, outcome_cell
 
 if TYPE_CHECKING:
     import pandas
@@ -132,6 +132,11 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
 def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of texts that are not one row's values each."""
     return Table(caption, columns, [TableRow([Cell(text) for text in row], row[0]) for row in rows], name)
+
+
+def outcome_table(caption: str, what: str, row: Row) -> Table:
+    """Why a case has no tables of its own."""
+    return Table(caption, ["Step", "Outcome"], [TableRow([Cell(what, is_text=True), outcome_cell(row)])])
 
 
 def _is_shown(column: Column, place: Place) -> bool:

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 from trainstep.batch import map_tensors
 from trainstep.bench.check.budget import allowed_error, one_rounding
-from trainstep.bench.eager_random import eager_random
+from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel.names import SchemeName
 from trainstep.bench.parallel.schemes import full_parameters
 from trainstep.bench.parallel_case import ParallelCase, share_of
-from trainstep.bench.without_dropout import without_dropout
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.timeline_rows import timeline_values
+from trainstep.bench.profile_rows import timeline_values
 from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.intervals import Interval, length

@@ -6,10 +6,10 @@ numbered from 0. An allocation lives in the states from `start` up to, but not i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,9 +143,12 @@ def live_bytes(blocks: Iterable[Block], events: int) -> NDArray[np.int64]:
     return change[:-1].cumsum()
 
 
-def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], str]) -> dict[str, int]:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], Key]) -> dict[Key, int]:
     """Bytes by owner, module or whatever `key` says, the largest first."""
-    totals: dict[str, int] = {}
+    totals: dict[Key, int] = {}
     for each in allocations:
         totals[key(each)] = totals.get(key(each), 0) + each.block.bytes
     return dict(sorted(totals.items(), key=lambda item: -item[1]))

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import ParallelTraceRow
-from trainstep.report import plots
-from trainstep.report.cells import number
-from trainstep.report.numbers import numeric
-from trainstep.report.plots import COLOURS
-from trainstep.report.profile_charts import add_zoom, length_text
+from trainstep.report.charts import COLOURS, FONT, empty_figure
+from trainstep.report.charts.profile import add_zoom, length_text
+from trainstep.report.numbers import number, numeric
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -83,7 +81,7 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
         tops.append(-depth)
         depth += len(own) + 2 + _GAP  # and a heading, and the phases
     end = max(row.span_ms or 0 for row in rows)
-    plot = plots.empty_figure(
+    plot = empty_figure(
         height=round(depth * LANE_HEIGHT) + 60,
         x_range=Range1d(0, end, bounds=(0, end), min_interval=1e-3),
         y_range=Range1d(-depth + _GAP + 0.4, 0.6),
@@ -213,6 +211,6 @@ def _write(plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence
         text_align=align,
         text_baseline="middle",
         text_color=COLOURS[role],
-        text_font=value(plots.FONT),
+        text_font=value(FONT),
         text_font_size="12px",
     )

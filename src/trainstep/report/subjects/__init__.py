@@ -1,30 +1,55 @@
-"""What the report says, subject by subject: each file has the tables, the findings and the sections of its rows."""
+"""What the report says, subject by subject: a file has the TABLES, the RULES and the SECTIONS of its rows.
+
+To show a new kind of row, write its table, and what there is to find and to draw, in a file here and name it in
+`SUBJECTS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
-from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
-from trainstep.report.memory_columns import MEMORY_COLUMNS
-from trainstep.report.step_columns import COLUMNS
-from trainstep.report.subjects import attention, parallel, plan, sweep
+from trainstep.report.blocks import Section
+from trainstep.report.finding import Finding
+from trainstep.report.subjects import (
+    attention,
+    formulas,
+    kernels,
+    ladder,
+    memory,
+    noise,
+    parallel,
+    plan,
+    precision,
+    steps,
+    sweep,
+    workload,
+)
 from trainstep.report.tables import Definition, Place, Table, make_table
 
-ALL_COLUMNS = {**COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS}
+SUBJECTS = (
+    steps, formulas, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+)  # fmt: skip
+"""In the order of the page."""
 
-TABLES: Mapping[type[Row], Definition] = {
-    **{
-        KINDS[kind]: Definition(KINDS[kind], caption, columns, longest=BRIEF_ROWS.get(kind))
-        for kind, (caption, columns) in ALL_COLUMNS.items()
-    },
-    **{each.kind: each for subject in (attention, parallel, plan, sweep) for each in subject.TABLES},
-}
-"""The table of every kind of row that has one, in the order in which they are shown."""
 
-DERIVED = (*plan.DERIVED, *sweep.DERIVED)
-"""What makes further tables of the rows of several cases."""
+def _all(name: str) -> list[Any]:
+    return [each for subject in SUBJECTS for each in getattr(subject, name, ())]
+
+
+_BY_KIND: Mapping[type[Row], Definition] = {each.kind: each for each in _all("TABLES")}
+TABLES = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
+"""The table of every kind of row that has one, in the order of `KINDS`."""
+RULES: Sequence[Callable[[Sequence[Row]], list[Finding]]] = _all("RULES")
+"""Each looks at all rows and finds something worth a sentence, or nothing."""
+SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
+"""Parts of the page, in its order; each is None where there are no rows for it."""
+
+
+DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")
+"""Tables that are made of several rows each."""
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:

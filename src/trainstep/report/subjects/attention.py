@@ -8,11 +8,10 @@ from functools import partial
 
 from trainstep.kinds import AttentionRow
 from trainstep.records import Row, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.cells import number
+from trainstep.report.charts import KINDS, Series, curves
 from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_column
-from trainstep.report.plots import Series
+from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import Definition, make_table
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
@@ -95,14 +94,14 @@ def _chart(
         known = sorted((row.seq, value) for row in rows if row.impl == impl and (value := value_of(row)))
         if known:
             x, y = zip(*known, strict=True)
-            role = plots.KINDS[index % len(plots.KINDS)]
-            series.append(Series(impl, x, y, role, texts=[f"{number(each)} {unit}" for each in y]))
+            role = KINDS[index % len(KINDS)]
+            series.append(Series(impl, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]))
     lengths = sorted({float(row.seq) for row in rows})
     return Chart(
         f"{name}-{shape}".replace(" ", "-").replace(",", ""),
         title,
         shape,
-        partial(plots.curves, lengths, series, "sequence length", unit),
+        partial(curves, lengths, series, "sequence length", unit),
         [(each.role, each.name) for each in series],
     )
 

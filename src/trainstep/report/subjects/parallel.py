@@ -9,9 +9,8 @@ from functools import partial
 
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
 from trainstep.records import Row, by_case, of_kind
-from trainstep.report import numbers, plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.cells import number, told_apart
+from trainstep.report.charts import KINDS, Bar, Series, bars, curves
 from trainstep.report.charts.overlap import LEGEND, overlap_chart
 from trainstep.report.columns import (
     OUTCOME,
@@ -24,8 +23,9 @@ from trainstep.report.columns import (
     median_column,
     value_column,
 )
+from trainstep.report.facts import told_apart
 from trainstep.report.finding import Finding
-from trainstep.report.plots import Bar, Series
+from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, make_table
 
 
@@ -34,14 +34,14 @@ def _word_column(name: str, *, setting: bool = False) -> Column:
 
     def cell(row: Row) -> Cell:
         value = row.case.get(name)
-        return Cell(numbers.number(value), value, name, is_text=True)
+        return Cell(number(value), value, name, is_text=True)
 
     return Column(name, cell, setting=setting)
 
 
 _RANKS = case_column("ranks", "world_size")
 _SCHEME = _word_column("scheme")
-_COUNT = Column("n", lambda row: numbers.number(row.values.get("n")), setting=True)
+_COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
 _COLLECTIVE = _word_column("collective", setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
@@ -172,7 +172,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
 def _hidden(row: ParallelTraceRow, exposed: str) -> str:
     return (
         f"{row.hidden_share or 0:.0%} with {row.scheme} "
-        f"({numbers.number(row.exposed_communication_ms)} of {numbers.number(row.communication_ms)} ms{exposed})"
+        f"({number(row.exposed_communication_ms)} of {number(row.communication_ms)} ms{exposed})"
     )
 
 
@@ -225,9 +225,11 @@ def _by_size(
 
     def line(name: str, role: str, own: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> Series:
         y = [value_of(row) for row in own]
-        return Series(name, [row.size_mb for row in own], y, role, texts=[f"{number(each)} {unit}" for each in y])
+        return Series(
+            name, [row.size_mb for row in own], y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]
+        )
 
-    roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(plots.KINDS), strict=False))
+    roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(KINDS), strict=False))
     own = {each: sorted((row for row in rows if row.collective == each), key=lambda row: row.size_mb) for each in roles}
     series = [line(each, role, own[each], value_of) for each, role in roles.items()]
     for fit in fits:
@@ -239,7 +241,7 @@ def _by_size(
         f"{name}-{setting}".replace(" ", "-").replace(",", ""),
         title,
         f"{setting}; dashed: the fitted line" if fits else setting,
-        partial(plots.curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
+        partial(curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
         [(role, each) for each, role in roles.items()],
     )
 
@@ -269,7 +271,7 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
             "parallel-step",
             "Step on the slowest rank",
             "",
-            partial(plots.bars, [_step_bar(row, alone) for row in rows], "ms per step"),
+            partial(bars, [_step_bar(row, alone) for row in rows], "ms per step"),
             [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
         )
     ]
@@ -279,7 +281,7 @@ def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
                 "parallel-memory",
                 "Memory of a rank",
                 "",
-                partial(plots.bars, [_memory_bar(row) for row in rows], "GiB"),
+                partial(bars, [_memory_bar(row) for row in rows], "GiB"),
                 [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
             )
         )
@@ -305,7 +307,7 @@ def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
 def _memory_bar(row: ParallelRow) -> Bar:
     peak = row.peak_gib
     if peak is None:
-        return Bar(row.scheme, None, numbers.NONE, row.reason or "not measured")
+        return Bar(row.scheme, None, NONE, row.reason or "not measured")
     kept = {
         "weights": row.before_step_weights_gib or 0,
         "gradients": row.before_step_gradients_gib or 0,

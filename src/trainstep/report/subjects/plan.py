@@ -7,12 +7,11 @@ from functools import partial
 
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.charts import KINDS, Series, curves
 from trainstep.report.columns import Cell, Column, case_column, value_column
 from trainstep.report.finding import Finding, in_gib, in_ms
-from trainstep.report.numbers import NONE, number
-from trainstep.report.plots import Series
+from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
 _SETTINGS = tuple(
@@ -250,10 +249,12 @@ def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
         known = [row for row in rows if row.strategy == name and row.fits and row.tokens_per_s is not None]
         if not known:
             continue
-        role = plots.KINDS[index % len(plots.KINDS)]
+        role = KINDS[index % len(KINDS)]
         x = [float(row.gpus) for row in known]
         y = [(row.tokens_per_s or 0) / (row.gpus if per_gpu else 1) for row in known]
-        series.append(Series(f"{name} (predicted)", x, y, role, texts=[f"{number(value)} {unit}" for value in y]))
+        series.append(
+            Series(f"{name} (predicted)", x, y, role, texts=[typeset(f"{number(value)} {unit}") for value in y])
+        )
         legend.append((role, name))
     if not series:
         return None
@@ -263,7 +264,7 @@ def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
         texts = [f"{number(value)} {unit}" for value in ideal]
         series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
         legend.append(("neutral", "perfect scaling"))
-    plot = partial(plots.curves, counts, series, "GPUs", unit)
+    plot = partial(curves, counts, series, "GPUs", unit)
     caption = "Prediction: the same batch on every GPU. A strategy has no point where it does not fit."
     title = "Throughput per GPU (prediction)" if per_gpu else "Throughput against GPUs (prediction)"
     return Chart("plan-scaling-per-gpu" if per_gpu else "plan-scaling", title, caption, plot, legend)

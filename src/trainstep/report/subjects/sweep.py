@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.charts import KINDS, Series, curves, dots, lines
 from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_cell, value_column
 from trainstep.report.finding import Finding, listed
 from trainstep.report.numbers import NONE, as_float, count, number
-from trainstep.report.plots import Series
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
 if TYPE_CHECKING:
@@ -259,8 +258,8 @@ def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
     drawn = [line for line in axis.lines if _points(line, measure)]
     if len({value for line in drawn for value in _points(line, measure)}) < 2:
         return
-    for place, (facet, lines) in enumerate(_facets(drawn, most), start=1):
-        plot, legend = _drawn(axis, lines, measure)
+    for place, (facet, group) in enumerate(_facets(drawn, most), start=1):
+        plot, legend = _drawn(axis, group, measure)
         yield Chart(f"sweep-{axis.name}-{measure.value}-{place}", title, facet, plot, legend)
 
 
@@ -284,13 +283,13 @@ def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> It
         yield from _facets(own, most, (*apart, names[0]))
 
 
-def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
-    varying = {name for line in lines for name in line.settings if len({each.settings.get(name) for each in lines}) > 1}
+def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
+    varying = {name for line in drawn for name in line.settings if len({each.settings.get(name) for each in drawn}) > 1}
     series, legend = [], []
-    for index, line in enumerate(lines):
+    for index, line in enumerate(drawn):
         points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
         name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
-        role = plots.KINDS[index % len(plots.KINDS)]
+        role = KINDS[index % len(KINDS)]
         series.append(
             Series(
                 name,
@@ -307,13 +306,13 @@ def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[Callabl
     title = axis.name.replace("_", " ")
     if not axis.is_numeric:
         names = [shown(value) for value in axis.values]
-        return partial(plots.dots, names, series, title, measure.unit), legend
+        return partial(dots, names, series, title, measure.unit), legend
     x = sorted({each for one in series for each in one.x})
     if x[0] > 0 and x[-1] >= DECADE * x[0]:
-        return partial(plots.curves, x, series, title, measure.unit), legend
+        return partial(curves, x, series, title, measure.unit), legend
     y = [each for one in series for each in one.y]
     log = max(y) >= DECADE * min(y)
-    return partial(plots.lines, series, title, measure.unit, log=log), legend
+    return partial(lines, series, title, measure.unit, log=log), legend
 
 
 SECTIONS = (sweep,)

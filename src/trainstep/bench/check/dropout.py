@@ -1,0 +1,94 @@
+"""Two computations of a model with dropout drop other elements, even from one seed: what a check does about it.
+
+Compiled code draws other random numbers than eager code, unless it is compiled with eager code's (`eager_random`). On a
+GPU the dropped elements depend on the dtype, and in fused attention on the kernel: then dropout is switched off on both
+sides (`without_dropout`). Either way the code is compiled anew, since compiled code is kept by function, whatever it
+was compiled under.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainstep.bench.outcome import release_memory
+
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+SDPA = "scaled_dot_product_attention"
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Drop what was compiled before on entry, and what was compiled inside on leaving."""
+    release_memory()
+    try:
+        yield
+    finally:
+        release_memory()
+
+
+@contextmanager
+def eager_random() -> Iterator[None]:
+    """Inside, what is compiled (anew) draws as eager code does, which is slower: for checks, not for times."""
+    from torch._inductor import config as inductor
+
+    with compiled_anew(), inductor.patch(fallback_random=True):
+        yield
+
+
+@dataclass
+class Seen:
+    """What was seen while dropout was off."""
+
+    calls: int = 0
+    """Of functions that would have dropped something; those in compiled code once, when it was traced."""
+
+
+@contextmanager
+def without_dropout() -> Iterator[Seen]:
+    """While entered, the dropout functions of `torch.nn.functional` drop nothing: those that modules of `torch.nn` call
+    (not recurrent ones, whose dropout is their kernel's), and scaled_dot_product_attention's.
+
+    A module that took a function itself (`from torch.nn.functional import dropout`) is not reached. What is compiled
+    inside is compiled anew. Not for use from several threads.
+    """
+    seen = Seen()
+    originals = {name: getattr(F, name) for name in (*DROPOUTS, SDPA)}
+    with compiled_anew():
+        try:
+            for name in DROPOUTS:
+                setattr(F, name, _identity(originals[name], seen))
+            setattr(F, SDPA, _attention(originals[SDPA], seen))
+            yield seen
+        finally:
+            for name, original in originals.items():
+                setattr(F, name, original)
+
+
+def _identity(dropout: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
+    default = inspect.signature(dropout).parameters["training"].default
+
+    def identity(input: Tensor, p: float = 0.5, training: bool = default, inplace: bool = False) -> Tensor:
+        if training and p > 0:
+            seen.calls += 1
+        return input
+
+    return identity
+
+
+def _attention(sdpa: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *rest: Any,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        if dropout_p > 0:
+            seen.calls += 1
+        return sdpa(query, key, value, attn_mask, 0.0, *rest, **options)
+
+    return attention

@@ -1,0 +1,313 @@
+"""A profile as rows: coverage and sums, families, pieces of attention, kernels, and the bars of one step's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from trainstep.blocks import without_numbers
+from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
+from trainstep.measure.chrome_trace import ENGINE, GLOO
+from trainstep.measure.intervals import length
+from trainstep.measure.kernel_families import MATMULS, short_name
+from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
+from trainstep.measure.operator_cost import COUNTED
+from trainstep.measure.overlap import overlap_of
+from trainstep.phases import PHASES
+from trainstep.records import AnyRow, Row, Scalar, make_row
+
+STEP = "step"
+"""The name of the whole step among the phases."""
+
+UNKNOWN = "(unknown)"
+"""The phase or module of a kernel that could not be placed."""
+LONGEST = 12_000
+"""Bars of a timeline on a page of its own."""
+
+Key = TypeVar("Key", bound=Hashable)
+Columns = Mapping[str, Scalar]
+
+
+def profile_rows(profile: Profile, case: Columns, precision: str | None, environment: Columns) -> list[Row]:
+    """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
+
+    def row(kind: type[AnyRow], more: Columns, values: Columns, **series: Mapping[str, Sequence[Scalar]]) -> AnyRow:
+        return make_row(kind, {**case, **more}, values, environment=environment, **series)
+
+    values, series = timeline_values(profile, _middle_step(profile))
+    return [
+        *(row(FamilyRow, *each) for each in _families(profile, precision)),
+        *(row(PieceRow, *each) for each in _pieces(profile)),
+        *(row(KernelRow, *each) for each in _kernels(profile)),
+        row(TimelineRow, {}, values, series=series),
+    ]
+
+
+def _middle_step(profile: Profile) -> str | None:
+    return profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
+
+
+def summary_values(profile: Profile) -> dict[str, Scalar]:
+    """What a profile says as a whole."""
+    forward, step = _of_phase(profile, "forward"), list(profile.kernels)
+    busy_ms = sum(busy_us(profile.of_step(name)) for name in profile.step_names) / profile.steps / 1e3
+    values: dict[str, Scalar] = {
+        "profiled_n": profile.steps,
+        "on_cpu": profile.is_cpu,
+        "has_steps": profile.has_steps,
+        "kernels": sum(each.is_call for each in step) / profile.steps,
+        "kernels_ms": profile.per_step_ms(),
+        "busy_ms": busy_ms,
+        "phase_coverage": profile.share(lambda each: each.phase is not None),
+        "module_coverage": profile.share(lambda each: each.phase is not None and each.module is not None),
+        "cost_coverage": profile.share(lambda each: each.call is not None),
+        "counted": COUNTED,
+        "outside_steps_ms": profile.outside_us / profile.steps / 1e3,
+        "matmul_share_step": _matmul_share(step),
+    }
+    for phase in PHASES:
+        own = _of_phase(profile, phase)
+        if own:
+            values[f"{phase}_kernels_ms"] = profile.per_step_ms(own)
+            values[f"{phase}_busy_ms"] = _busy_ms(profile, own)
+    values |= _top("step", step, profile)
+    if forward:
+        values |= {"matmul_share_forward": _matmul_share(forward)} | _top("forward", forward, profile)
+    if found := gaps(profile.of_step(_middle_step(profile))):
+        values |= {
+            "gaps": len(found),
+            "gaps_ms": sum(gap.duration_us for gap in found) / 1e3,
+            "largest_gap_ms": found[0].duration_us / 1e3,
+            "largest_gap_phase": found[0].before.phase,
+            "largest_gap_before": short_name(found[0].before.name),
+        }
+    communication = [each for each in step if each.lane == "communication"]
+    if communication:
+        values["communication_ms"] = profile.per_step_ms(communication)
+        shared = sum(length(overlap_of(profile.of_step(name)).hidden) for name in profile.step_names)
+        values["communication_overlapped_ms"] = shared / profile.steps / 1e3
+    return values
+
+
+def _busy_ms(profile: Profile, kernels: Sequence[Kernel]) -> float:
+    by_step = _grouped(kernels, lambda each: each.step)
+    return sum(busy_us(group) for group in by_step.values()) / profile.steps / 1e3
+
+
+def _of_phase(profile: Profile, phase: str) -> list[Kernel]:
+    return [each for each in profile.kernels if each.phase == phase]
+
+
+def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], Key]) -> dict[Key, list[Kernel]]:
+    groups: dict[Key, list[Kernel]] = {}
+    for each in kernels:
+        groups.setdefault(key(each), []).append(each)
+    return groups
+
+
+def _us(kernels: Iterable[Kernel]) -> float:
+    return sum(each.duration_us for each in kernels)
+
+
+def _matmul_share(kernels: Sequence[Kernel]) -> float:
+    total = _us(kernels)
+    return _us(each for each in kernels if each.family in MATMULS) / total if total else 0.0
+
+
+def _top(where: str, kernels: Sequence[Kernel], profile: Profile) -> dict[str, Scalar]:
+    """The kernel that takes most time, by all of its calls; and the one that is called most, which is another thing."""
+    by_name = _grouped(kernels, lambda each: each.name)
+    calls = {name: sum(each.is_call for each in group) for name, group in by_name.items()}
+    if not by_name:
+        return {}
+    first = max(by_name, key=lambda name: _us(by_name[name]))
+    operators = [name for name in calls if name != ENGINE]  # autograd's own time has a name, but is no operator
+    most_called = max(operators or calls, key=calls.__getitem__)
+    return {
+        f"top_{where}_kernel": short_name(first),
+        f"top_{where}_kernel_family": by_name[first][0].family,
+        f"top_{where}_kernel_calls": calls[first] / profile.steps,
+        f"top_{where}_kernel_ms": profile.per_step_ms(by_name[first]),
+        f"top_{where}_kernel_share": _us(by_name[first]) / _us(kernels),
+        f"most_called_{where}_kernel": short_name(most_called),
+        f"most_called_{where}_kernel_calls": calls[most_called] / profile.steps,
+    }
+
+
+def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
+    """FLOPs and bytes per step, and their rates over all kernels of the calls for which they are counted."""
+    flops = {each.call: each.flops for each in kernels if each.flops}
+    moved = {each.call: each.bytes for each in kernels if each.bytes}
+    both = flops.keys() & moved.keys()
+    bytes_of_both = sum(moved[call] for call in both)
+    return {
+        "tflop": sum(flops.values()) / steps / 1e12 if flops else None,
+        "gb": sum(moved.values()) / steps / 1e9 if moved else None,
+        "tflops": sum(flops.values()) / _us(each for each in kernels if each.call in flops) / 1e6 if flops else None,
+        "gb_s": sum(moved.values()) / _us(each for each in kernels if each.call in moved) / 1e3 if moved else None,
+        "flop_per_byte": sum(flops[call] for call in both) / bytes_of_both if bytes_of_both else None,
+    }
+
+
+_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
+
+
+def _families(profile: Profile, precision: str | None) -> list[_Columns]:
+    """One row per family of the whole step and of each phase, the most time first."""
+    rows: list[_Columns] = []
+    for phase in (STEP, *PHASES):
+        kernels = list(profile.kernels) if phase == STEP else _of_phase(profile, phase)
+        total = _us(kernels)
+        groups = _grouped(kernels, lambda each: each.family)
+        for family, group in sorted(groups.items(), key=lambda item: -_us(item[1])):
+            values: dict[str, Scalar] = {
+                "calls": sum(each.is_call for each in group) / profile.steps,
+                "ms": profile.per_step_ms(group),
+                "share": _us(group) / total if total else None,
+                "ceiling_precision": _ceiling_precision(family, precision),
+            }
+            rows.append(({"phase": phase, "family": family}, values | rates(group, profile.steps)))
+    return rows
+
+
+def _ceiling_precision(family: str, precision: str | None) -> str | None:
+    """The precision of the measured product whose rate bounds a family's arithmetic."""
+    if family == "FP32 SIMT matmul":
+        return "fp32"
+    if family in ("tensor-core matmul", "matmul", "fused attention") and precision is not None:
+        return "bf16" if precision in ("bf16", "fp16", "bf16-pure") else precision
+    return None
+
+
+def _pieces(profile: Profile) -> list[_Columns]:
+    """Scores, softmax and weighted sum, in forward and in backward: all of each piece, and its main kernels alone."""
+    rows: list[_Columns] = []
+    groups = _grouped(
+        (each for each in profile.kernels if each.piece is not None), lambda each: (each.phase, each.piece)
+    )
+    for (phase, piece), group in groups.items():
+        main = [each for each in group if (each.family == "softmax" if piece == "softmax" else each.family in MATMULS)]
+        own = {f"main_{name}": value for name, value in rates(main, profile.steps).items()}
+        values: dict[str, Scalar] = {"ms": profile.per_step_ms(group), "main_ms": profile.per_step_ms(main)}
+        values |= {"calls": sum(each.is_call for each in group) / profile.steps}
+        rows.append(({"phase": phase, "piece": piece}, values | rates(group, profile.steps) | own))
+    return rows
+
+
+def _kernels(profile: Profile) -> list[_Columns]:
+    """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
+    total = _us(profile.kernels)
+    groups = _grouped(
+        profile.kernels,
+        lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
+    )
+    rows: list[_Columns] = []
+    for (phase, module, name, family), group in sorted(groups.items(), key=lambda item: -_us(item[1])):
+        calls = sum(each.is_call for each in group)
+        operators = _grouped(group, lambda each: each.operator)
+        values: dict[str, Scalar] = {
+            "family": family,
+            "operator": max(operators, key=lambda each: _us(operators[each])),
+            "calls": calls / profile.steps,
+            "ms": profile.per_step_ms(group),
+            "mean_us": _us(group) / calls if calls else None,
+            "share": _us(group) / total if total else None,
+            **rates(group, profile.steps),
+        }
+        if short_name(name) != name:
+            values["full_name"] = name
+        rows.append(({"phase": phase, "module": module, "kernel": short_name(name)}, values))
+    return rows
+
+
+def timeline_values(
+    profile: Profile, step: str | None, longest: int = LONGEST
+) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
+    """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
+
+    Args:
+        profile: whose kernels are drawn.
+        step: which of its steps.
+        longest: bars at most; where there are more, short neighbours are drawn as one, and the values say so.
+    """
+    kernels = profile.of_step(step)
+    bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)
+    start = min((bar.start for bar in bars), default=0.0)
+    tables: dict[str, dict[str, int]] = {name: {} for name in ("kernel", "family", "phase", "module", "lane")}
+
+    def indices(table: str, text: Callable[[Kernel], str]) -> list[Scalar]:
+        known = tables[table]
+        return [known.setdefault(text(bar.kernel), len(known)) for bar in bars]
+
+    series: dict[str, Sequence[Scalar]] = {
+        "start_ns": [round((bar.start - start) * 1e3) for bar in bars],
+        "duration_ns": [round((bar.end - bar.start) * 1e3) for bar in bars],
+        "count": [bar.count for bar in bars],
+        "kernel": indices("kernel", lambda each: short_name(each.name)),
+        "family": indices("family", lambda each: each.family),
+        "phase": indices("phase", lambda each: each.phase or UNKNOWN),
+        "module": indices("module", lambda each: each.module or UNKNOWN),
+        "lane": indices("lane", lambda each: _lane(each, profile)),
+    }
+    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}
+    return values, series | {f"{name}_names": list(table) for name, table in tables.items()}
+
+
+class _Bar:
+    """One kernel, or several neighbours, of which the longest gives its name."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.start, self.end, self.count = kernel, kernel.start_us, kernel.end_us, 1
+
+    def join(self, other: _Bar) -> None:
+        if other.kernel.duration_us > self.kernel.duration_us:
+            self.kernel = other.kernel
+        self.end, self.count = max(self.end, other.end), self.count + other.count
+
+
+_ALIKE: tuple[Callable[[Kernel], Hashable], ...] = (
+    lambda each: (each.lane, each.family, each.phase),
+    lambda each: (each.lane, each.phase),
+    lambda each: each.lane,
+)
+"""What neighbours must have in common to be drawn as one, the strictest first."""
+_VISIBLE = 1 / 100
+"""Share of the timeline from which bars of different phases are rather joined than alike ones that far apart."""
+
+
+def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
+    """No more bars than may be drawn, and up to which length neighbours were joined for that; None where none were."""
+    longest = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
+    used: list[float] = []
+    for levels, limit in ((_ALIKE[:2], _VISIBLE * longest), (_ALIKE, 2 * longest)):
+        length = 1.0
+        while len(bars) > most and length < limit:
+            for alike in levels:
+                if len(bars) > most:
+                    bars = _joined(bars, alike, length)
+            used.append(length)
+            length *= 2
+    return bars, max(used, default=None)
+
+
+def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
+    """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
+    kept: list[_Bar] = []
+    latest: dict[str, _Bar] = {}
+    for bar in bars:
+        last = latest.get(bar.kernel.stream)
+        if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
+            last.join(bar)
+            continue
+        kept.append(bar)
+        latest[bar.kernel.stream] = bar
+    return kept
+
+
+def _lane(kernel: Kernel, profile: Profile) -> str:
+    """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
+    if profile.is_cpu and not kernel.name.startswith(GLOO):
+        return f"thread {kernel.stream.rpartition('/')[2]}"
+    if kernel.lane != "compute":
+        return kernel.lane
+    return f"compute, stream {kernel.stream.rpartition('/')[2]}"

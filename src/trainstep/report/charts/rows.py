@@ -1,0 +1,204 @@
+"""Charts of named rows: horizontal bars, and the ladder's waterfall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
+from trainstep.report.numbers import typeset
+
+if TYPE_CHECKING:
+    from bokeh.models import PlainText
+    from bokeh.plotting import figure
+
+ROW_HEIGHT = 34
+LONGEST_LABEL = 24
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of a bar chart."""
+
+    name: str
+    value: float | None
+    """Where the bar ends; None draws none (the label says why)."""
+    label: str
+    """Stands in the column at the right."""
+    tip: str
+    """What hovering shows under the name; lines are kept."""
+    low: float | None = None
+    high: float | None = None
+    base: float = 0.0
+    """From 0 to here the bar is drawn in the neutral colour."""
+    second: float | None = None
+    """A thinner bar below the first."""
+    role: str = "accent"
+
+
+Outcome = Literal["baseline", "kept", "left", "slower", "failed"]
+
+
+@dataclass(frozen=True)
+class Fall:
+    """One row of the waterfall: from the time kept so far to this rung's own."""
+
+    name: str
+    start: float
+    """The time kept before; 0 where there is none."""
+    end: float | None
+    """This rung's time; None where it has none."""
+    outcome: Outcome
+    label: str
+    tip: str
+    low: float | None = None
+    high: float | None = None
+
+
+def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figure:
+    """Horizontal bars, the first row on top, with interval whiskers; `limit` draws a line across all rows."""
+    from bokeh.models import Span
+
+    reach = [x for row in rows for x in (row.value, row.high, row.second, row.base) if x is not None]
+    plot = _rows_figure([row.name for row in rows], [row.label for row in rows], axis, [*reach, limit or 0.0])
+    has_second = any(row.second is not None for row in rows)
+    thick, shift = (0.40, 0.10) if has_second else (0.52, 0.0)
+    drawn = [(-index + shift, row) for index, row in enumerate(rows) if row.value is not None]
+    _hbar(plot, [y for y, _ in drawn], thick, [0.0] * len(drawn), [min(row.base, row.value or 0) for _, row in drawn])
+    _hbar(
+        plot,
+        [y for y, _ in drawn],
+        thick,
+        [row.base for _, row in drawn],
+        [max(row.value or 0, row.base) for _, row in drawn],
+        [row.role for _, row in drawn],
+    )
+    lower = [(-index - 0.24, row) for index, row in enumerate(rows) if row.second is not None]
+    other = "neutral" if rows and rows[0].role == "accent" else "accent"
+    second = [row.second or 0.0 for _, row in lower]
+    _hbar(plot, [y for y, _ in lower], 0.16, [0.0] * len(lower), second, [other] * len(lower))
+    _whiskers(plot, [(y, row.low, row.high) for y, row in drawn])
+    if limit is not None:
+        plot.add_layout(Span(location=limit, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
+    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    return plot
+
+
+def waterfall(rows: Sequence[Fall], axis: str) -> figure:
+    """The ladder: bars from the kept time to each rung's, a cross where it has no time."""
+    reach = [x for row in rows for x in (row.start, row.end, row.high) if x is not None]
+    plot = _rows_figure([row.name for row in rows], [row.label for row in rows], axis, reach)
+    kept = 0.0
+    for index, row in enumerate(rows):
+        if row.outcome in ("baseline", "kept") and row.end is not None:
+            kept = row.end
+        if kept and index + 1 < len(rows):
+            plot.segment([kept], [-index], [kept], [-index - 1], line_color=COLOURS["muted"], line_width=1)
+    styles: dict[str, dict[str, Any]] = {
+        "baseline": {"fill_color": COLOURS["neutral"], "line_color": None},
+        "kept": {"fill_color": COLOURS["accent"], "line_color": None},
+        "left": {"fill_color": COLOURS["paper"], "line_color": COLOURS["neutral"], "line_width": 1.5},
+        "slower": {
+            "fill_color": COLOURS["paper"],
+            "line_color": COLOURS["warn"],
+            "line_width": 1.5,
+            "hatch_pattern": "right_diagonal_line",
+            "hatch_color": COLOURS["warn"],
+            "hatch_scale": 7,
+        },
+    }
+    for index, row in enumerate(rows):
+        if row.end is not None and row.outcome in styles:
+            left, right = sorted((row.start if row.outcome != "baseline" else 0.0, row.end))
+            plot.hbar(y=[-index], height=0.52, left=[left], right=[right], **styles[row.outcome])
+    crosses = [(row.start, -index) for index, row in enumerate(rows) if row.outcome == "failed"]
+    if crosses:
+        plot.scatter(
+            [x for x, _ in crosses],
+            [y for _, y in crosses],
+            marker="x",
+            size=11,
+            color=COLOURS["warn"],
+            line_width=2.5,
+        )
+    _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
+    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    return plot
+
+
+def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: Sequence[float]) -> figure:
+    """Rows at y = 0, −1, −2 …, names at the left, labels in a column at the right."""
+    from bokeh.models import FixedTicker, LinearAxis, NoOverlap, Range1d
+
+    count = len(names)
+    plot = empty_figure(
+        height=count * ROW_HEIGHT + 46,
+        y_range=Range1d(-count + 0.4, 0.6),
+        x_range=Range1d(0, 1.03 * max(reach, default=1.0) or 1.0),
+    )
+    plot.xaxis.axis_label = axis
+    plot.xaxis.ticker.desired_num_ticks = 5
+    plot.xaxis.major_label_policy = NoOverlap()
+    plot.xgrid.grid_line_color = COLOURS["rule"]
+    plot.yaxis.ticker = FixedTicker(ticks=[-index for index in range(count)])
+    plot.yaxis.major_label_overrides = _row_texts(names)
+    plot.yaxis.major_label_text_color = COLOURS["ink"]
+    right = LinearAxis(ticker=FixedTicker(ticks=[-index for index in range(count)]))
+    right.major_label_overrides = _row_texts([typeset(label) for label in labels])
+    style_axes(right)
+    right.major_label_text_color = COLOURS["ink"]
+    plot.add_layout(right, "right")
+    return plot
+
+
+def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
+    """Labels by row, cut where they are long."""
+    cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
+    return plain_ticks({-index: text for index, text in enumerate(cut)})
+
+
+def _hbar(
+    plot: figure,
+    y: Sequence[float],
+    height: float,
+    left: Sequence[float],
+    right: Sequence[float],
+    roles: Sequence[str] | None = None,
+) -> None:
+    shown = [index for index in range(len(y)) if right[index] > left[index]]
+    if shown:
+        plot.hbar(
+            y=[y[index] for index in shown],
+            height=height,
+            left=[left[index] for index in shown],
+            right=[right[index] for index in shown],
+            fill_color=[COLOURS[roles[index] if roles else "neutral"] for index in shown],
+            line_color=None,
+        )
+
+
+def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | None]]) -> None:
+    """Intervals as a line with two end caps."""
+    known = [(y, low, high) for y, low, high in spans if low is not None and high is not None]
+    if not known:
+        return
+    style = {"line_color": COLOURS["ink"], "line_width": 1.2}
+    y, low, high = (list(column) for column in zip(*known, strict=True))
+    plot.segment(low, y, high, y, **style)
+    cap = 0.1
+    for ends in (low, high):
+        plot.segment(ends, [at - cap for at in y], ends, [at + cap for at in y], **style)
+
+
+def _hover_rows(plot: figure, texts: Sequence[tuple[str, str]]) -> None:
+    """The whole row reacts, not only its bar: an invisible bar lies over each."""
+    from bokeh.models import ColumnDataSource
+
+    columns = {
+        "y": [-index for index in range(len(texts))],
+        "name": [name for name, _ in texts],
+        "tip": [tip for _, tip in texts],
+    }
+    cover = plot.hbar(y="y", height=1, left=0, right=plot.x_range.end, source=ColumnDataSource(columns), **COVER)
+    add_hover(plot, cover)

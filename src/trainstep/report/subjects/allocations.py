@@ -1,0 +1,318 @@
+"""The allocations of one step, or of a snapshot: the stacked timeline, who owns the peak, the largest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
+from trainstep.phases import PHASES
+from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.report.analysed import analysed_step, is_same_step
+from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
+from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, files_only, value_column, word_column
+from trainstep.report.facts import told_apart
+from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.numbers import as_float, gib, number
+from trainstep.report.tables import Definition, make_table, outcome_table
+from trainstep.stats import RUN_SPREAD
+
+MOST = 0.5
+"""Owners are named, the largest first, until together they own more than this share of the peak."""
+WORTH = 0.05
+"""Share of the peak from which a part of the model is worth a change that shrinks it alone."""
+UNFUSED = ("eager", "eager-compiled", "sdpa-math")
+"""Attention that keeps its scores for backward."""
+ATTENTION = frozenset({"attention", "Softmax"})
+LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
+"""Modules of our models and autograd nodes that hold scores, or logits; activations that only the loss made."""
+_NAMED = 3
+"""Owners of a recorded step's peak that are named."""
+
+_TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
+_SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))
+
+
+def owner_part(row: OwnerRow) -> str:
+    """The part of an owner in words, `all` for the whole."""
+    if row.is_total or row.line:
+        return row.line or "all"
+    if row.owner == "activations":
+        return row.module or ("the loss" if row.phase == "loss" else "the model itself")
+    made = " of ".join(filter(None, (row.operation, row.phase)))
+    return f"{row.module}, {made}" if row.module else made
+
+
+def _owner_cell(row: Row) -> Cell:
+    """The owner, its parts below it."""
+    assert isinstance(row, OwnerRow)
+    if row.is_total:
+        return Cell(row.owner, is_text=True)
+    return Cell(f"· {owner_part(row)}", tone="quiet", is_text=True)
+
+
+def _part_text(row: Row) -> str:
+    assert isinstance(row, OwnerRow)
+    return owner_part(row)
+
+
+def made_in(row: Row) -> str:
+    """`backward: Softmax`: the phase that made an allocation, and its operation where that is known."""
+    return ": ".join(str(row.values[name]) for name in ("phase", "operation") if row.values.get(name))
+
+
+TIMELINES = Definition(
+    MemoryTimelineRow,
+    "Every allocation of one step",
+    (
+        *(column for column in SETTINGS if column.title in _TELLING),
+        case_column("device", "device"),
+        value_column("at rest (GiB)", "at_rest_gib"),
+        value_column("peak (GiB)", "peak_gib", digits=4),
+        value_column("by the allocator (GiB)", "allocator_gib", digits=4),
+        value_column("peak in", "peak_phase"),
+        value_column("no owner at the peak (%)", "unknown_share", 100, digits=2),
+        value_column("allocations", "allocations"),
+        value_column("events", "events", brief=False),
+        value_column("snapshot", "snapshot"),
+        OUTCOME,
+    ),
+)
+OWNERS = Definition(
+    OwnerRow,
+    "Who owns the peak",
+    (
+        *_SETTINGS,
+        word_column("owner", "owner", page=False),
+        Column("part", _part_text, page=False),
+        Column("owner", _owner_cell, files=False),
+        value_column("MiB", "mib"),
+        value_column("share of the peak (%)", "share", 100),
+        value_column("allocations", "allocations"),
+    ),
+    key=lambda row: f"{row.case['owner']}: {_part_text(row)}",
+    is_strong=lambda row: isinstance(row, OwnerRow) and row.is_total,
+)
+LARGEST = Definition(
+    AllocationRow,
+    "The largest allocations of the step, and the line of code that made them",
+    (
+        *_SETTINGS,
+        word_column("rank", "rank", page=False),
+        value_column("MiB", "mib"),
+        value_column("times", "count"),
+        word_column("owner", "owner"),
+        word_column("module", "module"),
+        Column("made in", made_in),
+        value_column("line", "line"),
+    ),
+    key=lambda row: str(row.case["rank"]),
+)
+TABLES = (TIMELINES, OWNERS, LARGEST)
+
+
+def allocations(records: Sequence[Row]) -> Section | None:
+    """All memory timelines, where there are any."""
+    rows = of_kind(records, MemoryTimelineRow)
+    if not rows:
+        return None
+    blocks: list[Block] = []
+    for place, row in enumerate(rows):
+        title = told_apart(row, rows)
+        if row.status != "ok":
+            blocks.append(outcome_table("Not recorded", title, row))
+            continue
+        owners, largest = belonging(records, OwnerRow, row), belonging(records, AllocationRow, row)
+        blocks += [
+            Charts([_chart(row, title, place)]),
+            make_table(replace(OWNERS, caption=f"Who owns the peak: {title}"), owners, "page", name=f"owners-{place}"),
+            make_table(
+                replace(LARGEST, caption=f"The largest allocations: {title}"), largest, "page", name=f"largest-{place}"
+            ),
+        ]
+    lead = (
+        "Every allocation, from the event that made it to the event that freed it. Drag over a part to see it closer; "
+        "hover for an allocation’s size and the line of code that made it. What always stays is drawn as one at first; "
+        "the slider shows more."
+    )
+    return Section("allocations", "Allocations", "Every allocation of the step", lead, blocks)
+
+
+SECTIONS = (allocations,)
+
+
+def _chart(row: MemoryTimelineRow, title: str, place: int) -> Chart:
+    peak = row.peak_gib or 0
+    unit, scale = ("GiB", 1.0) if peak >= 1 else ("MiB", 1024.0)
+    groups = [str(name) for name in row.series["groups"]]
+    order = sorted(range(len(groups)), key=lambda index: -int(str(row.series["bands"][index])))
+    caption = (
+        f"The dashed line is the peak: {gib(peak)}{f', in {row.peak_phase}' if row.peak_phase else ''}. The black line "
+        "is the total, small allocations included."
+    )
+    left_out = (row.allocations or 0) - (row.drawn or 0)
+    if left_out > 0:
+        caption += (
+            f" Of {number(row.allocations)} allocations, the {number(left_out)} below {number(row.smallest_drawn_mib)} "
+            "MiB are only in sums."
+        )
+    swatches = roles(groups)
+    return Chart(
+        f"allocations-{place}",
+        f"Live memory: {title}",
+        caption,
+        partial(allocation_chart, row, unit, scale),
+        [(swatches[index], groups[index]) for index in order],
+        layout_data(row, unit, scale),
+    )
+
+
+def phase_peaks(row: Row) -> dict[str, float]:
+    """Phase → its peak in GiB, of a row that has them."""
+    return {name: peak for name in PHASES if (peak := as_float(row.values.get(f"{name}_peak_gib"))) is not None}
+
+
+def peak_findings(records: Sequence[Row]) -> list[Finding]:
+    """Where the analysed step's memory peaks, what owns most of that peak, and what would shrink it."""
+    step = analysed_step(records)
+    if step is None or step.peak_gib is None or step.at_rest_gib is None:
+        return []
+    peaks, transient = phase_peaks(step), (step.peak_gib - step.at_rest_gib) / step.peak_gib
+    phase = max(peaks, key=peaks.__getitem__)
+    state = "" if step.optimizer_state_gib == 0 else ", optimizer state"
+    sentence = (
+        f"Memory peaks in {phase} at {in_gib(step.peak_gib)}; {in_gib(step.at_rest_gib)} of that is there before the "
+        f"step (weights{state} and the batch), {transient:.0%} comes and goes with it"
+    )
+    figures: dict[str, Scalar] = {"peak_gib": step.peak_gib, "at_rest_gib": step.at_rest_gib, "phase": phase}
+    owners, parts = _owners(step, phase, records)
+    remedies: Sequence[str] = ()
+    if owners:
+        owned, remedies = _owned(owners, parts, step, phase)
+        sentence += f": {owned}"
+        figures |= {"owners": tuple(row.owner for row in owners)}
+    elif 1 - transient > MOST:
+        remedies = ("sharding", "a smaller optimizer state") if state else ("sharding",)
+        shrink = " or a smaller optimizer state shrink it" if state else " helps"
+        sentence += f": most of it stays, so sharding{shrink}"
+    else:
+        sentence += " (activations, gradients and temporaries)"
+    return [Finding("memory", f"{sentence}.", "memory.peak", {**figures, "remedies": tuple(remedies)})]
+
+
+def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[OwnerRow], list[OwnerRow]]:
+    """Who owns most of the peak, the largest first, and the parts of all owners; empty where no timeline of this step
+    was recorded or it peaks elsewhere."""
+    for timeline in of_kind(records, MemoryTimelineRow):
+        if timeline.status != "ok" or timeline.peak_phase != phase or not is_same_step(step, timeline):
+            continue
+        rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]
+        owners = sorted((row for row in rows if row.is_total), key=lambda row: -(row.share or 0))
+        named: list[OwnerRow] = []
+        for row in owners:
+            if sum(each.share or 0 for each in named) > MOST:
+                break
+            named.append(row)
+        return named, [row for row in rows if not row.is_total]
+    return [], []
+
+
+def _owned(
+    owners: Sequence[OwnerRow], parts: Sequence[OwnerRow], step: StepRow, phase: str
+) -> tuple[str, Sequence[str]]:
+    """What owns most of the peak and what shrinks that, in words; and the latter as a list."""
+    remedies = list(dict.fromkeys(each for row in owners for each in _remedies(row.owner, parts, step, phase)))
+    names = listed(["allocations without a known owner" if row.owner == "unknown" else row.owner for row in owners])
+    verb = "makes" if names in ("optimizer state", "batch") else "make"
+    advice = f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it" if remedies else ""
+    return f"{names} {verb} up most of the peak{advice}", remedies
+
+
+def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) -> list[str]:
+    """What shrinks an owner, of what this step does not do already."""
+    own = [row for row in parts if row.owner == owner]
+    match owner:
+        case "optimizer state":
+            return ["sharding", "a smaller optimizer state"]
+        case "parameters" | "gradients":
+            return ["sharding"]
+        case "batch":
+            return ["a smaller batch"]
+        case "temporaries" if phase == "optimizer":
+            return ["the fused optimizer"] if step.optimizer == "adamw-foreach" else []
+        case "activations" | "temporaries":
+            found = []
+            if step.attention in UNFUSED and _has(own, ATTENTION):
+                found.append("a fused attention")
+            if step.loss == "dense" and _has(own, LOSS):
+                found.append("a chunked loss")
+            if owner == "activations" and step.checkpointing is None:
+                found.append("activation checkpointing")
+            return [*found, "a smaller batch"]
+        case _:
+            return []
+
+
+def _has(parts: Sequence[OwnerRow], names: frozenset[str]) -> bool:
+    """Whether parts of these names own enough of the peak: the last of a module's name, or what made a temporary."""
+    return sum(row.share or 0 for row in parts if _maker(row) in names) >= WORTH
+
+
+def _maker(row: OwnerRow) -> str | None:
+    if row.owner == "activations":
+        return row.module.rpartition(".")[2] if row.module else f"({row.phase})"
+    return row.operation
+
+
+def owner_findings(records: Sequence[Row]) -> list[Finding]:
+    """Who owns the peak of the first recorded step, and what the ladder made of it."""
+    step = next((row for row in of_kind(records, MemoryTimelineRow) if row.status == "ok"), None)
+    if step is None or step.peak_phase is None:
+        return []
+    own = belonging(records, OwnerRow, step)
+    owners = [row for row in own if row.is_total]
+    if not owners:
+        return []
+    shares = {row.owner: row.share or 0 for row in owners[:_NAMED]}
+    told = listed([f"{owner} {share:.0%}" for owner, share in shares.items()])
+    sentence = f"At its peak, {in_gib(step.peak_gib or 0)} in {step.peak_phase}, memory is {told}"
+    figures: dict[str, Scalar] = {"peak_gib": step.peak_gib, "phase": step.peak_phase}
+    figures |= {f"share of {owner}": share for owner, share in shares.items()}
+    part = next((row for row in own if row.owner == "activations" and not row.is_total), None)
+    if part is not None:
+        share = part.share or 0
+        sentence += f"; of the activations, those of {owner_part(part)} are the most ({share:.0%} of the peak)"
+        figures |= {"part": owner_part(part), "share of the part": share}
+    sentence += "."
+    largest = next(iter(belonging(records, AllocationRow, step)), None)
+    if largest is not None and largest.line:
+        size, count = (largest.mib or 0) / 1024, largest.count or 1
+        times = f", {count} times a step" if count > 1 else ""
+        sentence += f" The largest allocation, {in_gib(size)}{times}, is made by {largest.line} ({made_in(largest)})."
+        figures |= {"largest_gib": size, "line": largest.line}
+    proof, proven = _proof(records)
+    return [Finding("memory", sentence + proof, "memory.owners", {**figures, **proven})]
+
+
+def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
+    """The rung of the ladder that made the peak smaller by most, against the rung it was built on."""
+    base: RungRow | None = None
+    best: tuple[str, float, float] | None = None
+    for row in of_kind(records, RungRow):
+        if row.status != "ok" or row.peak_gib is None:
+            continue
+        if base is not None and base.peak_gib is not None:
+            before, after = base.peak_gib, row.peak_gib
+            if before - after > max(RUN_SPREAD * before, best[1] - best[2] if best else 0):
+                best = (row.rung, before, after)
+        base = row if row.kept else base
+    if best is None:
+        return "", {}
+    rung, before, after = best
+    sentence = f" On the ladder, {rung} took the peak from {in_gib(before)} to {in_gib(after)}."
+    return sentence, {"rung": rung, "before_gib": before, "after_gib": after}
+
+
+RULES = (peak_findings, owner_findings)

@@ -1,0 +1,376 @@
+"""Kernels: where the step's kernel time goes, by family, phase, module and kernel, and one step's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
+from trainstep.phases import PHASES
+from trainstep.records import Row, belonging, of_kind
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
+from trainstep.report.charts import Bar, bars
+from trainstep.report.charts.profile import FAMILY_ROLES, Point, roofline, timeline
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Cell,
+    Column,
+    case_column,
+    count_column,
+    files_only,
+    median_cell,
+    median_column,
+    value_cell,
+    value_column,
+    word_column,
+)
+from trainstep.report.facts import told_apart
+from trainstep.report.numbers import NONE, as_float, count, number
+from trainstep.report.subjects import kernel_findings
+from trainstep.report.subjects.noise import BEYOND, SEEN
+from trainstep.report.tables import Definition, Table, TableRow, make_table, outcome_table
+
+TOP_KERNELS = 25
+TOP_MODULES = 20
+_SETTINGS = tuple(map(files_only, SETTINGS))
+_RATES = (
+    value_column("TFLOP", "tflop", brief=False, page=False),
+    value_column("GB", "gb", brief=False, page=False),
+    value_column("TFLOP/s", "tflops"),
+    value_column("GB/s", "gb_s"),
+)
+
+
+def _key(*names: str) -> Callable[[Row], str]:
+    """A row's `data-row`, of settings."""
+    return lambda row: ": ".join(str(row.case[name]) for name in names)
+
+
+PROFILES = Definition(
+    ProfileRow,
+    "The step without and with the profiler, and what it found",
+    (
+        *(replace(column, brief=column.title in ("workload", "context", "precision")) for column in SETTINGS),
+        median_column("step (ms) [95 %]", "step"),
+        value_column("with the profiler (ms)", "profiled_step_ms"),
+        value_column("its cost (%)", "profiler_cost", 100),
+        count_column("kernels per step", "kernels"),
+        value_column("busy (ms)", "busy_ms"),
+        value_column("idle (%)", "idle_share", 100),
+        value_column("in a known phase (%)", "phase_coverage", 100, digits=4),
+        value_column("in a known module (%)", "module_coverage", 100, digits=4),
+        value_column("matmul, of forward (%)", "matmul_share_forward", 100),
+        value_column("matmul, of the step (%)", "matmul_share_step", 100),
+        value_column("sums beyond the step", "sums_disagree"),
+        value_column("top kernel of forward", "top_forward_kernel", brief=False),
+        count_column("its calls per forward", "top_forward_kernel_calls", brief=False),
+        value_column("its time (ms)", "top_forward_kernel_ms", brief=False),
+        value_column("its share of forward (%)", "top_forward_kernel_share", 100, brief=False),
+        value_column("top kernel of the step", "top_step_kernel", brief=False),
+        count_column("its calls per step", "top_step_kernel_calls", brief=False),
+        value_column("its time (ms) ", "top_step_kernel_ms", brief=False),
+        value_column("its share of the step (%)", "top_step_kernel_share", 100, brief=False),
+        OUTCOME,
+    ),
+)
+
+
+def families(ceilings: Sequence[CeilingRow]) -> Definition:
+    """The table of families; on the page with the part of the measured ceilings that each reaches."""
+    return Definition(
+        FamilyRow,
+        "Kernel time by family, per step; rates over what is counted",
+        (
+            *_SETTINGS,
+            word_column("phase", "phase"),
+            word_column("family", "family"),
+            count_column("calls", "calls"),
+            value_column("ms", "ms"),
+            value_column("share of the phase (%)", "share", 100),
+            *_RATES,
+            value_column("FLOP per byte", "flop_per_byte", page=False),
+            Column("of the device’s limit", partial(_of_limit, ceilings), files=False),
+        ),
+        key=_key("phase", "family"),
+        is_strong=lambda row: row.case["phase"] == "step",
+        longest=24,
+    )
+
+
+def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
+    """The larger of the parts reached of the arithmetic and of the memory ceiling, and which one it is.
+
+    No kernel computes faster than the device; a ceiling below one was measured on a busier or slower machine.
+    """
+    assert isinstance(row, FamilyRow)
+    parts = []
+    for each in ceilings:
+        if each.operation == "copy" and each.gb_s and row.gb_s is not None:
+            parts.append((row.gb_s / each.gb_s, "memory"))
+        if each.precision and each.precision == row.ceiling_precision and each.tflops and row.tflops is not None:
+            parts.append((row.tflops / each.tflops, "arithmetic"))
+    if not parts:
+        return Cell(NONE, name="of_limit", is_text=False)
+    part, unit = max(parts)
+    is_possible = unit == "memory" or part < BEYOND
+    return Cell(f"{part:.0%} of {unit}", part, "of_limit", tone="" if is_possible else "bad", is_text=False)
+
+
+PIECES = Definition(
+    PieceRow,
+    "The pieces of eager attention, per step: all kernels of a piece, and its matrix product or softmax alone",
+    (
+        *_SETTINGS,
+        word_column("phase", "phase"),
+        word_column("piece", "piece"),
+        value_column("ms", "ms"),
+        value_column("product or softmax (ms)", "main_ms"),
+        value_column("its GFLOP", "main_tflop", 1e3),
+        value_column("its GB", "main_gb"),
+        value_column("its TFLOP/s", "main_tflops"),
+        value_column("its GB/s", "main_gb_s"),
+    ),
+    key=_key("phase", "piece"),
+)
+
+
+def _kernel_cell(row: Row) -> Cell:
+    """The kernel; on the page with its family, operator and module below it."""
+    assert isinstance(row, KernelRow)
+    origin = [row.family, row.operator if row.operator != row.kernel else None, row.module]
+    note = " · ".join(filter(None, origin)) or "all of them in tables/kernel.csv"
+    return Cell(row.kernel, row.kernel, "kernel", note=note, is_text=True)
+
+
+def _kernel_key(row: Row) -> str:
+    assert isinstance(row, KernelRow)
+    return f"{row.phase} {row.module} {row.kernel}" if row.phase else "others"
+
+
+KERNELS = Definition(
+    KernelRow,
+    "Kernels by phase and module, per step, the longest first",
+    (
+        *_SETTINGS,
+        word_column("phase", "phase"),
+        files_only(case_column("module", "module")),
+        Column("kernel", _kernel_cell),
+        word_column("family", "family", page=False),
+        value_column("operator", "operator", brief=False, page=False),
+        count_column("calls", "calls"),
+        value_column("ms", "ms"),
+        value_column("mean (µs)", "mean_us"),
+        value_column("share (%)", "share", 100),
+        *map(files_only, _RATES),
+    ),
+    key=lambda row: (
+        " ".join(str(row.case[name]) for name in ("phase", "module", "kernel")) if row.case["phase"] else "others"
+    ),
+    longest=20,
+)
+TABLES = (PROFILES, families(()), PIECES, KERNELS)
+RULES = kernel_findings.RULES
+
+
+def kernels(records: Sequence[Row]) -> Section | None:
+    """Every profile, one after the other."""
+    profiles = of_kind(records, ProfileRow)
+    if not profiles:
+        return None
+    blocks: list[Block] = []
+    for place, profile in enumerate(profiles):
+        title = told_apart(profile, profiles)
+        if profile.status == "ok":
+            blocks += _blocks(records, profile, title, f"-{place}" if place else "")
+        else:
+            blocks.append(outcome_table("Not profiled", title, profile))
+    lead = (
+        "Every kernel is put where its launch stood: backward kernels by autograd’s sequence numbers in the module "
+        "whose forward made them. Times are those of the profiled steps; what the profiler itself cost stands beside "
+        "them."
+    )
+    return Section("kernels", "Kernels", "Which kernels run, and where", lead, blocks)
+
+
+SECTIONS = (kernels,)
+
+
+def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str) -> list[Block]:
+    rows, own = belonging(records, FamilyRow, profile), belonging(records, KernelRow, profile)
+    ceilings = of_kind(records, CeilingRow)
+    charts = [_family_chart([row for row in rows if row.phase == "step"], title, suffix)]
+    if roof := _roofline_chart(profile, ceilings, rows, title, suffix):
+        charts.append(roof)
+    found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}"), Charts(charts)]
+    if lines := belonging(records, TimelineRow, profile):
+        found.append(Charts([_timeline_chart(lines[0], title, suffix)]))
+    if sums := _phase_table(profile, title, suffix):
+        found.append(sums)
+    caption = (
+        f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
+        "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: clearly more than "
+        "100% of it means that the machine was disturbed"
+    )
+    seen = [row for row in rows if row.phase == "step" or (row.share or 0) >= SEEN]
+    found.append(make_table(replace(families(ceilings), caption=caption), seen, "page", name=f"families{suffix}"))
+    if pieces := belonging(records, PieceRow, profile):
+        definition = replace(PIECES, caption=f"The pieces of attention, per step: {title}")
+        found.append(make_table(definition, pieces, "page", name=f"pieces{suffix}"))
+    return [*found, _module_table(own, title, suffix), _kernel_table(own, title, suffix)]
+
+
+def _percent(row: Row, name: str, digits: int = 3) -> Cell:
+    value = as_float(row.values.get(name))
+    return Cell(NONE if value is None else f"{number(100 * value, digits)}%", value, name)
+
+
+def _number(row: Row, name: str) -> float:
+    return as_float(row.values.get(name)) or 0.0
+
+
+def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
+    facts = [
+        ("In a known phase", _percent(profile, "phase_coverage", 4)),
+        ("In a known phase and module", _percent(profile, "module_coverage", 4)),
+        ("FLOPs or bytes counted for", _percent(profile, "cost_coverage")),
+        ("Kernels per step", value_cell(profile, "kernels", count)),
+        ("Device busy", value_cell(profile, "busy_ms", lambda value: f"{number(value)} ms")),
+    ]
+    if profile.has_steps is False:
+        facts.insert(0, ("Steps", Cell("none announced: every figure is of the whole trace", is_text=True)))
+    if profile.step_ms is not None:
+        cost = profile.profiler_cost or 0
+        change = f"{number(profile.step_ms)} → {number(profile.profiled_step_ms)} ms"
+        runs = f"medians of {number(profile.n)} and {number(profile.profiled_n)} steps"
+        facts += [
+            ("Device idle, without the profiler", _percent(profile, "idle_share")),
+            (f"What profiling cost ({runs})", Cell(f"{change}, {number(100 * cost)}%", cost, "profiler_cost")),
+        ]
+    if profile.communication_ms is not None:
+        part = (profile.communication_overlapped_ms or 0) / (profile.communication_ms or 1)
+        facts.append(("Communication beside compute", Cell(f"{part:.0%}", part, "communication_overlapped")))
+    return facts
+
+
+def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
+    drawn = [
+        Bar(
+            row.family,
+            row.ms,
+            f"{number(row.ms)} ms · {row.share or 0:.0%}",
+            f"{count(row.calls)} calls per step\n{_rates(row)}",
+            role=FAMILY_ROLES.get(row.family, "accent"),
+        )
+        for row in rows
+    ]
+    plot = partial(bars, drawn, "ms per step")
+    return Chart(f"families{suffix}", "Kernel time of one step by family", title, plot)
+
+
+def _rates(row: FamilyRow) -> str:
+    rates = ((row.tflops, "TFLOP/s"), (row.gb_s, "GB/s"))
+    return ", ".join(f"{number(rate)} {unit}" for rate, unit in rates if rate is not None)
+
+
+def _roofline_chart(
+    profile: ProfileRow, ceilings: Sequence[CeilingRow], rows: Sequence[FamilyRow], title: str, suffix: str
+) -> Chart | None:
+    peaks = {f"{row.operation} {row.precision}": row.tflops for row in ceilings if row.tflops is not None}
+    copy = next((row.gb_s for row in ceilings if row.gb_s is not None), None)
+    points = [
+        Point(
+            row.family, row.flop_per_byte, row.tflops, f"{_rates(row)}\n{number(row.flop_per_byte)} FLOP per byte"
+        )
+        for row in rows
+        if row.phase == "step" and row.flop_per_byte and row.tflops
+    ]  # fmt: skip
+    if not points or not peaks or copy is None:
+        return None
+    return Chart(
+        f"roofline{suffix}",
+        "Roofline: how near each family comes to this device’s limits",
+        f"{title}. Under the slope ({number(copy)} GB/s, measured) memory sets the pace, under the flat lines "
+        f"arithmetic. Counted: {profile.counted or NONE}.",
+        partial(roofline, points, peaks, copy),
+        [(FAMILY_ROLES.get(point.name, "series-1"), point.name) for point in points],
+    )
+
+
+def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
+    caption = f"{title}. Drag over a part, or scroll with Shift, to see it closer; hover for a kernel and its module."
+    if row.joined_below_us is not None:
+        caption += (
+            f" {number(row.kernels)} kernels as {number(row.bars)} bars: neighbours that together are shorter than "
+            f"{number(row.joined_below_us)} µs are drawn as one, under the name of the longest."
+        )
+    shown: dict[str, str] = {}
+    for name in map(str, row.series["family_names"]):
+        shown.setdefault(FAMILY_ROLES.get(name, "series-1"), name)
+    plot = partial(timeline, row)
+    return Chart(f"timeline{suffix}", "One step, kernel by kernel", caption, plot, list(shown.items()))
+
+
+def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
+    """Sums of kernels beside the times without the profiler."""
+    names = [name for name in PHASES if f"{name}_ms" in profile.values]
+    if not names:
+        return None
+    rows = []
+    for name in [*names, "step"]:
+        is_step = name == "step"
+        busy_name, profiled = ("busy_ms", "profiled_step_ms") if is_step else (f"{name}_busy_ms", f"{name}_profiled_ms")
+        idle = max(0.0, _number(profile, f"{name}_ms") - _number(profile, busy_name))
+        agrees = name not in (profile.sums_disagree or ())
+        outcome = Cell("agrees") if agrees else Cell("kernels take longer than the phase", tone="bad")
+        cells = [
+            Cell("whole step" if is_step else name, is_text=True),
+            median_cell(profile, "step") if is_step else value_cell(profile, f"{name}_ms"),
+            value_cell(profile, busy_name),
+            Cell(number(idle), idle),
+            value_cell(profile, profiled),
+            replace(outcome, is_text=True),
+        ]
+        rows.append(TableRow(cells, name, is_strong=is_step))
+    columns = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
+    caption = (
+        f"Kernel sums against the step without the profiler: {title}. They agree where kernels take no longer than the "
+        f"phase did, give or take {number(profile.sums_allowed_ms or 0)} ms (the 2% that runs differ by; on a CPU, "
+        "what profiling cost)"
+    )
+    return Table(caption, columns, rows, name=f"phase-sums{suffix}")
+
+
+def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
+    """Kernel time of each module by phase; alike modules are one row."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        own = times.setdefault(row.module, {})
+        own[row.phase] = own.get(row.phase, 0) + (row.ms or 0)
+    ordered = sorted(times, key=lambda module: -sum(times[module].values()))
+    names = [(module, times[module]) for module in ordered[:TOP_MODULES]]
+    if rest := ordered[TOP_MODULES:]:
+        sums = {phase: sum(times[module].get(phase, 0) for module in rest) for phase in PHASES}
+        names.append((f"{len(rest)} others", sums))
+    total = sum(row.ms or 0 for row in rows)
+    table_rows = []
+    for module, own in names:
+        whole = sum(own.values())
+        cells = [Cell(module, is_text=True)]
+        cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASES]
+        cells += [Cell(number(whole), whole, "ms"), Cell(f"{100 * whole / total:.1f}%" if total else NONE)]
+        table_rows.append(TableRow(cells, module))
+    columns = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASES), "All, ms", "Of the step"]
+    return Table(f"Kernel time by module, per step: {title}", columns, table_rows, name=f"modules{suffix}")
+
+
+def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
+    """The kernels that take most time, and all others as one row."""
+    shown = list(rows[:TOP_KERNELS])
+    if rest := rows[TOP_KERNELS:]:
+        calls, ms, share = (sum(_number(row, name) for row in rest) for name in ("calls", "ms", "share"))
+        name = f"{len(rest)} other rows"
+        shown.append(KernelRow(phase="", module="", kernel=name, calls=calls, ms=ms, share=share))
+    definition = replace(KERNELS, caption=f"The kernels that take most time, per step: {title}")
+    return make_table(definition, shown, "page", name=f"kernels{suffix}")

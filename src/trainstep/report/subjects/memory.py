@@ -1,0 +1,292 @@
+"""Memory: peaks of the analysed step, of the ladder and of a grid, and a step under each checkpointing policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainstep.config import blocks_per_checkpoint
+from trainstep.kinds import CheckpointingRow, PeakRow, RungRow, WorkloadRow
+from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.report.analysed import analysed_step
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
+from trainstep.report.charts import KINDS, Bar, Series, bars, curves
+from trainstep.report.columns import OUTCOME, SETTINGS, case_column, median_column, value_column, word_column
+from trainstep.report.facts import fact
+from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.numbers import NONE, as_float, gib, number
+from trainstep.report.subjects import allocations, residuals
+from trainstep.report.subjects.allocations import phase_peaks
+from trainstep.report.tables import Definition, make_table
+from trainstep.stats import ratio_of_medians
+
+AGREES = 0.05
+"""A prediction of the peak that is off by more than this share is remarked on."""
+NEARLY_FULL = 0.3
+"""The memory there is, is drawn where a peak takes more than this share of it."""
+_LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
+"""Settings that tell the lines of the chart of peaks apart."""
+
+PEAKS = Definition(
+    PeakRow,
+    "Peak memory by phase, GiB",
+    (
+        *SETTINGS,
+        case_column("mode", "mode"),
+        value_column("at rest", "at_rest_gib"),
+        *(value_column(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
+        value_column("peak", "peak_gib", digits=4),
+        value_column("predicted", "predicted_gib", digits=4),
+        value_column("prediction off by (%)", "prediction_error", 100, digits=2),
+        OUTCOME,
+    ),
+)
+CHECKPOINTING = Definition(
+    CheckpointingRow,
+    "One training step under checkpointing policies: peak memory predicted and measured, and time",
+    (
+        *(column for column in SETTINGS if column.title != "checkpointing"),
+        word_column("checkpointing", "checkpointing"),
+        value_column("predicted (GiB)", "predicted_gib", digits=4),
+        value_column("peak (GiB)", "peak_gib", digits=4),
+        value_column("prediction off by (%)", "prediction_error", 100, digits=2),
+        value_column("peak in", "peak_phase"),
+        median_column("step (ms) [95 %]", "step"),
+        OUTCOME,
+    ),
+)
+TABLES = (PEAKS, *allocations.TABLES, *residuals.TABLES, CHECKPOINTING)
+
+
+def memory(records: Sequence[Row]) -> Section | None:
+    """Peaks by phase and by rung, over what is there at rest."""
+    step = analysed_step(records)
+    rungs = [row for row in of_kind(records, RungRow) if row.peak_gib is not None or row.status != "ok"]
+    has_peak = step is not None and step.peak_gib is not None
+    if not has_peak and not any(row.peak_gib is not None for row in rungs):
+        return None
+    largest = max(row.peak_gib or 0 for row in [*rungs, *([step] if step else [])])
+    unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
+
+    def bar(name: str, peak: float | None, rest: float, row: Row | None = None) -> Bar:
+        if peak is None:
+            failed = row is not None and row.status != "ok"
+            label, why = (row.status, f"{row.status}: {row.reason}") if row and failed else (NONE, "not measured")
+            return Bar(name, None, label, why)
+        tip = f"peak {gib(peak)}\nat rest {gib(rest)}\nabove that {gib(max(peak - rest, 0))}"
+        return Bar(name, peak * scale, f"{number(peak * scale)} {unit}", tip, base=min(rest, peak) * scale)
+
+    charts = []
+    legend = [("neutral", "there before the step: weights, optimizer state"), ("accent", "comes and goes with it")]
+    if has_peak and step is not None:
+        drawn = [bar(name, peak, step.at_rest_gib or 0) for name, peak in phase_peaks(step).items()]
+        plot = partial(bars, drawn, unit)
+        charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend))
+    if len(rungs) > 1:
+        device = max((as_float(row.environment.get("device_memory_gib")) or 0 for row in rungs), default=0)
+        limit = device * scale if device and largest > NEARLY_FULL * device else None
+        caption = "The dashed line is all the device has." if limit else ""
+        drawn = [bar(row.rung, row.peak_gib, row.at_rest_gib or 0, row) for row in rungs]
+        charts.append(Chart("memory-rungs", "Peak by rung", caption, partial(bars, drawn, unit, limit=limit), legend))
+    blocks: list[Block] = [Charts(charts)]
+    if step is not None:
+        known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
+        workload = of_kind(records, WorkloadRow)
+        source = {**(workload[0].values if workload else {}), **step.values}
+        blocks.append(Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory"))
+    return Section("memory", "Memory", "Where the memory goes", "", blocks)
+
+
+def peaks(records: Sequence[Row]) -> Section | None:
+    """The peaks that were measured case by case: forward alone and full steps, by context and precision."""
+    rows = of_kind(records, PeakRow)
+    if not rows:
+        return None
+    contexts = sorted({row.context for row in rows if row.context is not None})
+    blocks: list[Block] = [Charts([_by_context(rows, contexts)])] if len(contexts) > 1 else []
+    blocks.append(make_table(PEAKS, rows, "page", name="peaks"))
+    lead = (
+        "The most bytes in live tensors during one step, after steps that made the optimizer’s state. Predictions come "
+        "from the model’s shape alone; they leave out what the CUDA libraries allocate for themselves."
+    )
+    return Section("peaks", "Peaks", "Peak memory, case by case", lead, blocks)
+
+
+def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
+    told = [name for name in _LINES if len({row.case.get(name) for row in rows}) > 1]
+    lines: dict[tuple[Scalar, ...], dict[int, float]] = {}
+    for row in rows:
+        if row.context is not None and row.peak_gib is not None:
+            lines.setdefault(tuple(row.case.get(name) for name in told), {})[row.context] = row.peak_gib
+    series, legend = [], []
+    for index, (group, known) in enumerate(lines.items()):
+        name = ", ".join(str(part) for part in group if part is not None) or "peak"
+        role = KINDS[index % len(KINDS)]
+        x = sorted(known)
+        y = [known[context] for context in x]
+        series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
+        legend.append((role, name))
+    plot = partial(curves, contexts, series, "context", "GiB")
+    return Chart("peaks-by-context", "Peak by context", "A case that did not fit has no point.", plot, legend)
+
+
+def checkpointing(records: Sequence[Row]) -> Section | None:
+    """The peak under each checkpointing policy, predicted and measured."""
+    rows = of_kind(records, CheckpointingRow)
+    if not rows:
+        return None
+    studies = by_case(rows, "checkpointing")
+    charts = Charts([_policies(study, place, len(studies) > 1) for place, study in enumerate(studies)])
+    lead = (
+        "Every K blocks keeps the input of every K blocks and runs the blocks again in backward. Every K costs one "
+        "more forward of the blocks, so the K with the smallest peak is the best."
+    )
+    blocks: list[Block] = [charts, make_table(CHECKPOINTING, rows, "page")]
+    return Section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, blocks)
+
+
+SECTIONS = (memory, peaks, *allocations.SECTIONS, *residuals.SECTIONS, checkpointing)
+
+
+def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Chart:
+    largest = max((peak for row in rows for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
+    unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
+    limit = next((row.memory_gib for row in rows if row.memory_gib is not None), None)
+    drawn = []
+    for row in rows:
+        peak, predicted = row.peak_gib, row.predicted_gib
+        tip = f"peak {gib(peak)}, in {row.peak_phase}" if peak is not None else row.reason
+        tip += f"\npredicted {gib(predicted)}" if predicted is not None else ""
+        tip += f"\n{number(row.times['step'].median)} ms per step" if "step" in row.times else ""
+        drawn.append(
+            Bar(
+                str(row.checkpointing),
+                None if peak is None else peak * scale,
+                row.status if peak is None else f"{number(peak * scale)} {unit}",
+                tip,
+                second=None if predicted is None else predicted * scale,
+            )
+        )
+    shown = limit * scale if limit is not None and largest > NEARLY_FULL * limit else None
+    legend = [("accent", "measured"), ("neutral", "predicted")]
+    caption = "The dashed line is the memory there is." if shown else ""
+    title = f"Peak by policy: {_study_name(rows)}" if is_told else "Peak by policy"
+    return Chart(f"checkpointing-{place}", title, caption, partial(bars, drawn, unit, limit=shown), legend)
+
+
+def _study_name(rows: Sequence[CheckpointingRow]) -> str:
+    return ", ".join(filter(None, (rows[0].precision, rows[0].attention)))
+
+
+def prediction_findings(records: Sequence[Row]) -> list[Finding]:
+    """How far the plan's peaks are from the measured ones."""
+    rows: list[PeakRow | CheckpointingRow] = [*of_kind(records, PeakRow), *of_kind(records, CheckpointingRow)]
+    errors = [(abs(row.prediction_error), row) for row in rows if row.prediction_error is not None]
+    if not errors:
+        return []
+    worst, row = max(errors, key=lambda each: each[0])
+    over = sum(error > AGREES for error, _ in errors)
+    figures: dict[str, Scalar] = {"worst": worst, "peaks": len(errors), "over": over}
+    count = f"{len(errors)} measured peaks" if len(errors) > 1 else "the measured peak"
+    if worst <= AGREES:
+        sentence = f"The plan predicts {count} to within {max(worst, 1e-4):.2%}."
+        return [Finding("memory", sentence, "memory.predicted", figures)]
+    sentence = (
+        f"The plan is off by more than {AGREES:.0%} for {over} of {len(errors)} measured peaks, at worst by "
+        f"{worst:.1%} ({_told(row, 'context', 'precision', 'checkpointing')}); for small models the CUDA libraries' "
+        "own workspaces, which it leaves out, are that large."
+    )
+    return [Finding("memory", sentence, "memory.prediction-off", figures)]
+
+
+def _told(row: Row, *names: str) -> str:
+    return ", ".join(f"{name} {row.case[name]}" for name in names if row.case.get(name))
+
+
+def fit_findings(records: Sequence[Row]) -> list[Finding]:
+    """Cases of the grid that ran out of memory, with what they would have needed."""
+    found = []
+    for row in of_kind(records, PeakRow):
+        if row.status == "out of memory":
+            why = f": it needs {in_gib(row.predicted_gib)} by prediction" if row.predicted_gib is not None else ""
+            sentence = f"Does not fit: a {row.mode} at {_told(row, 'context', 'precision')}{why}."
+            figures = {"mode": row.mode, "context": row.context, "predicted_gib": row.predicted_gib}
+            found.append(Finding("memory", sentence, "memory.does-not-fit", figures))
+    return found
+
+
+def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
+    """The best policy of every K blocks, study by study."""
+    studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
+    found = [(study, _best_policy(study)) for study in studies]
+    return [
+        replace(finding, sentence=f"{_study_name(study)}: {finding.sentence}") if len(studies) > 1 else finding
+        for study, finding in found
+        if finding is not None
+    ]
+
+
+RULES = (
+    *allocations.RULES,
+    *residuals.RULES,
+    prediction_findings,
+    fit_findings,
+    checkpointing_findings,
+)
+
+
+def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:
+    """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
+    rows = {str(row.checkpointing): row for row in study}
+    peaks = {name: row.peak_gib for name, row in rows.items() if row.peak_gib}
+    sizes = sorted(size for name in peaks if (size := blocks_per_checkpoint(name)))
+    if not sizes:
+        return None
+    limit, without = study[0].memory_gib, peaks.get("none")
+    peak = min(peaks[f"every-{size}"] for size in sizes)
+    best = [size for size in sizes if in_gib(peaks[f"every-{size}"]) == in_gib(peak)]  # alike, as they are printed
+    which = listed([str(size) for size in best], "or")
+    nearest = [*[size for size in sizes if size < best[0]][-1:], *[size for size in sizes if size > best[-1]][:1]]
+    beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
+    beside = f" (beside it {beside})" if beside else ""
+    cost, ratio = _time_against_none(rows, best[0])
+    figures: dict[str, Scalar] = {"best": tuple(map(str, best)), "peak_gib": peak, "without_gib": without, **ratio}
+    if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
+        id = "no-gain"
+        sentence = (
+            f"No checkpoint every K blocks makes the peak smaller: {in_gib(without)} without, {in_gib(peak)} at best."
+        )
+    elif without is not None and limit is not None and without <= limit:
+        id = "not-needed"
+        sentence = (
+            f"No checkpointing is needed: the step fits without ({in_gib(without)} of {in_gib(limit)}). For a larger "
+            f"batch or context the best K is {which}: {in_gib(peak)}{beside}.{cost}"
+        )
+    else:
+        against = f"; without checkpointing {in_gib(without)}" if without is not None else ""
+        every = f"{which} blocks" if best != [1] else "block"
+        alike = " alike" if len(best) > 1 else ""
+        id, sentence = "best", f"The best K is {which}: a checkpoint every {every} peaks at {in_gib(peak)}{alike}"
+        if limit is not None and peak > limit:
+            id = "none-fits"
+            sentence = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {in_gib(peak)}"
+        sentence += f"{beside}{against}.{cost}"
+    return Finding("checkpointing", sentence, f"checkpointing.{id}", figures)
+
+
+def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[str, Scalar]]:
+    """What a checkpoint every `size` blocks costs in time; nothing without the samples that an interval needs."""
+    policy = f"every-{size}"
+    if any(name not in rows or not rows[name].samples.get("step") for name in ("none", policy)):
+        return "", {}
+    ratio = ratio_of_medians(rows[policy].samples["step"], rows["none"].samples["step"])
+    if ratio.interval is None:
+        return " Too few steps were timed to say what that costs in time.", {"time_ratio": None}
+    figures: dict[str, Scalar] = {"time_ratio": ratio.value}
+    figures |= {"time_ratio_low": ratio.interval.low, "time_ratio_high": ratio.interval.high}
+    interval = f"(95 % interval {ratio.interval.low:.2f}–{ratio.interval.high:.2f})"
+    every = "every block" if size == 1 else f"every {size} blocks"
+    if 1 in ratio.interval:
+        return f" With a checkpoint {every} these samples show no difference in time {interval}.", figures
+    return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}.", figures

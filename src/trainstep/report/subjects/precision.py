@@ -1,0 +1,101 @@
+"""Precision: which dtype everything had, and what adding in half precision does to a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainstep.kinds import AccumulationRow, DtypeRow
+from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.report.blocks import Section
+from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, value_cell, value_column
+from trainstep.report.finding import Finding, listed
+from trainstep.report.numbers import numeric
+from trainstep.report.tables import Definition, make_table
+
+DTYPES = Definition(
+    DtypeRow,
+    "The dtype of everything in a training step; alike modules as one row",
+    (
+        *SETTINGS,
+        case_column("module", "module"),
+        value_column("class", "class_name"),
+        value_column("modules", "modules"),
+        *(value_column(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+        OUTCOME,
+    ),
+)
+ACCUMULATION = Definition(
+    AccumulationRow,
+    "0.01 added a thousand times",
+    (
+        case_column("accumulator", "accumulator"),
+        case_column("addend", "addend"),
+        Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
+        value_column("why", "why"),
+    ),
+)
+TABLES = (DTYPES, ACCUMULATION)
+RESULT, LOSS = "(forward's result)", "(loss)"
+"""The modules of the two rows that belong to none."""
+
+
+def dtype_findings(rows: Sequence[Row]) -> list[Finding]:
+    """Logits, loss, parameters and gradients under each precision."""
+    found = []
+    seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok"]
+    for precision in dict.fromkeys(row.precision for row in seen):
+        own = {row.module: row for row in seen if row.precision == precision}
+        result, loss = (", ".join(own[name].outputs or ()) if name in own else "–" for name in (RESULT, LOSS))
+        weights, gradients = (
+            sorted({", ".join(each) for each in dtypes if each}) or ["none"]
+            for dtypes in ([row.parameters for row in own.values()], [row.gradients for row in own.values()])
+        )
+        sentence = (
+            f"Under {precision}, forward's result is {result} and the loss {loss}; parameters are {listed(weights)}, "
+            f"their gradients {listed(gradients)}."
+        )
+        figures: dict[str, Scalar] = {"precision": precision, "result": result, "loss": loss}
+        figures |= {"parameters": tuple(weights), "gradients": tuple(gradients)}
+        found.append(Finding("precision", sentence, "precision.dtypes", figures))
+    return found
+
+
+def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
+    """What a sum in fp16 loses, and what of it a wide running sum saves."""
+    totals = {(row.accumulator, row.addend): row.total for row in of_kind(rows, AccumulationRow)}
+    half, full = totals.get(("fp16", "fp16")), totals.get(("fp32", "fp16"))
+    if half is None or full is None:
+        return []
+    sentence = (
+        f"0.01 added a thousand times is {half:.4f} in fp16, and {full:.4f} if only the running sum is fp32: sums need "
+        "the wide type, addends less."
+    )
+    return [Finding("precision", sentence, "precision.accumulation", {"fp16": half, "fp32_sum": full})]
+
+
+RULES = (dtype_findings, accumulation_findings)
+
+
+def dtypes(rows: Sequence[Row]) -> Section | None:
+    """The dtypes that were seen, precision by precision."""
+    seen = of_kind(rows, DtypeRow)
+    if not seen:
+        return None
+    tables = [
+        make_table(DTYPES, own, "page", name=f"dtypes-{place}") for place, own in enumerate(by_case(seen, "module"))
+    ]
+    lead = "Autocast decides operation by operation, so these are read off the tensors as they passed."
+    return Section("dtypes", "Precision", "Which dtype everything had", lead, tables)
+
+
+def accumulation(rows: Sequence[Row]) -> Section | None:
+    """0.01 added a thousand times."""
+    sums = of_kind(rows, AccumulationRow)
+    if not sums:
+        return None
+    lead = "Why sums, averages and the optimizer stay in float32 when the products do not."
+    table = make_table(ACCUMULATION, sums, "page")
+    return Section("accumulation", "Accumulation", "Adding in half precision", lead, [table])
+
+
+SECTIONS = (dtypes, accumulation)

@@ -1,0 +1,364 @@
+"""Steps: where the time of one goes, what warm-up changes, and the grid where several were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
+from trainstep.phases import PHASES
+from trainstep.records import Row, Times, of_kind
+from trainstep.report.analysed import analysed_step, full_steps
+from trainstep.report.blocks import Chart, Charts, Facts, Section
+from trainstep.report.charts import Bar, Series, bars, dots, lines
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Cell,
+    Column,
+    case_column,
+    files_only,
+    mean_column,
+    median_cell,
+    median_column,
+    value_cell,
+    value_column,
+)
+from trainstep.report.facts import facts_of, span
+from trainstep.report.finding import Finding, in_ms
+from trainstep.report.numbers import number, numeric
+from trainstep.report.tables import Definition, Table, TableRow, make_table
+
+STEPS = Definition(
+    StepRow,
+    "Time of one step and its phases, ms",
+    (
+        *SETTINGS,
+        case_column("mode", "mode"),
+        case_column("warm-up", "warmup"),
+        case_column("pass", "repeat"),
+        Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
+        *(value_column(name, f"{name}_ms", page=False) for name in PHASES),
+        median_column("step [95 %]", "step"),
+        *(files_only(mean_column(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
+        value_column("host waits", "wait_ms", brief=False, page=False),
+        value_column("first step", "first_step_ms", page=False),
+        value_column("tokens/s", "tokens_per_s", brief=False),
+        value_column("TFLOP/s", "achieved_tflops", brief=False),
+        value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
+        value_column("peak (GiB)", "peak_gib"),
+        OUTCOME,
+    ),
+)
+WARMUP = Definition(
+    StepRow,
+    "The same run, as it would be reported after so many warm-up steps",
+    (
+        Column("Left out", lambda row: Cell(number(row.case["warmup"]), row.case["warmup"], "warmup")),
+        median_column("Median, ms [95 %]", "step"),
+        value_column("Mean, ms", "step_mean_ms"),
+        value_column("Std, ms", "step_std_ms"),
+        value_column("Max, ms", "step_max_ms"),
+        value_column("Outliers", "step_outliers"),
+        value_column("n", "n"),
+    ),
+    key=lambda row: number(row.case["warmup"]),
+    name="warmup",
+)
+TABLES = (STEPS,)
+
+LAUNCH_BOUND_ISSUE = 0.95
+"""A GPU forward whose launches alone take more than this share of its time is bound by the host."""
+COLD_MEAN_EXCESS = 0.05
+"""Leaving out warm-up is remarked on when it changes the mean by more than this share."""
+LOW_UTILISATION = 0.35
+"""Below this share of the matmul ceiling a step leaves much to win."""
+BACKWARD_OVER_FORWARD = 2.0
+"""Each product y = x·W has two in backward: one for the gradient of x, one for that of W."""
+ODD = (0.75, 1.75)
+"""A ratio of backward to forward outside of these multiples of the expected one is remarked on."""
+
+
+def not_finite(rows: Sequence[Row]) -> list[Finding]:
+    """The first row whose training loss stops being a number; files have None for such a loss."""
+    for row in [*full_steps(rows), *of_kind(rows, RungRow)]:
+        losses = row.samples.get("training_loss", ())
+        broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
+        if broken is not None:
+            which = row.rung if isinstance(row, RungRow) else f"{row.workload} in {row.precision}"
+            return [
+                Finding(
+                    id="loss.not-finite",
+                    topic="loss",
+                    figures={"step": broken, "steps": len(losses), "row": which},
+                    sentence=f"The loss is not finite from step {broken} of {len(losses)} on ({which}): the steps that "
+                    "are timed do not train. Look at the learning rate, the batch and the initial weights.",
+                )
+            ]
+    return []
+
+
+def phase_findings(rows: Sequence[Row]) -> list[Finding]:
+    """The longest phases, with a remark where backward and forward do not fit together."""
+    step = analysed_step(rows)
+    if step is None:
+        return []
+    times = {name: step.times[name].median for name in PHASES}
+    total = sum(times.values())
+    first, second = sorted(times, key=times.__getitem__, reverse=True)[:2]
+    ratio, expected = times["backward"] / times["forward"], expected_ratio(step, rows)
+    is_odd = expected is not None and not ODD[0] * expected <= ratio <= ODD[1] * expected
+    return [
+        Finding(
+            id="phases.longest",
+            topic="phases",
+            figures={
+                "first": first,
+                "first_ms": times[first],
+                "first_share": times[first] / total,
+                "second": second,
+                "second_share": times[second] / total,
+                "total_ms": total,
+                "backward_over_forward": ratio,
+                "expected_backward_over_forward": expected,
+                "is_odd": is_odd,
+            },
+            sentence=f"{first.capitalize()} dominates: {times[first] / total:.0%} of the phases together "
+            f"({in_ms(times[first])} of {in_ms(total)}), then {second} with {times[second] / total:.0%}."
+            f"{_oddness(ratio, expected, step) if is_odd else ''}",
+        )
+    ]
+
+
+def _oddness(ratio: float, expected: float | None, step: StepRow) -> str:
+    why = {
+        "with checkpointing": step.checkpointing not in (None, "selective"),
+        "with a chunked loss": step.loss == "chunked",
+    }
+    under = " and ".join(name for name, holds in why.items() if holds)
+    return (
+        f" Backward takes {ratio:.1f}× forward, where the matrix products alone would make it {expected:.2g}×"
+        f"{f' {under}' if under else ''}: look there first (memory spilling, a slow backward kernel, or a forward "
+        "bound by launches)."
+    )
+
+
+def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
+    """Backward over forward if matrix products took all the time and ran equally fast; None where that is unknown.
+
+    A chunked loss moves the head's product from forward to the loss, and backward computes it once more; every-K runs
+    the blocks once more in backward. Both need the FLOPs of the model's parts, which only our models have. Selective
+    checkpointing computes no product twice; recursive does so a number of times that no row holds.
+    """
+    is_chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
+    same = (
+        row
+        for row in of_kind(rows, WorkloadRow)
+        if (row.workload, row.batch, row.context) == (step.workload, step.batch, step.context)
+    )
+    facts = next(same, None)
+    if facts is not None and facts.trainable_parameters != facts.parameters:
+        return None  # frozen weights need no gradient
+    if not is_chunked and not recomputes:
+        return BACKWARD_OVER_FORWARD
+    if facts is None or (recomputes and not str(step.checkpointing).startswith("every-")):
+        return None
+    parts, head = (facts.projections_tflop, facts.feed_forward_tflop, facts.attention_tflop), facts.head_tflop
+    if head is None or None in parts:
+        return None
+    blocks = sum(map(numeric, parts))
+    backward = BACKWARD_OVER_FORWARD * (blocks + head) + blocks * recomputes + head * is_chunked
+    return backward / (blocks + head * (not is_chunked))
+
+
+def utilisation(rows: Sequence[Row]) -> list[Finding]:
+    """The step's rate beside that of a large matrix product in its precision."""
+    step = analysed_step(rows)
+    rates = {row.precision: row.tflops for row in of_kind(rows, CeilingRow) if row.operation == "matmul"}
+    if step is None or step.achieved_tflops is None or (ceiling := rates.get(step.precision)) is None:
+        return []
+    share = step.achieved_tflops / ceiling
+    if share < LOW_UTILISATION:
+        judgement, said = "low", "most of the step is not matrix products at full speed"
+    elif share > 1:
+        judgement = "beyond"
+        said = "more than can be, so the machine was slower when the large product was measured"
+    else:
+        judgement, said = "high", "the matrix products set the pace"
+        said += "; a lower precision moves that limit" if step.precision in ("fp32", "tf32") else ""
+    return [
+        Finding(
+            id=f"utilisation.{judgement}",
+            topic="utilisation",
+            figures={"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share},
+            sentence=f"The step reaches {number(step.achieved_tflops)} TFLOP/s, {share:.0%} of what a large "
+            f"{step.precision} matrix product reaches on this device ({number(ceiling)} TFLOP/s): {said}.",
+        )
+    ]
+
+
+def launch_bound(rows: Sequence[Row]) -> list[Finding]:
+    """Told by the forward phase, which starts with an empty queue; later ones start when the host is already ahead."""
+    step = analysed_step(rows)
+    if step is None or "forward_issue" not in step.times:
+        return []
+    issue, forward = step.times["forward_issue"].median, step.times["forward"].median
+    if issue < LAUNCH_BOUND_ISSUE * forward:
+        return []
+    compiling = ", torch.compile" if step.compile == "off" else ""
+    return [
+        Finding(
+            id="launches.bound",
+            topic="launches",
+            figures={"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": step.compile != "off"},
+            sentence=f"The host needs {in_ms(issue)} to launch the forward pass, which takes {in_ms(forward)}: "
+            f"launches set the pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will "
+            "not.",
+        )
+    ]
+
+
+def cold_mean(rows: Sequence[Row]) -> list[Finding]:
+    """What the mean would have been without warm-up."""
+    steps = {row.warmup: row for row in full_steps(rows)}
+    if len(steps) < 2 or 0 not in steps:
+        return []
+    cold, warm = steps[0], steps[max(steps, key=numeric)]
+    excess = numeric(cold.times["step"].mean) / numeric(warm.times["step"].mean) - 1
+    if excess < COLD_MEAN_EXCESS:
+        return []
+    return [
+        Finding(
+            id="warm-up.needed",
+            topic="warm-up",
+            figures={"excess": excess, "first_step_ms": cold.first_step_ms, "step_ms": warm.step_ms},
+            sentence=f"Without warm-up the mean would be {excess:.0%} too high: the first step took "
+            f"{in_ms(cold.first_step_ms)}, a warm one takes {in_ms(warm.step_ms)}.",
+        )
+    ]
+
+
+RULES = (not_finite, phase_findings, utilisation, launch_bound, cold_mean)
+
+
+def phases(rows: Sequence[Row]) -> Section | None:
+    """The analysed step, phase by phase."""
+    step = analysed_step(rows)
+    if step is None:
+        return None
+    names = [name for name in PHASES if name in step.times]
+    total = sum(step.times[name].median for name in names)
+    has_issue = any(f"{name}_issue" in step.times for name in names)
+    table_rows = [_phase_row(step, name, total, has_issue) for name in (*names, "step")]
+    columns = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
+    columns += ["To issue, ms"] if has_issue else []
+    lead = (
+        f"Median of {number(step.n)} steps after {number(step.warmup)} warm-up steps, {_settings(step)}; whiskers are "
+        "95 % intervals of the median."
+    )
+    if "wait" in step.times:
+        lead += (
+            " Phases are stamped by the GPU; issuing is what the host needs to launch their work. "
+            f"Of the whole step, the host waited {number(step.times['wait'].median)} ms for the GPU."
+        )
+    legend = [("accent", "time on the device"), ("neutral", "time to issue it")] if has_issue else []
+    drawn = partial(bars, [_phase_bar(step, name, total) for name in names], "ms per step")
+    facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "first_step_ms", "model_tflop")
+    return Section(
+        "phases",
+        "Phases",
+        "Where the step’s time goes",
+        lead,
+        [
+            Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
+            Table("The step and its phases", columns, table_rows, name="phases"),
+            Facts(facts_of(step, facts), name="step"),
+        ],
+    )
+
+
+def _phase_bar(step: StepRow, name: str, total: float) -> Bar:
+    median, low, high = step.times[name].median, step.times[name].low, step.times[name].high
+    issue = step.times[f"{name}_issue"].median if f"{name}_issue" in step.times else None
+    tip = [span(step, name), f"{median / total:.0%} of the phases"]
+    tip += [f"issued by the host in {number(issue)} ms"] if issue is not None else []
+    label = f"{number(median)} ms · {median / total:.0%}"
+    return Bar(name, median, label, "\n".join(tip), low, high, second=issue)
+
+
+def _phase_row(step: StepRow, name: str, total: float, has_issue: bool) -> TableRow:
+    times = step.times.get(name) or Times(0.0)
+    cells = [
+        Cell("whole step" if name == "step" else name, is_text=True),
+        median_cell(step, name),
+        Cell(f"{times.median / total:.0%}" if name != "step" else ""),
+        Cell(f"{number(times.mean)} ± {number(times.std, 2)}", times.mean, f"{name}_mean_ms"),
+        Cell(f"{number(times.min)}–{number(times.max)}", times.min, f"{name}_min_ms"),
+        value_cell(step, f"{name}_outliers"),
+    ]
+    cells += [value_cell(step, f"{name}_issue_ms")] if has_issue else []
+    return TableRow(cells, name, is_strong=name == "step")
+
+
+def _settings(step: StepRow) -> str:
+    """The settings of a step, in words."""
+    compiled = "not compiled" if step.compile == "off" else f"compiled {step.compile}"
+    parts = {
+        f"batch {step.batch}": step.batch,
+        f"context {step.context}": step.context,
+        str(step.precision): step.precision,
+        compiled: step.compile,
+        f"{step.attention} attention": step.attention,
+    }
+    return ", ".join(words for words, setting in parts.items() if setting is not None)
+
+
+def _same_case(row: StepRow, other: StepRow) -> bool:
+    return {**row.case, "warmup": 0} == {**other.case, "warmup": 0}
+
+
+def warmup(rows: Sequence[Row]) -> Section | None:
+    """What leaving out the first steps changes."""
+    steps = list({row.warmup: row for row in full_steps(rows)}.values())
+    if len(steps) < 2:
+        return None
+    in_order: dict[float, float] = {}
+    for row in steps:
+        in_order |= {(row.warmup or 0) + index + 1: value for index, value in enumerate(row.samples.get("step", ()))}
+    charts = []
+    if in_order:
+        is_steep = max(in_order.values()) > 4 * min(in_order.values())
+        line = Series("step", list(in_order), list(in_order.values()), "accent", markers=True)
+        caption = "The first step also pays for allocation, tuning and loading of kernels."
+        caption += " The scale is logarithmic." if is_steep else ""
+        drawn = partial(lines, [line], "step", "ms", log=is_steep)
+        charts.append(Chart("steps-in-order", "Every step, in the order it ran", caption, drawn))
+    at, times = list(range(len(steps))), [row.times["step"] for row in steps]
+    low, high = [each.low for each in times], [each.high for each in times]
+    mean = Series("mean", at, [each.mean or 0 for each in times], "warn")
+    median = Series("median", at, [each.median for each in times], "accent", low=low, high=high)
+    counts = [f"{row.warmup or 0:g}" for row in steps]
+    charts.append(
+        Chart(
+            "warmup",
+            "Mean and median by steps left out",
+            "A mean keeps what the first step cost; a median of enough steps does not. Lines are 95 % intervals.",
+            partial(dots, counts, [mean, median], "warm-up steps left out", "ms"),
+            [("accent", "median"), ("warn", "mean")],
+        )
+    )
+    return Section(
+        "warm-up", "Warm-up", "What warm-up changes", "", [Charts(charts), make_table(WARMUP, steps, "page")]
+    )
+
+
+def grid(rows: Sequence[Row]) -> Section | None:
+    """All measured steps, where they are more than the analysed one."""
+    measured, step = of_kind(rows, StepRow), analysed_step(rows)
+    if not measured or all(step is not None and _same_case(row, step) for row in measured):
+        return None
+    return Section("grid", "Grid", "All measured steps", "", [make_table(STEPS, measured, "page", name="grid")])
+
+
+SECTIONS = (phases, warmup, grid)

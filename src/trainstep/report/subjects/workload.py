@@ -1,0 +1,132 @@
+"""The workload, what the device reaches at best, and where the numbers were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from trainstep.kinds import CeilingRow, WorkloadRow
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report.analysed import analysed_step
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
+from trainstep.report.charts import Bar, bars
+from trainstep.report.columns import OUTCOME, Cell, Column, case_column, value_column
+from trainstep.report.facts import fact, facts_of
+from trainstep.report.numbers import number
+from trainstep.report.subjects.ladder import kept_rungs
+from trainstep.report.tables import Definition, make_table
+
+
+def operation(row: Row) -> str:
+    """`matmul bf16`, `copy`."""
+    return " ".join(str(row.case[name]) for name in ("operation", "precision") if name in row.case)
+
+
+WORKLOAD = Definition(
+    WorkloadRow,
+    "The workload",
+    (
+        case_column("workload", "workload"),
+        value_column("parameters", "parameters"),
+        value_column("weights (GiB)", "parameters_gib"),
+        value_column("blocks", "blocks"),
+        value_column("tokens per step", "tokens"),
+        value_column("forward (TFLOP)", "forward_tflop"),
+    ),
+)
+CEILINGS = Definition(
+    CeilingRow,
+    "What this device reaches",
+    (
+        Column("operation", operation),
+        value_column("TFLOP/s", "tflops"),
+        value_column("GB/s, read + written", "gb_s"),
+        OUTCOME,
+    ),
+    key=operation,
+)
+TABLES = (WORKLOAD, CEILINGS)
+
+_FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
+
+
+def workload(rows: Sequence[Row]) -> Section | None:
+    """What is trained, and what the device could do at best."""
+    facts, ceilings = of_kind(rows, WorkloadRow), of_kind(rows, CeilingRow)
+    if not facts and not ceilings:
+        return None
+    blocks: list[Block] = []
+    charts, lead = [], ""
+    if facts:
+        flops = {name: facts[0].values.get(f"{name}_tflop") for name in _FLOP_PARTS}
+        parts = {name: flop for name, flop in flops.items() if isinstance(flop, (int, float)) and flop}
+        hidden = {*(f"{name}_tflop" for name in parts), "flops_counted"}
+        blocks.append(Facts(facts_of(facts[0], [name for name in facts[0].values if name not in hidden]), "workload"))
+        charts += [_flop_chart(parts)] if parts else []
+        lead = f"FLOPs counted: {facts[0].flops_counted}." if facts[0].flops_counted else ""
+    if rates := [row for row in ceilings if row.tflops is not None]:
+        charts.append(_ceiling_chart(rows, rates))
+    blocks += [Charts(charts)] if charts else []
+    blocks += [make_table(CEILINGS, ceilings, "page", name="ceilings")] if ceilings else []
+    return Section("workload", "Workload", "The workload and the device’s limits", lead, blocks)
+
+
+def _flop_chart(parts: dict[str, int | float]) -> Chart:
+    total = sum(parts.values())
+    drawn = [
+        Bar(
+            name.replace("_", "-"),
+            100 * flop / total,
+            f"{flop / total:.0%}",
+            f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward",
+        )
+        for name, flop in parts.items()
+    ]
+    plot = partial(bars, drawn, "% of the FLOPs")
+    return Chart("flops", "Arithmetic of one forward pass", "Backward does twice as much.", plot)
+
+
+def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
+    """Each precision's product, and what the fastest kept step in that precision reaches of it."""
+    step = analysed_step(rows)
+    drawn = []
+    for row in ceilings:
+        rate = row.tflops or 0
+        ran = [each for each in (*kept_rungs(rows), *([step] if step else [])) if each.precision == row.precision]
+        best = max((each.achieved_tflops for each in ran if each.achieved_tflops is not None), default=None)
+        tip = f"a large product reaches {number(rate)} TFLOP/s"
+        tip += f"\nthe fastest kept step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
+        share = f" · {best / rate:.0%}" if best and rate else ""
+        drawn.append(Bar(operation(row), rate, f"{number(rate)}{share}", tip, second=best, role="neutral"))
+    return Chart(
+        "ceilings",
+        "How close the step comes to the device’s matrix products",
+        "The percentage is what the fastest kept step in that precision reaches of it.",
+        partial(bars, drawn, "TFLOP/s"),
+        [("neutral", "a large matrix product alone"), ("accent", "the whole step")],
+    )
+
+
+def environment(rows: Sequence[Row]) -> Section | None:
+    """Where the numbers were measured."""
+    found: dict[str, dict[Scalar, None]] = {}
+    for row in rows:
+        for name, value in row.environment.items():
+            found.setdefault(name, {})[value] = None
+    if not found:
+        return None
+    facts = []
+    for name, values in found.items():
+        words, cell = fact(name, next(iter(values)))
+        if len(values) > 1:
+            cell = Cell(", ".join(fact(name, value)[1].text for value in values), None, name)
+        facts.append((words, cell))
+    lead, step = "Times hold for this machine in this state.", analysed_step(rows)
+    state = facts_of(step, ("sm_clock_mhz", "power_w", "temperature_c", "throttled_by")) if step else []
+    if state:
+        lead += " The last four describe the GPU right after the analysed step."
+    facts_block = Facts([*facts, *state], name="environment")
+    return Section("environment", "Environment", "Where it was measured", lead, [facts_block])
+
+
+SECTIONS = (workload, environment)

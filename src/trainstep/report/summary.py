@@ -1,0 +1,105 @@
+"""The summary: what dominates, what to change, what was gained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from trainstep.kinds import RungRow, StepRow
+from trainstep.records import Row, Scalar
+from trainstep.report.analysed import analysed_step
+from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
+from trainstep.report.columns import ratio_cell
+from trainstep.report.facts import span
+from trainstep.report.findings import TOPICS, findings
+from trainstep.report.numbers import NONE, as_float, gib, number
+from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
+
+
+def summary(records: Sequence[Row]) -> Section | None:
+    """What dominates, what to change, what was gained."""
+    kept, step, found = kept_rungs(records), analysed_step(records), findings(records)
+    blocks: list[Block] = []
+    if kept:
+        blocks.append(_gain_headline(kept))
+    elif step is not None:
+        blocks.append(_step_headline(step))
+    flags = recommended_flags(records)
+    if flags:
+        blocks.append(Flags(re.split(r" (?=--)", flags), "What to change: add these flags to your run"))
+    if found:
+        topics: dict[str, list[str]] = {}
+        for finding in found:
+            topic = TOPICS[finding.topic]
+            topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
+        blocks.append(Sentences(topics))
+    return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
+
+
+def _gain_headline(kept: Sequence[RungRow]) -> Headline:
+    first, last = kept[0], kept[-1]
+    speedup = ratio_cell(last, "speedup")
+    interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
+    stats = [
+        ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
+        ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
+        ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
+        (
+            "Peak memory",
+            _change(first, last, "peak_gib", gib, ""),
+            "of one step" + _unmeasured(first, last, "peak_gib"),
+        ),
+    ]
+    if len(kept) == 1:
+        return Headline(
+            Cell(f"{number(first.step_ms)} ms"),
+            "per step: the baseline is the fastest found",
+            "No change on the ladder made the step faster.",
+            [(name, value, note) for name, value, note in stats if value],
+        )
+    error, budget = last.gradient_error, last.error_budget
+    if error is not None and budget:
+        stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
+    is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
+    return Headline(
+        speedup,
+        "faster, and the maths is still right" if is_faster else "the baseline’s speed, in less memory",
+        f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}",
+        [(name, value, note) for name, value, note in stats if value],
+    )
+
+
+def _of_peak(row: RungRow | StepRow) -> str:
+    return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
+
+
+def _unmeasured(first: Row, last: Row, name: str) -> str:
+    return ", – not measured" if (first.values.get(name) is None) != (last.values.get(name) is None) else ""
+
+
+def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
+    """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
+    values = [row.values.get(name) for row in (first, last)]
+    if values[0] is None and values[1] is None:
+        return ""
+    if None in values:
+        return " → ".join(NONE if value is None else f"{text(value)} {unit}".strip() for value in values)
+    shown = [text(value) for value in values]
+    units = {part.rpartition(" ")[2] for part in shown}
+    if text is gib and len(units) == 1:
+        shown, unit = [part.rpartition(" ")[0] for part in shown], units.pop()
+    return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
+
+
+def _step_headline(step: StepRow) -> Headline:
+    stats = [
+        ("Throughput", number(step.tokens_per_s), "tokens/s"),
+        ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
+        ("Peak memory", gib(step.peak_gib), "of one step"),
+    ]
+    return Headline(
+        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
+        "per training step",
+        f"median of {number(step.n)} steps: {span(step, 'step')}",
+        [stat for stat in stats if stat[1] != NONE],
+    )

@@ -1,0 +1,66 @@
+"""What forward keeps for backward, as rows: the whole step, its first block, and the residual stream."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from trainstep.bench.residuals import measure_residuals, residual_records
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.plan.memory import block_bytes
+from trainstep.report.subjects import make_tables
+from trainstep.workload import builtin_source
+
+MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
+TOY = builtin_source("toy", MODEL)
+STEP = StepConfig(batch=2, context=32, device="cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_block_keeps_what_the_plan_says(precision):
+    config = dataclasses.replace(STEP, precision=precision)
+    found = measure_residuals(TOY, config)
+    assert found.first_block.bytes == block_bytes(MODEL, config, on_cuda=False).kept
+    head_and_loss = found.whole.bytes - 3 * found.first_block.bytes
+    assert head_and_loss > 2 * 32 * 256 * 4, "at least the log-softmax"
+
+
+def rows_of(config):
+    return {(row.compile, row.part, row.group, row.rank): row for row in residual_records(TOY, config)}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_rows_of_residuals():
+    rows = rows_of(STEP)
+    whole = rows["off", "step", "all", None]
+    listed = [row for row in rows.values() if (row.compile, row.part) == ("off", "step")]
+    assert [(row.group, row.rank) for row in listed] == [
+        *(("largest", rank) for rank in range(1, 6)), ("the rest", None), ("all", None)
+    ]  # fmt: skip
+    assert sum(row.mib for row in listed) == pytest.approx(2 * whole.mib)
+    assert sum(row.share for row in listed) == pytest.approx(2)
+    largest = [row.mib for row in listed[:5]]
+    assert largest == sorted(largest, reverse=True)
+    assert all(row.module and row.operation and row.tensor for row in listed[:5])
+    stream = rows["off", "residual stream", "input of the first block", None]
+    assert stream.mib == stream.formula_mib == 2 * 32 * 32 * 4 / 2**20
+    assert rows["model", "step", "all", None].mib < whole.mib, "compiled code fuses what eager code keeps"
+    eager, compiled = (rows[form, "first block", "all", None] for form in ("off", "blocks"))
+    assert stream.mib < compiled.mib < eager.mib, "at least its input, and less than eager code"
+    (table,) = make_tables(list(rows.values()))
+    assert "share (%)" in table.columns
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_code_checkpoints_too():
+    eager, compiled = (
+        measure_residuals(TOY, dataclasses.replace(STEP, checkpointing="every-1", compile=compile)).whole.bytes
+        for compile in ("off", "model")
+    )
+    assert compiled <= eager
+
+
+def test_selective_checkpointing_hides_what_it_keeps():
+    with pytest.raises(UnsupportedError, match="use --checkpointing none"):
+        measure_residuals(TOY, dataclasses.replace(STEP, checkpointing="selective"))

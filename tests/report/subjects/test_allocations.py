@@ -1,0 +1,242 @@
+"""The page's section on allocations, what owns the peak, and in a browser the stacked timeline: hover, zoom, detail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.browsing import complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
+from trainstep.bench.allocations import allocation_records, imported_records
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
+from trainstep.measure.allocations.snapshot import snapshot_of
+from trainstep.measure.allocations.snapshot_file import write_snapshot
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
+from trainstep.records import Row, of_kind, read_records, write_whole
+from trainstep.report.findings import findings
+from trainstep.report.html import render, write_html
+from trainstep.report.subjects.allocations import owner_findings
+from trainstep.workload import builtin_source
+
+MODEL = ModelConfig(vocab_size=256, d_model=64, d_ff=128, num_layers=3, num_heads=2)
+HOSTILE = "<script>document.title = 'run'</script>"
+LINE = Frame(f"/me/{HOSTILE}.py", 1, "$$\\frac$$")
+
+
+@pytest.fixture(scope="module")
+def toy_records() -> list[Row]:
+    config = StepConfig(batch=2, context=64, device="cpu", optimizer="sgd")
+    return list(allocation_records(builtin_source("toy", MODEL, Path(__file__)), config))
+
+
+def test_the_rows_of_a_step_add_up(toy_records: list[Row]) -> None:
+    (timeline,) = of_kind(toy_records, MemoryTimelineRow)
+    owners = [row for row in of_kind(toy_records, OwnerRow) if row.is_total]
+    assert sum(row.mib for row in owners) / 1024 == pytest.approx(timeline.peak_gib)
+    assert sum(row.share for row in owners) == pytest.approx(1)
+    parts = [row for row in of_kind(toy_records, OwnerRow) if not row.is_total]
+    assert {(row.owner, row.module, row.phase) for row in parts} >= {("activations", "blocks.*.attention", None)}
+    for owner in {row.owner for row in parts}:
+        (whole,) = [row for row in owners if row.owner == owner]
+        assert sum(row.mib for row in parts if row.owner == owner) <= whole.mib * (1 + 1e-9)
+    largest = of_kind(toy_records, AllocationRow)
+    sizes = [row.mib for row in largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {row.phase for row in largest} <= {"forward", "loss", "backward", "optimizer"}
+    series = timeline.series
+    assert len({len(series[name]) for name in ("start", "end", "bytes", "group", "what", "stack")}) == 1
+    assert max(series["total"]) / 2**30 == timeline.peak_gib
+
+
+def test_rows_survive_the_file(toy_records: list[Row], tmp_path: Path) -> None:
+    write_whole(tmp_path / "results.jsonl", toy_records)
+    again = read_records(tmp_path / "results.jsonl")
+    assert [dict(row.case) for row in again] == [dict(row.case) for row in toy_records]
+    assert "Who owns the peak" in render(again)
+
+
+def test_owners_and_the_largest_line_are_named_and_the_ladder_proves_what_shrinks_them(toy_records: list[Row]) -> None:
+    (timeline,) = of_kind(toy_records, MemoryTimelineRow)
+    owners = [row for row in of_kind(toy_records, OwnerRow) if row.is_total]
+    (largest, *_) = of_kind(toy_records, AllocationRow)
+    (found,) = (each for each in findings(toy_records) if each.topic == "memory")
+    assert found.id == "memory.owners"
+    assert (found.figures["peak_gib"], found.figures["phase"]) == (timeline.peak_gib, timeline.peak_phase)
+    for row in owners[:3]:
+        assert found.figures[f"share of {row.owner}"] == row.share
+    assert (found.figures["largest_gib"], found.figures["line"]) == (largest.mib / 1024, largest.line)
+    assert ".py:" in found.sentence
+    assert "rung" not in found.figures
+    peaks = (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
+    rungs = [RungRow(rung=name, precision="fp32", peak_gib=peak, kept=True, verdict="faster") for name, peak in peaks]
+    (proven,) = owner_findings([*toy_records, *rungs])
+    assert proven.figures.items() >= {"rung": "fused attention", "before_gib": 3.95, "after_gib": 3.0}.items()
+    assert proven.sentence.endswith("On the ladder, fused attention took the peak from 3.95 GiB to 3.00 GiB.")
+
+
+def large_timeline(count: int = 12_000) -> Timeline:
+    """Nested activations, each with a temporary after it, and names that are hostile to a page."""
+    frame, half = (LINE,), count // 2
+    blocks = [Block(3 * i + 1, 4 * half - i, (1 + i % 97) << 18, i, frame) for i in range(half)]
+    brief = [Block(3 * i + 2, 3 * i + 3, (1 + i % 89) << 18, i, frame) for i in range(half)]
+    named = ((each, "activations", f"blocks.{each.address}.{HOSTILE}") for each in blocks)
+    nameless = ((each, "temporaries", "") for each in brief)
+    return Timeline(tuple(Allocation(*each, "", frames=frame) for each in (*named, *nameless)), events=4 * half)
+
+
+def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
+    timeline = large_timeline()
+    write_snapshot(snapshot_of(timeline), tmp_path / "snapshot.pickle")
+    records = list(imported_records(tmp_path / "snapshot.pickle"))
+    (row,) = of_kind(records, MemoryTimelineRow)
+    assert row.allocations == 12_000
+    assert row.drawn == 2500
+    assert row.peak_gib == timeline.peak / 2**30
+    assert max(row.series["total"]) == timeline.peak
+    html = render(records)
+    assert len(html.encode()) < 1_500_000
+    assert "the 9,500 below" in html
+    assert HOSTILE not in html
+
+
+def test_owners_of_a_foreign_snapshot_are_its_lines(tmp_path: Path) -> None:
+    content = snapshot_of(large_timeline(60))
+    for event in content["device_traces"][0]:
+        event.pop("category")
+    write_snapshot(content, tmp_path / "foreign.pickle")
+    records = list(imported_records(tmp_path / "foreign.pickle"))
+    assert {(row.owner, row.is_total) for row in of_kind(records, OwnerRow)} == {(str(LINE), True)}
+    assert records[0].case == {"workload": "foreign.pickle", "device": 0}
+
+
+def test_a_step_that_was_not_recorded_says_why() -> None:
+    failed = MemoryTimelineRow(workload="w", status="out of memory", reason="no room for it")
+    assert "no room for it" in render([failed])
+
+
+# In a browser
+
+CHART = "chart-allocations-0"
+FIGURE = "const source = Bokeh.documents.map((doc) => doc.get_model_by_name('allocations')).find(Boolean);" \
+         "const figure = source.document.roots()[0];"  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def allocations_page(page_folder: Path, toy_records: list[Row]) -> str:
+    path = page_folder / "allocations.html"
+    write_html(toy_records, path)
+    return path.as_uri()
+
+
+def move(browser: Any, slider: float) -> tuple[int, str]:
+    """Put the slider somewhere; how many shapes there are then, and what is said of them."""
+    browser.execute_script(
+        "const slider = document.getElementById('detail-allocations-0'); slider.value = arguments[0];"
+        "slider.dispatchEvent(new Event('input'))",
+        slider,
+    )
+    count = browser.execute_script(FIGURE + "return source.data.xs.length")
+    return count, browser.execute_script("return document.querySelector('.detail output').textContent")
+
+
+def top_of_stack(browser: Any) -> float:
+    return browser.execute_script(FIGURE + "return Math.max(...source.data.ys.map((ys) => Math.max(...ys)))")
+
+
+@pytest.mark.browser
+def test_the_slider_hides_small_allocations_and_loses_none(
+    browser: Any, allocations_page: str, toy_records: list[Row]
+) -> None:
+    open_page(browser, allocations_page)
+    row = toy_records[0]
+    total, peak = row.allocations, row.peak_gib * 1024
+
+    everything, says = move(browser, 1)
+    assert says == f"all {total:,} allocations one by one"
+    assert everything == total
+    assert top_of_stack(browser) == pytest.approx(peak, rel=1e-4)
+    few, says = move(browser, 0)
+    assert says.endswith(f"; {total - 1:,} others together")
+    assert few <= 1 + len(row.series["groups"])
+    assert top_of_stack(browser) == pytest.approx(peak, rel=1e-3)
+    set_scheme(browser, "dark")
+    wait_until_drawn(browser, "dark")
+    assert browser.execute_script(FIGURE + "return source.data.xs.length") == few, "the reader's choice is kept"
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))] == []
+
+
+@pytest.mark.browser
+def test_hovering_shows_size_owner_and_line(browser: Any, allocations_page: str) -> None:
+    open_page(browser, allocations_page)
+    move(browser, 1)
+    box = browser.execute_script(
+        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
+        "return [el.clientWidth, el.clientHeight]",
+        CHART,
+    )
+    # The largest activation: where it is on the screen, from its shape and the axes' scales.
+    middle = browser.execute_script(
+        FIGURE
+        + """
+        const names = source.data.name, areas = source.data.xs.map((xs, i) => names[i].startsWith("activations") ?
+          (Math.max(...xs) - Math.min(...xs)) * (source.data.ys[i].at(-1) - source.data.ys[i][0]) : 0);
+        const i = areas.indexOf(Math.max(...areas)), xs = source.data.xs[i], ys = source.data.ys[i];
+        const x = xs[0] + 0.02 * (Math.max(...xs) - xs[0]), y = (ys[0] + ys.at(-1)) / 2;
+        const view = Bokeh.index.get_by_id(figure.id).frame;
+        const rect = document.getElementById(arguments[0]).getBoundingClientRect();
+        return [view.x_scale.compute(x), view.y_scale.compute(y), rect.width];""",
+        CHART,
+    )
+    assert 0 < middle[1] < box[1]
+    tip = hover(browser, CHART, middle[0] / middle[2], middle[1])
+    assert tip.startswith("activations of ")
+    assert "KiB" in tip or "MiB" in tip
+    assert "made in forward" in tip or "made in loss" in tip
+    assert ".py:" in tip
+    assert "alive from event" in tip
+
+
+@pytest.mark.browser
+def test_a_phone_has_room_for_it(browser: Any, allocations_page: str) -> None:
+    open_page(browser, allocations_page, width=320)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 320
+
+
+@pytest.mark.browser
+def test_dragging_zooms_and_reset_returns(browser: Any, allocations_page: str) -> None:
+    open_page(browser, allocations_page)
+    span = FIGURE + "return [figure.x_range.start, figure.x_range.end]"
+    whole = browser.execute_script(span)
+    box = browser.execute_script(
+        "const el = document.getElementById(arguments[0]); el.scrollIntoView({block: 'center'});"
+        "const {left, top, width, height} = el.getBoundingClientRect(); return {left, top, width, height}",
+        CHART,
+    )
+    y = box["top"] + 0.5 * box["height"]
+    for kind, x in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+        at = {
+            "type": kind,
+            "x": box["left"] + x * box["width"],
+            "y": y + 2 * (x > 0.4),
+            "button": "left",
+            "clickCount": 1,
+        }
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {**at, "buttons": int(kind != "mouseReleased")})
+    wait_for(browser, FIGURE + "return figure.x_range.end - figure.x_range.start < 0.5 * arguments[0]", whole[1])
+    browser.execute_script(FIGURE + "figure.reset.emit()")
+    wait_for(browser, FIGURE + "return figure.x_range.end === arguments[0]", whole[1])
+
+
+@pytest.mark.browser
+def test_hostile_names_are_shown_and_never_run(browser: Any, page_folder: Path, tmp_path: Path) -> None:
+    write_snapshot(snapshot_of(large_timeline(3000)), tmp_path / "snapshot.pickle")
+    page = page_folder / "hostile-allocations.html"
+    write_html(list(imported_records(tmp_path / "snapshot.pickle")), page)
+    open_page(browser, page.as_uri())
+    move(browser, 1)
+    assert str(LINE) in hover(browser, CHART, 0.5, 330)
+    assert "run" not in browser.title.split()
+    assert complaints(browser) == []

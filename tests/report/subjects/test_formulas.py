@@ -1,0 +1,66 @@
+"""A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
+
+import pytest
+
+from trainstep.kinds import KernelRow, PieceRow, ProfileRow
+from trainstep.report.subjects.formulas import formula_findings
+
+CASE = {"workload": "theirs", "precision": "fp32"}
+PROFILE = ProfileRow(**CASE)
+
+
+def kernel(module, operator, share, phase="forward"):
+    return KernelRow(**CASE, phase=phase, module=module, kernel=operator, operator=operator, share=share)
+
+
+WRITTEN_OUT = [
+    PROFILE,
+    kernel("blocks.*.attention", "aten::bmm", 0.1),
+    kernel("blocks.*.attention", "aten::_softmax", 0.05),
+    kernel("blocks.*.attention", "aten::_softmax_backward_data", 0.05, "backward"),
+    kernel("blocks.*.attention.query", "aten::addmm", 0.5),
+    kernel("(loss)", "aten::_softmax", 0.1, "loss"),
+    kernel("(loss)", "aten::log", 0.1, "loss"),
+    kernel("(loss)", "aten::mul", 0.1, "backward"),
+]
+
+
+def told(rows):
+    return {finding.id.removeprefix("formulas."): finding for finding in formula_findings(rows)}
+
+
+def test_what_is_written_out_is_named_with_its_share_and_its_replacement():
+    found = told(WRITTEN_OUT)
+    assert list(found) == ["attention-written-out", "cross-entropy-written-out"]
+    attention, loss = found.values()
+    assert attention.figures["modules"] == ("blocks.*.attention",)
+    assert attention.figures["share"] == pytest.approx(0.2), "its projections are modules of their own"
+    assert "scaled_dot_product_attention" in attention.sentence
+    assert loss.figures["share"] == pytest.approx(0.3)
+    assert "functional.cross_entropy(" in loss.sentence
+
+
+def test_one_kernel_is_left_alone():
+    fused = [
+        PROFILE,
+        kernel("blocks.*.attention", "aten::_scaled_dot_product_flash_attention_for_cpu", 0.2),
+        kernel("(loss)", "aten::_log_softmax", 0.1, "loss"),
+        kernel("(loss)", "aten::_softmax", 0.1, "loss"),
+    ]
+    assert told(fused) == {}
+    assert told([]) == {}
+
+
+def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():
+    unfused = [*WRITTEN_OUT[:4], kernel("blocks.*.attention", "aten::_scaled_dot_product_attention_math", 0.001)]
+    found = told(unfused)
+    assert list(found) == ["attention-not-fused"]
+    assert found["attention-not-fused"].figures["modules"] == ("blocks.*.attention",)
+    assert "written out" not in found["attention-not-fused"].sentence
+
+
+def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
+    assert list(told([*WRITTEN_OUT, PieceRow(**CASE, phase="forward", piece="softmax")])) == [
+        "cross-entropy-written-out"
+    ]
+    assert told([PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]) == {}

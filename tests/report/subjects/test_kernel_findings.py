@@ -1,0 +1,216 @@
+"""What a profile is said to show: each finding by its id and figures, and the advice at the end of its sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.report.subjects.test_kernels import gpu_profile, records
+from trainstep.kinds import CeilingRow, PieceRow, ProfileRow, RungRow
+from trainstep.records import Row, of_kind
+from trainstep.report.finding import Finding
+from trainstep.report.findings import findings
+from trainstep.report.subjects.kernel_findings import brief_name
+
+
+def found(rows: list[Row]) -> dict[str, Finding]:
+    """Id → finding about kernels, each at most once."""
+    own = [each for each in findings(rows) if each.id.startswith("kernels.")]
+    assert {each.topic for each in own} <= {"kernels"}
+    assert len({each.id for each in own}) == len(own)
+    return {each.id.removeprefix("kernels."): each for each in own}
+
+
+def rung(name: str, **values: Any) -> Row:
+    return RungRow(rung=name, **{"verdict": "faster", "kept": False, "gain": 1.27, **values})
+
+
+def with_settings(rows: list[Row], **settings: Any) -> list[Row]:
+    return [row if isinstance(row, CeilingRow) else dataclasses.replace(row, **settings) for row in rows]
+
+
+LADDER = [rung("compiled blocks"), rung("fused optimizer")]
+
+
+def test_what_dominates_does_so_by_time_and_not_by_count() -> None:
+    every = found(records(gpu_profile()))
+    assert list(every) == ["profiler-cost", "top-of-forward", "top-of-step", "matmuls", "softmax", "unfused", "idle",
+                           "communication"]  # fmt: skip
+    top = every["top-of-step"]
+    assert (top.figures["kernel"], top.figures["calls"], top.figures["ms"]) == ("nvjet_backward", 2, 0.3)
+    assert top.figures["share"] == pytest.approx(300 / 970)
+    assert str(top.figures["most_called"]).startswith("elementwise <script>")
+    assert top.figures["most_calls"] == 6
+    assert "Called most often, 6 times, is elementwise <script>." in top.sentence
+    assert every["profiler-cost"].figures == {"profiler_cost": 0.2, "step_ms": 2.0, "profiled_step_ms": 2.4}
+    matmuls = every["matmuls"].figures
+    assert matmuls["forward_share"] == pytest.approx(160 / 440)
+    assert matmuls["step_share"] == pytest.approx(460 / 970)
+    assert every["idle"].figures == {"idle_share": 0.15, "idle_ms": 0.3, "step_ms": 2.0}
+    assert every["communication"].figures == {"ms": 0.1, "overlapped_share": 1}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "brief"),
+    [
+        ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"),
+        ("vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda, array<char*, 2ul> >",
+         "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<1>, BinaryOpScalarFunctor<float, 1, 1, 0>, m…",
+         "multi_tensor_apply_kernel<BinaryOpScalarFunctor>"),
+        ("softmax_warp_forward<float, float, float, 9, false, false>", "softmax_warp_forward"),
+    ],
+)  # fmt: skip
+def test_sentences_name_a_kernel_by_what_tells_it_apart(kernel: str, brief: str) -> None:
+    assert brief_name(kernel) == brief
+    (row,) = of_kind(records(gpu_profile()), ProfileRow)
+    named = dataclasses.replace(row, top_forward_kernel=kernel)
+    assert f"the kernel that takes most time is {brief} (" in found([named])["top-of-forward"].sentence
+
+
+def test_softmax_is_held_against_the_scores() -> None:
+    softmax = found(records(gpu_profile()))["softmax"]
+    assert softmax.figures == pytest.approx({"fewer_flop": 40, "faster": 0.4, "gb_s": 3200, "of_copy": 3200 / 4200})
+    assert softmax.sentence == (
+        "Softmax takes 2.5× more time than the score product with 40× fewer FLOPs: it is bound by memory (it moves "
+        "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
+    )
+
+
+def test_softmax_far_below_the_rate_of_a_copy_is_not_called_bound_by_memory() -> None:
+    others = [each for each in records(gpu_profile()) if each.case.get("operation") != "copy"]
+    softmax = found([*others, CeilingRow(operation="copy", gb_s=9000.0)])["softmax"]
+    assert softmax.figures["of_copy"] == pytest.approx(3200 / 9000)
+    assert "its arithmetic is not what takes the time" in softmax.sentence
+
+
+def test_softmax_may_take_as_much_time_as_the_scores() -> None:
+    rows = records(gpu_profile())
+    pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}
+    equal = dataclasses.replace(pieces["softmax"], main_ms=pieces["scores"].main_ms)
+    softmax = found([equal if each is pieces["softmax"] else each for each in rows])["softmax"]
+    assert (softmax.figures["faster"], softmax.figures["fewer_flop"]) == pytest.approx((1, 40))
+    assert "as much time as" in softmax.sentence
+
+
+def test_the_ladder_proves_what_a_fused_attention_saves() -> None:
+    ladder = [rung("fused attention"), rung("our FlashAttention", verdict="slower", gain=0.8)]
+    softmax = found([*records(gpu_profile()), *ladder])["softmax"]
+    assert softmax.figures["gain of fused attention"] == 1.27
+    assert softmax.figures["gain of our FlashAttention"] == 0.8
+    assert softmax.sentence.endswith(
+        "On the ladder, fused attention made the step 1.27× faster and our FlashAttention made the step 1.25× slower."
+    )
+
+
+def test_a_rung_that_proves_nothing_has_no_gain() -> None:
+    ladder = [rung("fused attention", verdict="inconclusive"), rung("our FlashAttention", status="unsupported")]
+    softmax = found([*records(gpu_profile()), *ladder])["softmax"]
+    assert not [name for name in softmax.figures if name.startswith("gain")]
+    assert softmax.sentence.endswith(
+        "fused attention made no difference that the samples can show and our FlashAttention could not be used "
+        "(unsupported)."
+    )
+
+
+def test_float32_products_are_not_taken_for_tensor_cores() -> None:
+    profile = gpu_profile()
+    simt = [
+        dataclasses.replace(each, family="FP32 SIMT matmul") if each.family == "tensor-core matmul" else each
+        for each in profile.kernels
+    ]
+    rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("TF32 matmuls")]
+    products = found(with_settings(rows, precision="fp32"))["float32-products"]
+    assert products.figures == pytest.approx({"share": 460 / 970, "gain of TF32 matmuls": 1.27})
+    assert "TF32 or bf16 moves them there." in products.sentence
+
+
+def test_float32_products_of_a_bf16_step_are_not_told_to_use_bf16() -> None:
+    profile = gpu_profile()
+    simt = [
+        dataclasses.replace(each, family="FP32 SIMT matmul") if each.phase == "backward" else each
+        for each in profile.kernels
+        if each.lane == "compute"
+    ]
+    rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("bf16 autocast")]
+    products = found(rows)["float32-products"]
+    assert list(products.figures) == ["share"], "no gain: bf16 is not the remedy of a bf16 step"
+    assert products.sentence.endswith("not on tensor cores, though the step runs in bf16: 100% of it in backward.")
+
+
+def test_a_profile_that_cannot_be_trusted_says_so() -> None:
+    profile = gpu_profile()
+    unplaced = [dataclasses.replace(each, module=None) if each.piece else each for each in profile.kernels]
+    rows = records(dataclasses.replace(profile, kernels=tuple(unplaced)), sums_disagree=("forward", "step"),
+                   profiler_cost=-0.5)  # fmt: skip
+    every = found(rows)
+    assert list(every)[:3] == ["coverage", "sums", "profiler-faster"]
+    assert every["coverage"].figures["module_coverage"] == pytest.approx(1 - 180 / 970)
+    assert every["sums"].figures["phases"] == ("forward", "step")
+    assert "in: forward, step." in every["sums"].sentence
+    assert every["profiler-faster"].figures["profiler_cost"] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("cost", "id"),
+    [(-0.019, "profiler-free"), (0.0, "profiler-free"), (0.015, "profiler-free"), (0.021, "profiler-cost")],
+)
+def test_a_profiler_that_costs_nothing_warns_of_nothing(cost: float, id: str) -> None:
+    every = found(records(gpu_profile(), profiler_cost=cost, profiled_step_ms=2.0 * (1 + cost)))
+    assert [each for each in every if each.startswith("profiler-")] == [id]
+    assert every[id].figures["profiled_step_ms"] == 2.0 * (1 + cost)
+
+
+@pytest.mark.parametrize(
+    ("compile_mode", "id", "said"),
+    [
+        (None, "unfused", ", which torch.compile would save, where it is not used yet, by fusing them. On the ladder, "
+                          "compiled blocks made the step 1.27× faster."),
+        ("off", "unfused", ", which torch.compile saves by fusing them. On the ladder, compiled blocks made the step "
+                           "1.27× faster."),
+        ("blocks", "unfused-though-compiled", ", though the blocks are compiled; 100% of it in forward."),
+        ("model", "unfused-though-compiled", ", though the model is compiled; 100% of it in forward."),
+    ],
+)  # fmt: skip
+def test_only_what_is_not_compiled_is_told_to_compile(compile_mode: str | None, id: str, said: str) -> None:
+    every = found([*with_settings(records(gpu_profile()), compile=compile_mode), *LADDER])
+    assert [each for each in every if each.startswith("unfused")] == [id]
+    assert every[id].figures["families"] == ("elementwise",)
+    assert every[id].figures["share"] == pytest.approx(180 / 970)
+    assert every[id].sentence.endswith("each reads and writes whole tensors" + said)
+    is_proven = compile_mode in (None, "off")
+    assert ("gain of compiled blocks" in every[id].figures) is is_proven
+    assert ("gain of compiled blocks" in every["idle"].figures) is is_proven
+    assert ("On the ladder" in every["idle"].sentence) is is_proven
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "id", "said"),
+    [
+        (None, "optimizer-unfused", ": its fused form, where it is not used yet, reads and writes everything once. On "
+                                    "the ladder, fused optimizer made the step 1.27× faster."),
+        ("adamw-foreach", "optimizer-unfused", ": its fused form reads and writes everything once. On the ladder, "
+                                               "fused optimizer made the step 1.27× faster."),
+        ("adamw-fused", "optimizer", ", fused already: that grows with the parameters alone, so a larger batch makes "
+                                     "its share smaller."),
+        ("sgd", "optimizer", ": that grows with the parameters alone, so a larger batch makes its share smaller."),
+    ],
+)  # fmt: skip
+def test_only_what_is_not_fused_is_told_to_fuse(optimizer: str | None, id: str, said: str) -> None:
+    profile = gpu_profile()
+    longer = [
+        dataclasses.replace(each, duration_us=300.0) if each.family == "optimizer" else each for each in profile.kernels
+    ]
+    rows = with_settings(records(dataclasses.replace(profile, kernels=tuple(longer))), optimizer=optimizer)
+    every = found([*rows, *LADDER])
+    assert [each for each in every if each.startswith("optimizer")] == [id]
+    figures = every[id].figures
+    assert (figures["share"], figures["gb"]) == pytest.approx((300 / 1150, 0.4))
+    assert ("gain of fused optimizer" in figures) is (id == "optimizer-unfused")
+    assert every[id].sentence.endswith("of the kernel time and moves 0.400 GB" + said)
+
+
+def test_a_profile_that_did_not_run_has_no_findings() -> None:
+    assert found([ProfileRow(workload="large", status="out of memory", reason="no room for it")]) == {}

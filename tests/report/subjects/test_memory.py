@@ -1,0 +1,176 @@
+"""The page's sections on peaks, residuals, checkpointing and precision, and what is found in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.report.page import Page
+from trainstep.kinds import (
+    AccumulationRow,
+    CheckpointingRow,
+    DtypeRow,
+    PeakRow,
+    ResidualRow,
+)
+from trainstep.records import Row, Status
+from trainstep.report.finding import Finding
+from trainstep.report.findings import findings
+from trainstep.report.html import render
+
+CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
+KEPT = {**CASE, "compile": "off"}
+STUDY: list[Row] = [
+    PeakRow(**CASE, mode="step", peak_gib=10.0, predicted_gib=9.9, prediction_error=-0.01),
+    PeakRow(**{**CASE, "context": 256}, mode="step", predicted_gib=200.0, status="out of memory", reason="no room"),
+    ResidualRow(**KEPT, part="first block", group="largest", rank=1, module="blocks.*.attention", mib=512.0, share=0.5,
+                operation="Softmax", tensor="fp32 4×32×512×512", storages=1),
+    ResidualRow(**KEPT, part="first block", group="all", mib=1024.0, share=1.0),
+    ResidualRow(**KEPT, part="step", group="all", mib=4096.0, share=1.0, storages=9),
+    ResidualRow(**{**CASE, "compile": "model"}, part="step", group="all", mib=2048.0, share=1.0, storages=5),
+    CheckpointingRow(**CASE, checkpointing="every-1", peak_gib=4.0, prediction_error=0.07),
+    DtypeRow(**CASE, module="fc", parameters=("fp32",), gradients=("fp32",), outputs=("fp16",)),
+    DtypeRow(**CASE, module="(forward's result)", outputs=("fp16",)),
+    DtypeRow(**CASE, module="(loss)", outputs=("fp32",)),
+    AccumulationRow(accumulator="fp16", addend="fp16", total=9.9531, why="rounding"),
+    AccumulationRow(accumulator="fp32", addend="fp16", total=10.0021, why="rounding"),
+]  # fmt: skip
+
+
+def test_every_kind_has_its_section() -> None:
+    anchors = Page(render(STUDY)).anchors
+    assert [each for each in anchors if each not in ("#summary", "#environment")] == [
+        *("#peaks", "#residuals", "#checkpointing", "#dtypes", "#accumulation")
+    ]
+
+
+def test_every_kind_has_its_finding() -> None:
+    found = {each.id: each for each in findings(STUDY)}
+    assert len(found) == len(findings(STUDY))
+    assert {id for id in found if id.startswith("precision.")} == {"precision.dtypes", "precision.accumulation"}
+    figures = {id: dict(each.figures) for id, each in found.items() if not id.startswith("precision.")}
+    assert figures == {
+        "residuals.block": {"precision": "fp32", "gib": 1.0, "share": 0.5, "operation": "Softmax",
+                            "module": "blocks.*.attention"},
+        "residuals.compiled-step": {"precision": "fp32", "eager_gib": 4.0, "compiled_gib": 2.0},
+        "memory.prediction-off": {"worst": 0.07, "peaks": 2, "over": 1},
+        "memory.does-not-fit": {"mode": "step", "context": 256, "predicted_gib": 200.0},
+        "checkpointing.best": {"best": ("1",), "peak_gib": 4.0, "without_gib": None},
+    }  # fmt: skip
+    assert found["residuals.block"].sentence == (
+        "Forward keeps 1.00 GiB for the backward of one block; the largest part, 50%, is kept for Softmax in "
+        "blocks.*.attention (fp32 4×32×512×512)."
+    )
+    assert found["residuals.compiled-step"].sentence.endswith(
+        "eager code keeps 4.00 GiB and compiled code 2.00 GiB (-50%)."
+    )
+    assert "(context 128, precision fp32, checkpointing every-1)" in found["memory.prediction-off"].sentence
+    assert "9.9531 in fp16, and 10.0021 if only" in found["precision.accumulation"].sentence
+
+
+def test_predictions_that_agree_say_how_closely() -> None:
+    rows = [PeakRow(context=context, mode="step", prediction_error=error) for context, error in ((1, 0.01), (2, -0.04))]
+    (found,) = findings(rows)
+    assert (found.id, dict(found.figures)) == ("memory.predicted", {"worst": 0.04, "peaks": 2, "over": 0})
+
+
+def test_a_compiled_block_is_set_beside_the_eager_one_under_each_precision() -> None:
+    rows = [
+        ResidualRow(precision=precision, compile=form, part="first block", group="all", mib=size)
+        for precision, form, size in (("fp32", "off", 1024), ("fp32", "blocks", 512), ("bf16", "off", 256),
+                                      ("bf16", "blocks", 128))
+    ]  # fmt: skip
+    found = findings(rows)
+    assert [(each.id, *each.figures.values()) for each in found] == [
+        ("residuals.compiled-block", "fp32", 1.0, 0.5),
+        ("residuals.compiled-block", "bf16", 0.25, 0.125),
+    ]
+    assert found[1].sentence.startswith("Under bf16, compiled, one block keeps 128 MiB")
+
+
+def test_peaks_on_the_page_are_those_of_the_rows() -> None:
+    shown = Page(render(STUDY)).values
+    assert float(shown["peaks"]["0"]["peak_gib"]) == 10.0
+    assert float(shown["peaks"]["1"]["predicted_gib"]) == 200.0
+    assert float(shown["residuals-0"]["0"]["mib"]) == 512.0
+    assert float(shown["checkpointing"]["0"]["peak_gib"]) == 4.0
+
+
+def policy(name: str, peak: float | None, *times: float, limit: float | None = None, status: Status = "ok") -> Row:
+    samples = {"step": times} if times else {}
+    return CheckpointingRow(**CASE, checkpointing=name, peak_gib=peak, memory_gib=limit, samples=samples, status=status)
+
+
+def best(rows: list[Row]) -> Finding:
+    (found,) = findings(rows)
+    assert found.topic == "checkpointing"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("times", "ratio", "cost"),
+    [
+        ((119.0, 119.5, 120.0, 120.0, 120.0, 121.0, 122.0), (1.20, 1.14, 1.26),
+         " With a checkpoint every block a step takes 1.20× the time without (95 % interval 1.14–1.26)."),
+        ((96.0, 98.0, 100.0, 101.0, 102.0, 103.0, 120.0), (1.01, 0.92, 1.24),
+         " With a checkpoint every block these samples show no difference in time (95 % interval 0.92–1.24)."),
+        ((120.0, 121.0), (None, None, None), " Too few steps were timed to say what that costs in time."),
+        ((), (None, None, None), ""),
+    ],
+)  # fmt: skip
+def test_what_the_best_policy_costs_has_its_interval_and_its_subject(
+    times: tuple[float, ...], ratio: tuple[float | None, ...], cost: str
+) -> None:
+    without = policy("none", 9.0, 99.0, 99.5, 100.0, 100.0, 100.0, 101.0, 102.0)
+    found = best([without, policy("every-1", 4.0, *times)])
+    names = ("time_ratio", "time_ratio_low", "time_ratio_high")
+    told = tuple(found.figures.get(name) for name in names)
+    assert tuple(each if each is None else round(float(str(each)), 2) for each in told) == ratio
+    assert found.sentence == (
+        f"The best K is 1: a checkpoint every block peaks at 4.00 GiB; without checkpointing 9.00 GiB.{cost}"
+    )
+
+
+def test_checkpointing_that_saves_nothing_has_no_best_k() -> None:
+    rows = [policy("none", 65.62 / 1024), policy("every-1", 65.61 / 1024), policy("every-2", 65.62 / 1024)]
+    assert best(rows).id == "checkpointing.no-gain"
+    assert best(rows).sentence.endswith("65.6 MiB without, 65.6 MiB at best.")
+
+
+def test_peaks_that_print_alike_are_not_ranked() -> None:
+    """Seen on a CPU: K = 3 and 4 both print as 161 MiB, a third of a per cent apart."""
+    peaks = {"every-1": 162.04, "every-2": 161.04, "every-3": 161.04, "every-4": 160.54, "every-6": 170.0}
+    found = best([policy(name, mib / 1024) for name, mib in peaks.items()])
+    assert found.figures["best"] == ("2", "3", "4")
+    assert found.sentence == (
+        "The best K is 2, 3 or 4: a checkpoint every 2, 3 or 4 blocks peaks at 161 MiB alike (beside it every-1 "
+        "162 MiB and every-6 170 MiB)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "id", "sentence"),
+    [
+        (None, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB (beside it every-1 4.00 GiB and "
+                       "every-4 5.00 GiB); without checkpointing 9.00 GiB."),
+        (8.0, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
+        (10.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB). For a larger "
+                             "batch or context the best K is 2: 3.00 GiB (beside it every-1 4.00 GiB and every-4 "
+                             "5.00 GiB)."),
+        (2.0, "none-fits", "No policy of every K blocks fits into 2.00 GiB: the smallest peak is 3.00 GiB"),
+    ],
+)  # fmt: skip
+def test_the_best_policy_is_the_best_for_the_memory_there_is(limit: float | None, id: str, sentence: str) -> None:
+    peaks = {"none": 9.0, "every-1": 4.0, "every-2": 3.0, "every-4": 5.0, "every-8": 6.0, "selective": 2.5}
+    found = best([policy(name, peak, limit=limit) for name, peak in peaks.items()])
+    assert found.id == f"checkpointing.{id}"
+    assert found.figures == {"best": ("2",), "peak_gib": 3.0, "without_gib": 9.0}
+    assert found.sentence.startswith(sentence)
+
+
+def test_a_policy_that_ran_out_of_memory_is_not_the_best() -> None:
+    rows = [policy("none", None, limit=8.0, status="out of memory"), policy("every-1", 4.0), policy("every-2", 6.0)]
+    found = best(rows)
+    assert found.figures == {"best": ("1",), "peak_gib": 4.0, "without_gib": None}
+    assert found.sentence.endswith("6.00 GiB).")

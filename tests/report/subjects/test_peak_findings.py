@@ -1,0 +1,112 @@
+"""Who is said to own the analysed step's peak: what its owner rows say, and without them no more than is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.test_findings import step
+from trainstep.kinds import MemoryTimelineRow, OwnerRow
+from trainstep.report.findings import findings
+
+CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
+        "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip
+
+
+PARTS = {
+    "the loss": {"phase": "loss"},
+    "attention": {"module": "blocks.*.attention"},
+    "NllLoss of backward": {"operation": "NllLoss", "phase": "backward"},
+    "Softmax of backward": {"operation": "Softmax", "phase": "backward"},
+    "all": {},
+}
+
+
+def analysed(case, **values):
+    return replace(step(**values), **CASE | case)
+
+
+def timeline(case, shares, phase="backward"):
+    own = CASE | case
+    named = [(*name.partition("/"), share) for name, share in shares.items()]
+    rows = [OwnerRow(**own, owner=owner, **PARTS[part or "all"], share=share) for owner, _, part, share in named]
+    return [MemoryTimelineRow(**own, peak_phase=phase, peak_gib=4.0), *rows]
+
+
+def peak(rows):
+    (found,) = [each for each in findings(rows) if each.id == "memory.peak"]
+    return found
+
+
+def owned(case, shares, phase="backward", **values):
+    """The finding about the peak, and its sentence from what owns it on."""
+    found = peak([analysed(case, **values), *timeline(case, shares, phase)])
+    return found, found.sentence.partition(" comes and goes with it: ")[2]
+
+
+LOGITS = {"activations": 0.6, "activations/the loss": 0.4, "temporaries": 0.2, "optimizer state": 0.2}
+SCORES = {"activations": 0.7, "activations/attention": 0.5, "parameters": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("case", "shares", "sentence"),
+    [
+        ({}, {"parameters": 0.4998, "gradients": 0.4996, "temporaries": 0.0006},
+         "parameters and gradients make up most of the peak, so sharding shrinks it."),
+        ({}, LOGITS, "activations make up most of the peak, so a chunked loss, activation checkpointing or a smaller "
+                     "batch shrink it."),
+        ({"loss": "chunked"}, LOGITS, "activations make up most of the peak, so activation checkpointing or a smaller "
+                                      "batch shrink it."),
+        ({}, SCORES, "activations make up most of the peak, so a fused attention, activation checkpointing or a "
+                     "smaller batch shrink it."),
+        ({"attention": "sdpa", "checkpointing": "every-1"}, SCORES,
+         "activations make up most of the peak, so a smaller batch shrinks it."),
+        ({}, {"temporaries": 0.6, "temporaries/NllLoss of backward": 0.3},
+         "temporaries make up most of the peak, so a chunked loss or a smaller batch shrink it."),
+        ({}, {"temporaries": 0.6, "temporaries/Softmax of backward": 0.3},
+         "temporaries make up most of the peak, so a fused attention or a smaller batch shrink it."),
+        ({}, {"unknown": 0.7, "parameters": 0.3}, "allocations without a known owner make up most of the peak."),
+        ({}, {"optimizer state": 0.6, "parameters": 0.4},
+         "optimizer state makes up most of the peak, so sharding or a smaller optimizer state shrink it."),
+    ],
+)  # fmt: skip
+def test_what_owns_the_peak_and_what_shrinks_that(case, shares, sentence):
+    found, told = owned(case, shares)
+    assert told == sentence
+    assert all(each in told for each in found.figures["remedies"])
+    assert bool(found.figures["remedies"]) is ("shrink" in told)
+    assert found.figures["owners"][0] == max(shares, key=shares.get)
+
+
+@pytest.mark.parametrize(("optimizer", "advice"), [("adamw-foreach", ", so the fused optimizer shrinks it"),
+                                                   ("adamw-fused", "")])  # fmt: skip
+def test_temporaries_of_the_optimizer_do_not_come_from_the_batch(optimizer, advice):
+    found, sentence = owned({"optimizer": optimizer}, {"temporaries": 0.7}, "optimizer", optimizer_peak_gib=4.5)
+    assert found.figures["phase"] == "optimizer"
+    assert found.figures["remedies"] == (("the fused optimizer",) if advice else ())
+    assert sentence == f"temporaries make up most of the peak{advice}."
+
+
+def test_without_owners_no_more_is_said_than_is_known():
+    most = peak([step(at_rest_gib=1.5)])
+    assert most.figures == {"peak_gib": 4.0, "at_rest_gib": 1.5, "phase": "backward", "remedies": ()}
+    assert most.sentence == (
+        "Memory peaks in backward at 4.00 GiB; 1.50 GiB of that is there before the step (weights, optimizer state and "
+        "the batch), 62% comes and goes with it (activations, gradients and temporaries)."
+    )
+    rest = peak([step(at_rest_gib=3.0)])
+    assert rest.figures["remedies"] == ("sharding", "a smaller optimizer state")
+    assert rest.sentence.endswith(
+        "25% comes and goes with it: most of it stays, so sharding or a smaller optimizer state shrink it."
+    )
+    plain = peak([step(at_rest_gib=3.0, optimizer_state_gib=0.0)])
+    assert plain.figures["remedies"] == ("sharding",)
+    assert "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding helps." in plain.sentence
+
+
+def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():
+    shares = {"activations": 1.0}
+    assert "owners" in peak([analysed({}), *timeline({}, shares)]).figures
+    for rows in (timeline({"precision": "bf16"}, shares), timeline({}, shares, "forward")):
+        found = peak([analysed({}), *rows])
+        assert "owners" not in found.figures
+        assert found.sentence.endswith("(activations, gradients and temporaries).")
