@@ -1,6 +1,6 @@
-"""Are a step's loss and gradients right? Held against those of the same batch in the first step that fits.
+"""Checks a step's loss and gradients against those of the same batch in the first step that fits.
 
-The error budget is that of rounding, not of taste. A network with N elementary operations per weight, each rounding
+The budget is the error that rounding explains. A network with N elementary operations per weight, each rounding
 with unit roundoff u, has a relative error of about u·√N when the roundings are independent (Higham & Mary 2019), and
 the reference has its own. That bound admits a new precision. Once plain PyTorch has shown its error in a precision,
 later steps in it may make twice that, plus one rounding. A gradient that is wrong in kind is off by about 1.
@@ -68,7 +68,7 @@ class Deviation:
 
 
 def gradients_of(step: TrainingStep) -> Gradients:
-    """Those of the step's next batch; none is left on the module."""
+    """Loss and gradients of the step's next batch; no gradient is left on the module."""
     loss = float(step.gradients(step.next_batch()))
     gradients = Gradients(loss, _gradients_on_host(step.module))
     step.optimizer.zero_grad(set_to_none=True)
