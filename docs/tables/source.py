@@ -21,7 +21,7 @@ def results(name: str, kind: str = "step") -> list[Row]:
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         raise NotMeasuredError(path.name)
-    return of_kind(read_records(path), KINDS[kind])
+    return of_kind(read_records(path), KINDS[kind] if isinstance(kind, str) else kind)
 
 
 def one(name: str, kind: str, **case: Scalar) -> Row:
