@@ -125,7 +125,7 @@ def _memory() -> list[Fact]:
     ]
     long = {"precision": "fp32", "context": 2048}
     timeline = facts_of("h200-allocations", MemoryTimelineRow, precision="bf16", optimizer="adamw-fused")
-    owner = facts_of("h200-allocations", OwnerRow, precision="bf16", optimizer="adamw-fused")
+    owners = [row for row in results("h200-allocations", OwnerRow) if row.precision == "bf16" and _is_total(row)]
     residual = facts_of("h200-residuals", ResidualRow, compile="off")
     policy = facts_of("h200-checkpointing", CheckpointingRow)
     return [
@@ -142,11 +142,12 @@ def _memory() -> list[Fact]:
         ),
         timeline("a step in bf16: peak by the timeline (GiB)", "peak_gib", digits=4),
         *(
-            owner(f"of it {name} (%)", "share", scale=100, owner=name, part="all")
-            for name in ("optimizer state", "activations", "parameters")
+            (f"of it {row.owner} (%)", number(100 * (row.share or 0)), "h200-allocations.jsonl")
+            for row in owners
+            if row.optimizer == "adamw-fused" and row.owner in ("optimizer state", "activations", "parameters")
         ),
         *(
-            residual(f"one block keeps, {precision} (MiB)", "mib", precision=precision, part="first block", what="all")
+            residual(f"one block keeps, {precision} (MiB)", "mib", precision=precision, part="first block", group="all")
             for precision in ("fp32", "bf16")
         ),
         residual("the residual stream's tensor, fp32 (MiB)", "mib", precision="fp32", part="residual stream"),
@@ -156,6 +157,11 @@ def _memory() -> list[Fact]:
             for words, value, digits in (("peak (GiB)", "peak_gib", 4), ("step (ms)", "step_ms", 3))
         ),
     ]
+
+
+def _is_total(row: OwnerRow) -> bool:
+    """Whether the row is an owner's sum, not a part of it."""
+    return (row.module, row.operation, row.phase, row.line) == (None, None, None, None)
 
 
 def _attention() -> list[Fact]:

@@ -7,7 +7,7 @@ from statistics import median
 
 from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
 from tables.source import RESULTS
-from trainstep.kinds import KINDS
+from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
 from trainstep.plan.calibration import calibrated
 from trainstep.plan.check import checked
 from trainstep.plan.communication import Link, collective_seconds
@@ -27,13 +27,13 @@ from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
 
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
-CHECKED: Mapping[str, tuple[str, ...]] = {
-    "h200-step-sizes": ("step",),
-    "h200-analyze-2.7B": ("rung",),
-    "h200-memory": ("peak",),
-    "h200-checkpointing": ("checkpointing",),
-    "h200-parallel": ("parallel",),
-    "h200-parallel-4gpus": ("parallel",),
+CHECKED: Mapping[str, tuple[type[Row], ...]] = {
+    "h200-step-sizes": (StepRow,),
+    "h200-analyze-2.7B": (RungRow,),
+    "h200-memory": (PeakRow,),
+    "h200-checkpointing": (CheckpointingRow,),
+    "h200-parallel": (ParallelRow,),
+    "h200-parallel-4gpus": (ParallelRow,),
 }
 """Files whose rows of these kinds are predicted; those that are not there yet are left out."""
 
@@ -47,13 +47,13 @@ def predictions() -> dict[str, list[Row]]:
     for name, kinds in CHECKED.items():
         if (path := RESULTS / f"{name}.jsonl").exists():
             rows = read_records(path)
-            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, KINDS[kind])], machine))
+            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, kind)], machine))
     return found
 
 
 def plan_check() -> Table:
     """Every step and peak that was measured and can be predicted."""
-    return make_table(subjects.TABLES[KINDS["plan check"]], [row for rows in predictions().values() for row in rows])
+    return make_table(subjects.TABLES[PlanCheckRow], [row for rows in predictions().values() for row in rows])
 
 
 def plan_errors() -> Table:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainstep.kinds import KINDS
 from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
@@ -17,15 +16,15 @@ RESULTS = Path(__file__).parents[1] / "results"
 SIZE = Column("size", lambda row: str(row.case["workload"]))
 
 
-def results(name: str, kind: type[AnyRow] | str = "step") -> list[AnyRow]:
+def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
     """The rows of one kind in docs/results/NAME.jsonl."""
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         raise NotMeasuredError(path.name)
-    return of_kind(read_records(path), KINDS[kind] if isinstance(kind, str) else kind)
+    return of_kind(read_records(path), kind)
 
 
-def one(name: str, kind: type[AnyRow] | str, **case: Scalar) -> AnyRow:
+def one(name: str, kind: type[AnyRow], **case: Scalar) -> AnyRow:
     """The only row of docs/results/NAME.jsonl with these columns."""
     rows: list[AnyRow] = [row for row in results(name, kind) if case.items() <= row.case.items()]
     assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
@@ -60,8 +59,8 @@ def setting(rows: Sequence[Row]) -> str:
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
 
 
-def plain(name: str, kind: type[AnyRow] | str, *, brief: bool = True) -> Table:
+def plain(name: str, kind: type[AnyRow], *, brief: bool = True) -> Table:
     """All rows of one kind in docs/results/NAME.jsonl, as the files have them."""
     rows = results(name, kind)
-    table = make_table(TABLES[KINDS[kind] if isinstance(kind, str) else kind], rows, "terminal" if brief else "files")
+    table = make_table(TABLES[kind], rows, "terminal" if brief else "files")
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")
