@@ -13,8 +13,7 @@ from tests.report.browsing import complaints, hover, open_page, requests, set_sc
 from tests.report.page import Page
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.allocations.snapshot import snapshot_of
-from trainstep.measure.allocations.snapshot_file import write_snapshot
+from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.records import Record, of_kind, read_records
 from trainstep.report.findings import findings

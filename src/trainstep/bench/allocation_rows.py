@@ -6,13 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from trainstep.blocks import without_numbers
-from trainstep.measure.allocations.outline import Group, interned, outline
-from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
+from trainstep.measure.allocations.timeline import (
+    OWNERS,
+    Allocation,
+    Frame,
+    Group,
+    Timeline,
+    bytes_by,
+    interned,
+    outline,
+)
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Record, Scalar
 
-BANDS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "activations", "temporaries")
-"""Owners from the lowest up: what stays lies below what comes and goes."""
 NAMED_MODULES = 4
 """Modules whose activations have a colour of their own."""
 NAMED_LINES = 7
@@ -126,7 +132,7 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     named = list(bytes_by(activations, _maker))[:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
-        band = BANDS.index(each.owner)
+        band = OWNERS.index(each.owner)
         if each.owner != "activations":
             return Group(each.owner, band)
         return Group(f"activations of {_maker(each) if _maker(each) in named else 'other modules'}", band)
@@ -137,7 +143,7 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
 def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
     """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
     named = list(bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner))[:NAMED_LINES]
-    bands = {owner: BANDS.index(owner) if owner in BANDS else 0 for owner in named}
+    bands = {owner: OWNERS.index(owner) if owner in OWNERS else 0 for owner in named}
     return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 

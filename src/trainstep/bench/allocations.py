@@ -17,11 +17,8 @@ from trainstep.bench.peaks import UNFOLLOWED, WARMUP
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.measure.allocations.attribution import StepWatch
-from trainstep.measure.allocations.cpu import record_on_cpu
-from trainstep.measure.allocations.cuda import record_on_cuda
-from trainstep.measure.allocations.snapshot import imported_timelines, snapshot_of
-from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
+from trainstep.measure.allocations.recording import StepWatch, record_on_cpu, record_on_cuda
+from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Timeline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB

@@ -7,12 +7,9 @@ from typing import TypeVar
 
 from trainstep.bench.timeline_rows import UNKNOWN, timeline_values
 from trainstep.blocks import without_numbers
-from trainstep.measure.chrome_trace import ENGINE
-from trainstep.measure.intervals import length
-from trainstep.measure.kernel_families import MATMULS, short_name
-from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
-from trainstep.measure.operator_cost import COUNTED
-from trainstep.measure.overlap import overlap_of
+from trainstep.measure.flops import COUNTED
+from trainstep.measure.profile.families import MATMULS, short_name
+from trainstep.measure.profile.kernels import Kernel, KernelProfile, busy_us, gaps, length, overlap_of
 from trainstep.phases import PHASES
 from trainstep.records import Record, Scalar
 
@@ -23,7 +20,7 @@ Key = TypeVar("Key", bound=Hashable)
 Case = Mapping[str, Scalar]
 
 
-def profile_rows(profile: Profile, case: Case, precision: str | None, environment: Case) -> list[Record]:
+def profile_rows(profile: KernelProfile, case: Case, precision: str | None, environment: Case) -> list[Record]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
 
     def record(kind: str, more: Case, values: Case, series: Mapping[str, Sequence[Scalar]] | None = None) -> Record:
@@ -36,7 +33,7 @@ def profile_rows(profile: Profile, case: Case, precision: str | None, environmen
     return [*rows, record("timeline", {}, *timeline_values(profile, middle))]
 
 
-def summary_values(profile: Profile) -> dict[str, Scalar]:
+def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
     """What a profile says as a whole."""
     forward, step = _of_phase(profile, "forward"), list(profile.kernels)
     busy_ms = sum(busy_us(profile.of_step(name)) for name in profile.step_names) / profile.steps / 1e3
@@ -79,12 +76,12 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     return values
 
 
-def _busy_ms(profile: Profile, kernels: Sequence[Kernel]) -> float:
+def _busy_ms(profile: KernelProfile, kernels: Sequence[Kernel]) -> float:
     by_step = _grouped(kernels, lambda each: each.step)
     return sum(busy_us(group) for group in by_step.values()) / profile.steps / 1e3
 
 
-def _of_phase(profile: Profile, phase: str) -> list[Kernel]:
+def _of_phase(profile: KernelProfile, phase: str) -> list[Kernel]:
     return [each for each in profile.kernels if each.phase == phase]
 
 
@@ -104,14 +101,14 @@ def _matmul_share(kernels: Sequence[Kernel]) -> float:
     return _us(each for each in kernels if each.family in MATMULS) / total if total else 0.0
 
 
-def _top(where: str, kernels: Sequence[Kernel], profile: Profile) -> dict[str, Scalar]:
+def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Scalar]:
     """The kernel that takes most time, by all of its calls; and the one that is called most, which is another thing."""
     by_name = _grouped(kernels, lambda each: each.name)
     calls = {name: sum(each.is_call for each in group) for name, group in by_name.items()}
     if not by_name:
         return {}
     first = max(by_name, key=lambda name: _us(by_name[name]))
-    operators = [name for name in calls if name != ENGINE]  # autograd's own time has a name, but is no operator
+    operators = [name for name, group in by_name.items() if group[0].kind != "engine"]  # whose time has a name
     most_called = max(operators or calls, key=calls.__getitem__)
     return {
         f"top_{where}_kernel": short_name(first),
@@ -142,7 +139,7 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
 Row = tuple[dict[str, Scalar], dict[str, Scalar]]
 
 
-def _families(profile: Profile, precision: str | None) -> list[Row]:
+def _families(profile: KernelProfile, precision: str | None) -> list[Row]:
     """One row per family of the whole step and of each phase, the most time first."""
     rows: list[Row] = []
     for phase in (STEP, *PHASES):
@@ -170,7 +167,7 @@ def _ceiling(family: str, precision: str | None) -> str | None:
     return None
 
 
-def _pieces(profile: Profile) -> list[Row]:
+def _pieces(profile: KernelProfile) -> list[Row]:
     """Scores, softmax and weighted sum, in forward and in backward: all of each piece, and its main kernels alone."""
     rows: list[Row] = []
     groups = _grouped(
@@ -185,7 +182,7 @@ def _pieces(profile: Profile) -> list[Row]:
     return rows
 
 
-def _kernels(profile: Profile) -> list[Row]:
+def _kernels(profile: KernelProfile) -> list[Row]:
     """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
     total = _us(profile.kernels)
     groups = _grouped(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from trainstep.measure.chrome_trace import GLOO
-from trainstep.measure.kernel_families import short_name
-from trainstep.measure.kernels import Kernel, Profile
+from trainstep.measure.profile.families import short_name
+from trainstep.measure.profile.kernels import Kernel, KernelProfile
+from trainstep.measure.profile.trace import Stream
 from trainstep.records import Scalar
 
 UNKNOWN = "(unknown)"
@@ -15,7 +15,7 @@ LONGEST = 12_000
 
 
 def timeline_values(
-    profile: Profile, step: str | None, longest: int = LONGEST
+    profile: KernelProfile, step: str | None, longest: int = LONGEST
 ) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
     """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
 
@@ -87,7 +87,7 @@ def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
 def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
     """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
     kept: list[_Bar] = []
-    latest: dict[str, _Bar] = {}
+    latest: dict[Stream, _Bar] = {}
     for bar in bars:
         last = latest.get(bar.kernel.stream)
         if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
@@ -98,10 +98,10 @@ def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us:
     return kept
 
 
-def _lane(kernel: Kernel, profile: Profile) -> str:
+def _lane(kernel: Kernel, profile: KernelProfile) -> str:
     """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
-    if profile.is_cpu and not kernel.name.startswith(GLOO):
-        return f"thread {kernel.stream.rpartition('/')[2]}"
+    if profile.is_cpu and kernel.kind != "collective":
+        return f"thread {kernel.stream.number}"
     if kernel.lane != "compute":
         return kernel.lane
-    return f"compute, stream {kernel.stream.rpartition('/')[2]}"
+    return f"compute, stream {kernel.stream.number}"

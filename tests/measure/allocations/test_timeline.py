@@ -1,5 +1,15 @@
-from trainstep.measure.allocations.outline import Group, interned, outline
-from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, bytes_by, made_at
+from trainstep.measure.allocations.timeline import (
+    Allocation,
+    Block,
+    Frame,
+    Group,
+    PhaseSpan,
+    Timeline,
+    bytes_by,
+    interned,
+    made_at,
+    outline,
+)
 
 
 def made(start, end, size, owner="temporaries"):
@@ -9,7 +19,7 @@ def made(start, end, size, owner="temporaries"):
 FIVE_EVENTS = Timeline(
     (made(0, None, 100, "parameters"), made(1, 4, 10), made(2, 3, 50), made(5, None, 7, "gradients")),
     events=5,
-    phases=(Phase("forward", 0, 3), Phase("backward", 3, 5)),
+    phases=(PhaseSpan("forward", 0, 3), PhaseSpan("backward", 3, 5)),
 )
 
 

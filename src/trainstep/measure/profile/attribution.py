@@ -22,13 +22,13 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainstep.measure.trace import Range, Thread, Trace, Work, parents_of
+from trainstep.measure.profile.trace import Range, Thread, Trace, Work, parents_of
 
 BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Attribution:
     """Where work belongs; None for what is unknown."""
 
     step: str | None = None
@@ -43,14 +43,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AttributedWork:
     """Work and where it belongs."""
 
     work: Work
-    place: Place
+    place: Attribution
 
 
-def attribute(trace: Trace) -> list[Placed]:
+def attribute(trace: Trace) -> list[AttributedWork]:
     """Every piece of work of the trace, in the order it started, with its place."""
     places = _places(trace.ranges)
     innermost = _Innermost(trace.ranges)
@@ -58,24 +58,24 @@ def attribute(trace: Trace) -> list[Placed]:
     placed = []
     for work in sorted(trace.work, key=lambda work: work.start):
         if work.launch is None:
-            placed.append(Placed(work, Place(step=steps.latest(work.start))))
+            placed.append(AttributedWork(work, Attribution(step=steps.latest(work.start))))
             continue
         index = innermost.at(*work.launch)
-        place = places[index] if index is not None else Place()
-        placed.append(Placed(work, replace(place, step=steps.at(work.launch[0][0], work.launch[1]))))
+        place = places[index] if index is not None else Attribution()
+        placed.append(AttributedWork(work, replace(place, step=steps.at(work.launch[0][0], work.launch[1]))))
     return placed
 
 
-def _places(ranges: Sequence[Range]) -> list[Place]:
+def _places(ranges: Sequence[Range]) -> list[Attribution]:
     """The place of what each range starts itself. `ranges` are sorted by thread, start and falling end."""
-    places: list[Place] = [Place()] * len(ranges)
+    places: list[Attribution] = [Attribution()] * len(ranges)
     parents = parents_of(ranges)
     makers = _Makers()
     # Forward comes before its backward in time but not always in the order of threads, so go by time.
     latest_node: dict[Thread, int] = {}
     for index in sorted(range(len(ranges)), key=lambda index: (ranges[index].start, -ranges[index].end)):
         each, parent = ranges[index], parents[index]
-        place = Place() if parent is None else places[parent]
+        place = Attribution() if parent is None else places[parent]
         if each.kind == "phase":
             place = replace(place, phase=each.name, module=None, piece=None)
         elif each.kind == "module":
@@ -95,12 +95,12 @@ def _places(ranges: Sequence[Range]) -> list[Place]:
 
 def _node_place(
     ranges: Sequence[Range],
-    places: Sequence[Place],
+    places: Sequence[Attribution],
     index: int,
-    outer: Place,
+    outer: Attribution,
     makers: _Makers,
     latest_node: dict[Thread, int],
-) -> Place:
+) -> Attribution:
     each = ranges[index]
     inside = replace(outer, phase=BACKWARD, operator=None, node=index)
     if outer.node is not None and ranges[outer.node].name == each.name:
@@ -124,7 +124,7 @@ def _owner(phase: str | None) -> str | None:
     return f"({phase})" if phase in ("loss", "optimizer") else None
 
 
-def owner_of(place: Place) -> str | None:
+def owner_of(place: Attribution) -> str | None:
     """The module that work belongs to, or `(loss)` or `(optimizer)`, which have no modules; None where unknown."""
     return place.module or _owner(place.phase)
 
@@ -136,7 +136,7 @@ class _Makers:
         self._forward: dict[int, int] = {}
         self._nested: dict[tuple[Thread, int], int] = {}
 
-    def note(self, operator: Range, place: Place, index: int) -> None:
+    def note(self, operator: Range, place: Attribution, index: int) -> None:
         """An operator that showed a number. Numbers are each thread's own, so what backward recomputes stands apart."""
         assert operator.sequence is not None, "an operator without a number makes no node"
         if place.node is None:
@@ -144,7 +144,7 @@ class _Makers:
         else:
             self._nested[operator.thread, operator.sequence] = index
 
-    def of(self, node: Range, outer: Place) -> int | None:
+    def of(self, node: Range, outer: Attribution) -> int | None:
         """The operator that made a node; a node inside another's (reentrant checkpointing) was made there."""
         assert node.sequence is not None, "a node without a number has no maker"
         if outer.node is not None and (node.thread, node.sequence) in self._nested:

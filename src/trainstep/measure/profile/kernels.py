@@ -1,4 +1,13 @@
-"""Which GPU kernels (on a CPU: operators) ran, in which phase and module, for how long, and what they achieved."""
+"""Which GPU kernels (on a CPU: operators) ran, in which phase and module, for how long, and what they achieved.
+
+And how much of a step's communication computation hides, by the times of its kernels. Communication is NCCL's kernels
+and copies from GPU to GPU; on a CPU, Gloo's threads while a collective runs, and the c10d operators that start one. It
+includes waiting for ranks that are late. Computation is all else that the device does, copies within it included; on a
+CPU not the engine's own time, in which hooks wait for collectives. So, from the first kernel's start to the last one's
+end,
+
+    span = computation + exposed communication + idle,    communication = hidden + exposed.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainstep.measure.attribution import Placed, attribute, owner_of
-from trainstep.measure.chrome_trace import COMPILED, ENGINE
-from trainstep.measure.intervals import length, union
-from trainstep.measure.kernel_families import Family, kernel_family, operator_family
-from trainstep.measure.operator_cost import UNKNOWN_LISTS, Cost, Lists, operator_cost
-from trainstep.measure.trace import Range, Trace, parents_of
+from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
+from trainstep.measure.profile.attribution import AttributedWork, attribute, owner_of
+from trainstep.measure.profile.families import Family, kernel_family, operator_family
+from trainstep.measure.profile.trace import Range, Stream, Trace, WorkKind, parents_of
 
 Lane = Literal["compute", "communication", "copies"]
 
@@ -25,7 +32,7 @@ class Kernel:
     family: Family
     start_us: float
     duration_us: float
-    stream: str
+    stream: Stream
     lane: Lane
     is_call: bool
     """False for further stretches of a call that was counted already."""
@@ -40,6 +47,7 @@ class Kernel:
     flops: float | None = None
     """Of the whole call; at one of its kernels only, the longest."""
     bytes: float | None = None
+    kind: WorkKind = "kernel"
 
     @property
     def end_us(self) -> float:
@@ -48,7 +56,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Profile:
+class KernelProfile:
     """The kernels of some whole steps."""
 
     kernels: tuple[Kernel, ...]
@@ -80,34 +88,32 @@ class Profile:
         return list(dict.fromkeys(each.step for each in self.kernels))
 
 
-def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> Profile:
+def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> KernelProfile:
     """Attribute, classify and count the work of a trace.
 
     Args:
         trace: as recorded.
         lists: what is known of the lists of tensors that the optimizer works on.
     """
-    is_cpu = trace.device == "CPU"
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
     inside = [each for each in placed if each.place.step is not None or not has_steps]
-    calls, costs = _costs(trace.ranges, inside, lists, is_cpu=is_cpu)
-    kernels = [
-        _kernel(each, trace.ranges, calls.get(index), costs.get(index), is_cpu) for index, each in enumerate(inside)
-    ]
+    calls, costs = _costs(trace.ranges, inside, lists, is_cpu=trace.is_cpu)
+    kernels = [_kernel(each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
     steps = len({each.step for each in kernels}) if has_steps else 1
     total, kept = (sum(each.work.duration for each in group) for group in (placed, inside))
-    return Profile(tuple(kernels), max(1, steps), has_steps, is_cpu, total - kept)
+    return KernelProfile(tuple(kernels), max(1, steps), has_steps, trace.is_cpu, total - kept)
 
 
-def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cost | None, is_cpu: bool) -> Kernel:
-    work, place = placed.work, placed.place
+def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
+    work, place = attributed.work, attributed.place
     operator = ranges[place.operator].name if place.operator is not None else None
-    if is_cpu:
-        family = "other" if work.name in (COMPILED, ENGINE) else operator_family(work.name)
-    else:  # what a copy engine does is told by its own name, not by the operator
-        family = kernel_family(work.name, operator or "" if work.is_kernel else "")
-    lane: Lane = "communication" if family == "communication" else "compute" if work.is_kernel else "copies"
+    family: Family
+    if work.kind in ("kernel", "copy"):  # what a copy engine does is told by its own name, not by the operator
+        family = kernel_family(work.name, operator or "" if work.kind == "kernel" else "")
+    else:
+        family = "other" if work.kind in ("compiled", "engine") else operator_family(work.name)
+    lane: Lane = "communication" if family == "communication" else "copies" if work.kind == "copy" else "compute"
     return Kernel(
         name=work.name,
         family=family,
@@ -124,11 +130,12 @@ def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cos
         call=call,
         flops=cost.flops if cost else None,
         bytes=cost.bytes if cost else None,
+        kind=work.kind,
     )
 
 
 def _costs(
-    ranges: Sequence[Range], placed: Sequence[Placed], lists: Lists, *, is_cpu: bool
+    ranges: Sequence[Range], placed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
 
@@ -219,3 +226,97 @@ def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
             found.append(Gap(end, each.start_us - end, each))
         end = each.end_us if end is None else max(end, each.end_us)
     return sorted(found, key=lambda gap: -gap.duration_us)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Unions of spans in microseconds."""
+
+    computation: Sequence[Span]
+    communication: Sequence[Span]
+
+    @property
+    def hidden(self) -> list[Span]:
+        """Communication while something is computed."""
+        return intersection(self.communication, self.computation)
+
+    @property
+    def exposed(self) -> list[Span]:
+        """Communication while nothing is computed."""
+        return difference(self.communication, self.computation)
+
+    @property
+    def idle_us(self) -> float:
+        """Time between the first kernel's start and the last one's end in which neither runs."""
+        return self.span_us - length(union([*self.computation, *self.communication]))
+
+    @property
+    def span_us(self) -> float:
+        """From the first kernel's start to the last one's end."""
+        both = [*self.computation, *self.communication]
+        return max((end for _, end in both), default=0.0) - min((start for start, _ in both), default=0.0)
+
+
+def overlap_of(kernels: Iterable[Kernel]) -> Overlap:
+    """The computation and the communication of one step on one device."""
+    found: dict[bool, list[Span]] = {True: [], False: []}
+    for each in kernels:
+        if each.kind == "engine":
+            continue
+        found[each.lane == "communication"].append((each.start_us, each.end_us))
+    return Overlap(union(found[False]), union(found[True]))
+
+
+Span = tuple[float, float]
+"""(start, end). A sorted sequence of spans that neither overlap nor touch is a union."""
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same points as a union; empty spans are gone."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """The points that both have. Both are unions."""
+    shared: list[Span] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            shared.append((start, end))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def difference(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """The points that the first has and the second has not. Both are unions."""
+    left: list[Span] = []
+    j = 0
+    for start, end in first:
+        while j < len(second) and second[j][1] <= start:
+            j += 1
+        at = j
+        while at < len(second) and second[at][0] < end:
+            if second[at][0] > start:
+                left.append((start, second[at][0]))
+            start = second[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(spans: Sequence[Span]) -> float:
+    """How long the spans of a union are together."""
+    return sum(end - start for start, end in spans)
