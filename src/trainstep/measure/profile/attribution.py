@@ -52,108 +52,26 @@ class AttributedWork:
 
 def attribute(trace: Trace) -> list[AttributedWork]:
     """Every piece of work of the trace, in the order it started, with its place."""
-    places = _places(trace.ranges)
-    innermost = _Innermost(trace.ranges)
+    places = _Places(trace.ranges)
     steps = _Steps(trace.ranges)
-    placed = []
+    found = []
     for work in sorted(trace.work, key=lambda work: work.start):
         if work.launch is None:
-            placed.append(AttributedWork(work, Attribution(step=steps.latest(work.start))))
-            continue
-        index = innermost.at(*work.launch)
-        place = places[index] if index is not None else Attribution()
-        placed.append(AttributedWork(work, replace(place, step=steps.at(work.launch[0][0], work.launch[1]))))
-    return placed
-
-
-def _places(ranges: Sequence[Range]) -> list[Attribution]:
-    """The place of what each range starts itself. `ranges` are sorted by thread, start and falling end."""
-    places: list[Attribution] = [Attribution()] * len(ranges)
-    parents = parents_of(ranges)
-    makers = _Makers()
-    # Forward comes before its backward in time but not always in the order of threads, so go by time.
-    latest_node: dict[Thread, int] = {}
-    for index in sorted(range(len(ranges)), key=lambda index: (ranges[index].start, -ranges[index].end)):
-        each, parent = ranges[index], parents[index]
-        place = Attribution() if parent is None else places[parent]
-        if each.kind == "phase":
-            place = replace(place, phase=each.name, module=None, piece=None)
-        elif each.kind == "module":
-            place = replace(place, module=each.name, piece=None)
-        elif each.kind == "attention":
-            place = replace(place, piece=each.name)
-        elif each.kind == "node":
-            place = _node_place(ranges, places, index, place, makers, latest_node)
-            latest_node[each.thread] = index
-        elif each.kind == "operator":
-            place = replace(place, operator=index)
-            if each.sequence is not None:
-                makers.note(each, place, index)
-        places[index] = place
-    return places
-
-
-def _node_place(
-    ranges: Sequence[Range],
-    places: Sequence[Attribution],
-    index: int,
-    outer: Attribution,
-    makers: _Makers,
-    latest_node: dict[Thread, int],
-) -> Attribution:
-    each = ranges[index]
-    inside = replace(outer, phase=BACKWARD, operator=None, node=index)
-    if outer.node is not None and ranges[outer.node].name == each.name:
-        return inside  # the engine announces a node, and the node itself again
-    if each.is_accumulation:
-        before = latest_node.get(each.thread)
-        origin = places[before] if before is not None else None
-    elif each.sequence is not None:
-        made_by = makers.of(each, outer)
-        origin = places[made_by] if made_by is not None else None
-    else:
-        origin = outer if outer.node is not None else None
-    if origin is None:
-        return replace(inside, module=None, piece=None)
-    # What loss made has no module: it belongs to the loss.
-    return replace(inside, module=origin.module or _owner(origin.phase), piece=origin.piece)
-
-
-def _owner(phase: str | None) -> str | None:
-    """Phases that own what no module does."""
-    return f"({phase})" if phase in ("loss", "optimizer") else None
+            place = Attribution(step=steps.latest(work.start))
+        else:
+            (process, _), time = work.launch
+            place = replace(places.at(*work.launch), step=steps.at(process, time))
+        found.append(AttributedWork(work, place))
+    return found
 
 
 def owner_of(place: Attribution) -> str | None:
     """The module that work belongs to, or `(loss)` or `(optimizer)`, which have no modules; None where unknown."""
-    return place.module or _owner(place.phase)
+    return place.module or (f"({place.phase})" if place.phase in ("loss", "optimizer") else None)
 
 
-class _Makers:
-    """Which operator made the node of a sequence number."""
-
-    def __init__(self) -> None:
-        self._forward: dict[int, int] = {}
-        self._nested: dict[tuple[Thread, int], int] = {}
-
-    def note(self, operator: Range, place: Attribution, index: int) -> None:
-        """An operator that showed a number. Numbers are each thread's own, so what backward recomputes stands apart."""
-        assert operator.sequence is not None, "an operator without a number makes no node"
-        if place.node is None:
-            self._forward[operator.sequence] = index
-        else:
-            self._nested[operator.thread, operator.sequence] = index
-
-    def of(self, node: Range, outer: Attribution) -> int | None:
-        """The operator that made a node; a node inside another's (reentrant checkpointing) was made there."""
-        assert node.sequence is not None, "a node without a number has no maker"
-        if outer.node is not None and (node.thread, node.sequence) in self._nested:
-            return self._nested[node.thread, node.sequence]
-        return self._forward.get(node.sequence)
-
-
-class _Innermost:
-    """Looks up the innermost range of a thread at a time."""
+class _Places:
+    """The place of what is started in a thread at a time. `ranges` are sorted by thread, start and falling end."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
@@ -161,15 +79,64 @@ class _Innermost:
         self._of_thread: dict[Thread, list[int]] = {}
         for index, each in enumerate(ranges):
             self._of_thread.setdefault(each.thread, []).append(index)
-        self._starts = {thread: [ranges[index].start for index in own] for thread, own in self._of_thread.items()}
+        self._places = [Attribution()] * len(ranges)
+        # The operator that made the node of a sequence number. Numbers are each thread's own, so what backward
+        # recomputes stands apart.
+        self._makers: dict[int, int] = {}
+        self._makers_inside_nodes: dict[tuple[Thread, int], int] = {}
+        self._latest_node: dict[Thread, int] = {}
+        # Forward comes before its backward in time but not always in the order of threads, so go by time.
+        for index in sorted(range(len(ranges)), key=lambda index: (ranges[index].start, -ranges[index].end)):
+            parent = self._parents[index]
+            self._places[index] = self._place(index, Attribution() if parent is None else self._places[parent])
 
-    def at(self, thread: Thread, time: float) -> int | None:
-        """Index of the range, or None where the thread had none open."""
-        position = bisect.bisect_right(self._starts.get(thread, []), time) - 1
-        index: int | None = self._of_thread[thread][position] if position >= 0 else None
+    def at(self, thread: Thread, time: float) -> Attribution:
+        """The place of the innermost range; nothing is known where the thread had none open."""
+        own = self._of_thread.get(thread, [])
+        position = bisect.bisect_right(own, time, key=lambda index: self._ranges[index].start) - 1
+        index: int | None = own[position] if position >= 0 else None
         while index is not None and self._ranges[index].end <= time:
             index = self._parents[index]
-        return index
+        return Attribution() if index is None else self._places[index]
+
+    def _place(self, index: int, outer: Attribution) -> Attribution:
+        """The place of what one range, inside `outer`, starts itself."""
+        each = self._ranges[index]
+        if each.kind == "phase":
+            return replace(outer, phase=each.name, module=None, piece=None)
+        if each.kind == "module":
+            return replace(outer, module=each.name, piece=None)
+        if each.kind == "attention":
+            return replace(outer, piece=each.name)
+        if each.kind == "node":
+            place = self._node_place(index, outer)
+            self._latest_node[each.thread] = index
+            return place
+        if each.kind == "operator":
+            if each.sequence is not None and outer.node is None:
+                self._makers[each.sequence] = index
+            elif each.sequence is not None:
+                self._makers_inside_nodes[each.thread, each.sequence] = index
+            return replace(outer, operator=index)
+        return outer
+
+    def _node_place(self, index: int, outer: Attribution) -> Attribution:
+        each = self._ranges[index]
+        inside = replace(outer, phase=BACKWARD, operator=None, node=index)
+        if outer.node is not None and self._ranges[outer.node].name == each.name:
+            return inside  # the engine announces a node, and the node itself again
+        if each.is_accumulation:
+            maker = self._latest_node.get(each.thread)
+        elif each.sequence is not None:
+            maker = self._makers.get(each.sequence)
+            if outer.node is not None:  # a node inside another's (reentrant checkpointing) was made there
+                maker = self._makers_inside_nodes.get((each.thread, each.sequence), maker)
+        elif outer.node is not None:
+            return replace(inside, module=owner_of(outer))
+        else:
+            maker = None
+        origin = Attribution() if maker is None else self._places[maker]
+        return replace(inside, module=owner_of(origin), piece=origin.piece)  # what loss made belongs to the loss
 
 
 class _Steps:
@@ -179,22 +146,21 @@ class _Steps:
         self._of_process: dict[int, list[Range]] = {}
         for each in sorted((each for each in ranges if each.kind == "step"), key=lambda each: each.start):
             self._of_process.setdefault(each.thread[0], []).append(each)
-        self._starts = {process: [each.start for each in own] for process, own in self._of_process.items()}
 
     def at(self, process: int, time: float) -> str | None:
         """Name of the step, with that of the process where several take steps."""
-        position = bisect.bisect_right(self._starts.get(process, []), time) - 1
-        if position < 0 or time >= self._of_process[process][position].end:
-            return None
-        return self._name(process, position)
+        latest = self._latest(process, time)
+        return None if latest is None or time >= latest.end else self._name(latest)
 
     def latest(self, time: float) -> str | None:
         """Name of the step that began last, in whichever process."""
-        found = [(self._starts[process][position], process, position)
-                 for process in self._starts
-                 if (position := bisect.bisect_right(self._starts[process], time) - 1) >= 0]  # fmt: skip
-        return self._name(*max(found)[1:]) if found else None
+        found = [each for process in self._of_process if (each := self._latest(process, time)) is not None]
+        return self._name(max(found, key=lambda each: (each.start, each.thread[0]))) if found else None
 
-    def _name(self, process: int, position: int) -> str:
-        name = self._of_process[process][position].name
-        return name if len(self._of_process) == 1 else f"{process}: {name}"
+    def _latest(self, process: int, time: float) -> Range | None:
+        own = self._of_process.get(process, [])
+        position = bisect.bisect_right(own, time, key=lambda each: each.start) - 1
+        return own[position] if position >= 0 else None
+
+    def _name(self, step: Range) -> str:
+        return step.name if len(self._of_process) == 1 else f"{step.thread[0]}: {step.name}"

@@ -89,12 +89,7 @@ class KernelProfile:
 
 
 def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> KernelProfile:
-    """Attribute, classify and count the work of a trace.
-
-    Args:
-        trace: as recorded.
-        lists: what is known of the lists of tensors that the optimizer works on.
-    """
+    """Attribute, classify and count the work of a trace; `lists` tells of the optimizer's lists of tensors."""
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
     inside = [each for each in placed if each.place.step is not None or not has_steps]
@@ -135,7 +130,7 @@ def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | Non
 
 
 def _costs(
-    ranges: Sequence[Range], placed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
+    ranges: Sequence[Range], attributed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
 
@@ -143,25 +138,33 @@ def _costs(
     the longest, so that sums count it once. On a CPU work is operators' own time, which belongs to that operator alone;
     one that leaves all it does to others is not counted, since they are.
     """
-    parents = _operator_parents(ranges)
-    counted: dict[int | None, tuple[int, Cost] | None] = {None: None}
+    parents = {
+        index: parent if parent is not None and ranges[parent].kind == "operator" else None
+        for index, parent in enumerate(parents_of(ranges))
+        if ranges[index].kind == "operator"
+    }
+    cost_of: dict[int | None, Cost | None] = {None: None}  # call → its cost
+
+    def counted_call(call: int | None) -> int | None:
+        if call not in cost_of:
+            assert call is not None, "no call costs nothing"
+            cost_of[call] = operator_cost(ranges[call].name, ranges[call].tensors, lists)
+        if call is None or cost_of[call] is not None:
+            return call
+        return None if is_cpu else counted_call(parents[call])
+
     calls: dict[int, int] = {}
     longest: dict[int, int] = {}  # call → index of its longest work
-    cost_of: dict[int, Cost] = {}
-    for index, each in enumerate(placed):
-        start = each.place.operator
-        if start not in counted:
-            counted[start] = _counted_call(ranges, {} if is_cpu else parents, start, lists)
-        found = counted[start]
-        if found is None:
-            continue
-        call, cost_of[found[0]] = found
-        calls[index] = call
-        if call not in longest or each.work.duration > placed[longest[call]].work.duration:
-            longest[call] = index
-    left_to_others = _left_to_others(cost_of, parents) if is_cpu else set()
-    calls = {index: call for index, call in calls.items() if call not in left_to_others}
-    return calls, {index: cost_of[call] for call, index in longest.items() if call not in left_to_others}
+    for index, each in enumerate(attributed):
+        call = counted_call(each.place.operator)
+        if call is not None:
+            calls[index] = call
+            if call not in longest or each.work.duration > attributed[longest[call]].work.duration:
+                longest[call] = index
+    costs = {call: cost for call in longest if (cost := cost_of[call]) is not None}
+    left = _left_to_others(costs, parents) if is_cpu else set()
+    calls = {index: call for index, call in calls.items() if call not in left}
+    return calls, {longest[call]: cost for call, cost in costs.items() if call not in left}
 
 
 def _left_to_others(cost_of: Mapping[int, Cost], parents: Mapping[int, int | None]) -> set[int]:
@@ -178,27 +181,6 @@ def _left_to_others(cost_of: Mapping[int, Cost], parents: Mapping[int, int | Non
         call
         for call, cost in cost_of.items()
         if size[call] and flops[call] >= (cost.flops or 0) and size[call] >= (cost.bytes or 0)
-    }
-
-
-def _counted_call(
-    ranges: Sequence[Range], parents: Mapping[int, int | None], index: int | None, lists: Lists
-) -> tuple[int, Cost] | None:
-    """The innermost operator call around a launch whose cost is known."""
-    while index is not None:
-        cost = operator_cost(ranges[index].name, ranges[index].tensors, lists)
-        if cost is not None:
-            return index, cost
-        index = parents.get(index)
-    return None
-
-
-def _operator_parents(ranges: Sequence[Range]) -> dict[int, int | None]:
-    """Operator → the operator that called it directly."""
-    return {
-        index: parent if parent is not None and ranges[parent].kind == "operator" else None
-        for index, parent in enumerate(parents_of(ranges))
-        if ranges[index].kind == "operator"
     }
 
 
