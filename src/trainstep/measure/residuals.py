@@ -55,13 +55,6 @@ class Residuals:
         """Bytes of all of it."""
         return sum(residual.bytes for residual in self.kept)
 
-    def bytes_by(self, key: Callable[[Residual], str]) -> dict[str, int]:
-        """Bytes by module, operation or whatever `key` says, the largest first."""
-        totals: dict[str, int] = {}
-        for residual in self.kept:
-            totals[key(residual)] = totals.get(key(residual), 0) + residual.bytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
 
 class _Packed:
     """What the pack hook hands to autograd in a tensor's stead."""

@@ -41,7 +41,7 @@ def test_an_outline_loses_nothing():
     drawn = outline(FIVE_EVENTS, lambda each: Group(each.owner, 0 if each.owner == "parameters" else 1), kept=2, bins=6)
     assert [group.name for group in drawn.groups] == ["parameters", "gradients", "temporaries"]
     assert [each.block.bytes for each, _ in drawn.kept] == [100, 50]
-    assert (drawn.smallest, drawn.left_out) == (50, 2)
+    assert drawn.smallest == 50
     assert drawn.edges.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert drawn.total.tolist() == FIVE_EVENTS.live.tolist()
     assert drawn.rest.tolist() == [[0] * 6, [0, 0, 0, 0, 0, 7], [0, 10, 10, 10, 0, 0]]

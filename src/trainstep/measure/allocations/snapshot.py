@@ -162,39 +162,24 @@ def _unknown_category() -> dict[str, Any]:
 def snapshot_of(timeline: Timeline) -> dict[str, Any]:
     """A timeline that no CUDA allocator logged, in the same form, as device 0."""
     stacks = _Stacks()
-    # Addresses of a CPU's storages may recur while a viewer still shows the block before: each gets one of its own.
-    addresses, top = {}, 512
-    for index, each in enumerate(timeline.allocations):
-        addresses[index] = top
-        top += -(-each.block.bytes // 512) * 512
     trace: list[dict[str, Any]] = [{}] * timeline.events
-    for index, each in enumerate(timeline.allocations):
-        event = {"addr": addresses[index], "size": each.block.bytes, "stream": 0, **_mark(each, stacks)}
-        if each.block.start:
-            trace[each.block.start - 1] = {"action": "alloc", **event}
-        if each.block.end is not None:
-            trace[each.block.end - 1] = {"action": "free_completed", **event}
-    left = [(addresses[index], each) for index, each in enumerate(timeline.allocations) if each.block.end is None]
-    segments = [_segment(address, each, _mark(each, stacks)) for address, each in left]
+    segments = []
+    address = 512  # a CPU's addresses may recur while a viewer still shows the block before: each block gets its own
+    for each in timeline.allocations:
+        start, end, size = each.block.start, each.block.end, each.block.bytes
+        rounded, mark = -(-size // 512) * 512, _mark(each, stacks)
+        event = {"addr": address, "size": size, "stream": 0, **mark}
+        if start:
+            trace[start - 1] = {"action": "alloc", **event}
+        if end is not None:
+            trace[end - 1] = {"action": "free_completed", **event}
+        else:
+            sizes = dict.fromkeys(("total_size", "allocated_size", "active_size"), rounded) | {"requested_size": size}
+            block = {"address": address, "size": rounded, "requested_size": size, "state": "active_allocated", **mark}
+            place = {"device": 0, "address": address, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
+            segments.append({**place, **sizes, "frames": [], "blocks": [block]})
+        address += rounded
     return {"segments": segments, "device_traces": [[*trace, _unknown_category()]]}
-
-
-def _segment(address: int, each: Allocation, mark: Mapping[str, Any]) -> dict[str, Any]:
-    size = -(-each.block.bytes // 512) * 512
-    block = {"address": address, "size": size, "requested_size": each.block.bytes, "state": "active_allocated"}
-    return {
-        "device": 0,
-        "address": address,
-        "total_size": size,
-        "allocated_size": size,
-        "active_size": size,
-        "requested_size": each.block.bytes,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "frames": [],
-        "blocks": [{**block, **mark}],
-    }
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:

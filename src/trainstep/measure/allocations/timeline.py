@@ -175,8 +175,6 @@ class Outline:
     """The largest, with the indices of their groups, in the order they were made."""
     smallest: int
     """Bytes of the smallest kept."""
-    left_out: int
-    """How many are not among them."""
     edges: NDArray[np.int64]
     """The states at which stretches begin, the last end appended; shape (stretches + 1,)."""
     total: NDArray[np.int64]
@@ -209,7 +207,6 @@ def outline(
         groups=groups,
         kept=tuple((each, index[group_of(each)]) for each in timeline.allocations if id(each) in shown),
         smallest=order[: kept or 1][-1].block.bytes if order else 0,
-        left_out=max(len(order) - kept, 0),
         edges=edges,
         total=_largest(timeline.live, edges),
         rest=rest,
