@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "blocks": {"errors"},
     "checkpointing": {"blocks", "config", "errors"},
     "parallel": {"blocks", "config", "errors"},
-    "measure": {"config", "errors", "phases", "precision", "stats"},
+    "measure": {"blocks", "config", "errors", "phases", "precision", "stats"},
     "workload": {"attention", "config", "errors", "model", "user_code"},
     "training_step": {
         "batch",

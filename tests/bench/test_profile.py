@@ -11,7 +11,8 @@ from trainstep.bench.profile_rows import timeline_values
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
-from trainstep.measure.kernels import Kernel, Profile
+from trainstep.measure.profile.kernels import Kernel, KernelProfile
+from trainstep.measure.profile.trace import Stream
 from trainstep.records import of_kind
 from trainstep.workload import builtin_source
 
@@ -91,14 +92,16 @@ def test_the_timeline_holds_one_step(records):
     assert max(row.series["module"]) < len(row.series["module_names"])
 
 
-def kernel(index, phase="forward", stream="0/7"):
+def kernel(index, phase="forward", stream=7):
     start = 3.0 * index
-    return Kernel(f"k{index % 5}", "elementwise", start, 2.0, stream, "compute", True, "0", phase, "m", None, None)
+    return Kernel(
+        f"k{index % 5}", "elementwise", start, 2.0, Stream(0, stream), "compute", True, "0", phase, "m", None, None
+    )
 
 
 def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so():
     kernels = [kernel(index, "forward" if index < 100 else "backward") for index in range(200)]
-    values, series = timeline_values(Profile(tuple(kernels), 1, True, False, 0.0), "0", longest=40)
+    values, series = timeline_values(KernelProfile(tuple(kernels), 1, True, False, 0.0), "0", longest=40)
     assert values["kernels"] == 200
     assert values["bars"] <= 40
     assert sum(series["count"]) == 200, "none is dropped"
@@ -108,9 +111,9 @@ def test_a_timeline_with_too_many_bars_joins_neighbours_and_says_so():
 
 
 def test_kernels_far_apart_are_not_joined_however_much_is_to_be_drawn():
-    lonely = [dataclasses.replace(kernel(index, stream="0/20"), name="lonely") for index in (0, 10_000)]
+    lonely = [dataclasses.replace(kernel(index, stream=20), name="lonely") for index in (0, 10_000)]
     kernels = [dataclasses.replace(kernel(index), family=("copy", "softmax")[index % 2]) for index in range(10_000)]
-    values, series = timeline_values(Profile((*kernels, *lonely), 1, True, False, 0.0), "0", longest=500)
+    values, series = timeline_values(KernelProfile((*kernels, *lonely), 1, True, False, 0.0), "0", longest=500)
     assert values["bars"] <= 500
     found = [
         series["count"][index]

@@ -31,6 +31,28 @@ def test_in_place_operations_add_nothing():
         assert (live.bytes, live.peak) == (MIB, MIB)
 
 
+def test_each_storage_has_the_states_it_lived_in():
+    """States are counted by the storages made and released; a found storage was there in the first."""
+    resident, hidden = torch.zeros(4), torch.zeros(8)
+    lives = []
+    with LiveStorages([resident], lambda life, storage: lives.append((life, storage.nbytes()))) as live:
+        made = resident + 1  # 1
+        hidden.mul_(2)
+        torch.empty(0)  # no bytes, no storage
+        del made  # 2
+        kept = resident.clone()  # 3
+        del hidden  # 4
+    assert live.events == 4
+    assert live.bytes == resident.nbytes + kept.nbytes
+    assert live.found_bytes == 0, "it is gone"
+    assert [(life.start, life.end, life.is_found) for life, _ in lives] == [
+        (0, None, False), (1, 2, False), (0, 4, True), (3, None, False),
+    ]  # fmt: skip
+    assert [life.bytes for life, _ in lives] == [size for _, size in lives] == [16, 16, 32, 16]
+    del kept
+    assert live.events == 4, "what happens afterwards is not counted"
+
+
 def test_phases_of_a_cpu_step_have_the_peaks_that_arithmetic_gives():
     """y = x·w with x saved: forward adds y; backward adds the gradients while x, y and w live."""
     x = torch.randn(256, 1024)

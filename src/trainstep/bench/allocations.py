@@ -18,21 +18,24 @@ from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
-from trainstep.measure.allocations.attribution import StepWatch
-from trainstep.measure.allocations.cpu import record_on_cpu
-from trainstep.measure.allocations.cuda import record_on_cuda
-from trainstep.measure.allocations.outline import Group, interned, outline
-from trainstep.measure.allocations.snapshot import imported_timelines, snapshot_of
-from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
-from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
+from trainstep.measure.allocations.recording import StepWatch, record_on_cpu, record_on_cuda
+from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, snapshot_of, write_snapshot
+from trainstep.measure.allocations.timeline import (
+    OWNERS,
+    Allocation,
+    Frame,
+    Group,
+    Timeline,
+    bytes_by,
+    interned,
+    outline,
+)
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Row, Scalar, make_row
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
-BANDS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "activations", "temporaries")
-"""Owners from the lowest up: what stays lies below what comes and goes."""
 NAMED_MODULES = 4
 """Modules whose activations have a colour of their own."""
 NAMED_LINES = 7
@@ -210,7 +213,7 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     named = list(bytes_by(activations, _colour_name))[:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
-        band = BANDS.index(each.owner)
+        band = OWNERS.index(each.owner)
         if each.owner != "activations":
             return Group(each.owner, band)
         name = _colour_name(each)
@@ -222,7 +225,7 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
 def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
     """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
     named = list(bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner))[:NAMED_LINES]
-    bands = {owner: BANDS.index(owner) if owner in BANDS else 0 for owner in named}
+    bands = {owner: OWNERS.index(owner) if owner in OWNERS else 0 for owner in named}
     return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 

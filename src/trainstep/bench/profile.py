@@ -19,13 +19,12 @@ from trainstep.bench.step import case_columns, phase_samples
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import ProfileRow
-from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.environment import describe
-from trainstep.measure.kernels import Profile, profile_of
-from trainstep.measure.nsys import is_sqlite, read_nsys
-from trainstep.measure.operator_cost import UNKNOWN_LISTS, Lists
-from trainstep.measure.profiler import record_steps, run_under_nvtx
-from trainstep.measure.ranges import announce
+from trainstep.measure.flops import UNKNOWN_LISTS, Lists
+from trainstep.measure.profile.kernels import KernelProfile, profile_of
+from trainstep.measure.profile.nsys import is_sqlite, read_nsys
+from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
+from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
 from trainstep.records import Row, Scalar, make_row
@@ -40,7 +39,7 @@ class ProfileMeasurement:
 
     plain: Timing
     profiled: Timing
-    profile: Profile
+    profile: KernelProfile
 
 
 def profile_records(

@@ -7,12 +7,10 @@ from typing import TypeVar
 
 from trainstep.blocks import without_numbers
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
-from trainstep.measure.chrome_trace import ENGINE, GLOO
-from trainstep.measure.intervals import length
-from trainstep.measure.kernel_families import MATMULS, short_name
-from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
-from trainstep.measure.operator_cost import COUNTED
-from trainstep.measure.overlap import overlap_of
+from trainstep.measure.flops import COUNTED
+from trainstep.measure.profile.families import MATMULS, short_name
+from trainstep.measure.profile.kernels import Kernel, KernelProfile, busy_us, gaps, length, overlap_of
+from trainstep.measure.profile.trace import Stream
 from trainstep.phases import PHASES
 from trainstep.records import AnyRow, Row, Scalar, make_row
 
@@ -28,7 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 Columns = Mapping[str, Scalar]
 
 
-def profile_rows(profile: Profile, case: Columns, precision: str | None, environment: Columns) -> list[Row]:
+def profile_rows(profile: KernelProfile, case: Columns, precision: str | None, environment: Columns) -> list[Row]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
 
     def row(kind: type[AnyRow], more: Columns, values: Columns, **series: Mapping[str, Sequence[Scalar]]) -> AnyRow:
@@ -43,11 +41,11 @@ def profile_rows(profile: Profile, case: Columns, precision: str | None, environ
     ]
 
 
-def _middle_step(profile: Profile) -> str | None:
+def _middle_step(profile: KernelProfile) -> str | None:
     return profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
 
 
-def summary_values(profile: Profile) -> dict[str, Scalar]:
+def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
     """What a profile says as a whole."""
     forward, step = _of_phase(profile, "forward"), list(profile.kernels)
     busy_ms = sum(busy_us(profile.of_step(name)) for name in profile.step_names) / profile.steps / 1e3
@@ -89,12 +87,12 @@ def summary_values(profile: Profile) -> dict[str, Scalar]:
     return values
 
 
-def _busy_ms(profile: Profile, kernels: Sequence[Kernel]) -> float:
+def _busy_ms(profile: KernelProfile, kernels: Sequence[Kernel]) -> float:
     by_step = _grouped(kernels, lambda each: each.step)
     return sum(busy_us(group) for group in by_step.values()) / profile.steps / 1e3
 
 
-def _of_phase(profile: Profile, phase: str) -> list[Kernel]:
+def _of_phase(profile: KernelProfile, phase: str) -> list[Kernel]:
     return [each for each in profile.kernels if each.phase == phase]
 
 
@@ -114,14 +112,14 @@ def _matmul_share(kernels: Sequence[Kernel]) -> float:
     return _us(each for each in kernels if each.family in MATMULS) / total if total else 0.0
 
 
-def _top(where: str, kernels: Sequence[Kernel], profile: Profile) -> dict[str, Scalar]:
+def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Scalar]:
     """The kernel that takes most time, by all of its calls; and the one that is called most, which is another thing."""
     by_name = _grouped(kernels, lambda each: each.name)
     calls = {name: sum(each.is_call for each in group) for name, group in by_name.items()}
     if not by_name:
         return {}
     first = max(by_name, key=lambda name: _us(by_name[name]))
-    operators = [name for name in calls if name != ENGINE]  # autograd's own time has a name, but is no operator
+    operators = [name for name, group in by_name.items() if group[0].kind != "engine"]  # whose time has a name
     most_called = max(operators or calls, key=calls.__getitem__)
     return {
         f"top_{where}_kernel": short_name(first),
@@ -152,7 +150,7 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
 _Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
 
 
-def _families(profile: Profile, precision: str | None) -> list[_Columns]:
+def _families(profile: KernelProfile, precision: str | None) -> list[_Columns]:
     """One row per family of the whole step and of each phase, the most time first."""
     rows: list[_Columns] = []
     for phase in (STEP, *PHASES):
@@ -179,7 +177,7 @@ def _ceiling_precision(family: str, precision: str | None) -> str | None:
     return None
 
 
-def _pieces(profile: Profile) -> list[_Columns]:
+def _pieces(profile: KernelProfile) -> list[_Columns]:
     """Scores, softmax and weighted sum, in forward and in backward: all of each piece, and its main kernels alone."""
     rows: list[_Columns] = []
     groups = _grouped(
@@ -194,7 +192,7 @@ def _pieces(profile: Profile) -> list[_Columns]:
     return rows
 
 
-def _kernels(profile: Profile) -> list[_Columns]:
+def _kernels(profile: KernelProfile) -> list[_Columns]:
     """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
     total = _us(profile.kernels)
     groups = _grouped(
@@ -221,7 +219,7 @@ def _kernels(profile: Profile) -> list[_Columns]:
 
 
 def timeline_values(
-    profile: Profile, step: str | None, longest: int = LONGEST
+    profile: KernelProfile, step: str | None, longest: int = LONGEST
 ) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
     """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
 
@@ -293,7 +291,7 @@ def _fitted(bars: list[_Bar], most: int) -> tuple[list[_Bar], float | None]:
 def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us: float) -> list[_Bar]:
     """The bars, neighbours of one stream that are alike and together shorter than `below_us` joined."""
     kept: list[_Bar] = []
-    latest: dict[str, _Bar] = {}
+    latest: dict[Stream, _Bar] = {}
     for bar in bars:
         last = latest.get(bar.kernel.stream)
         if last is not None and bar.end - last.start < below_us and alike(last.kernel) == alike(bar.kernel):
@@ -304,10 +302,10 @@ def _joined(bars: Sequence[_Bar], alike: Callable[[Kernel], Hashable], below_us:
     return kept
 
 
-def _lane(kernel: Kernel, profile: Profile) -> str:
+def _lane(kernel: Kernel, profile: KernelProfile) -> str:
     """What a lane of the timeline is called: a stream or a thread, or what copies and communication are."""
-    if profile.is_cpu and not kernel.name.startswith(GLOO):
-        return f"thread {kernel.stream.rpartition('/')[2]}"
+    if profile.is_cpu and kernel.kind != "collective":
+        return f"thread {kernel.stream.number}"
     if kernel.lane != "compute":
         return kernel.lane
-    return f"compute, stream {kernel.stream.rpartition('/')[2]}"
+    return f"compute, stream {kernel.stream.number}"

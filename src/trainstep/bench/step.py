@@ -20,7 +20,7 @@ from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
-from trainstep.measure.flop_count import counted_flops
+from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext

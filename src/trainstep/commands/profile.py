@@ -83,7 +83,7 @@ class Profile(OneModel):
 
     def _run_nsys(self) -> Path:
         """Run these very flags under nsys; returns the export."""
-        from trainstep.measure.nsys import nsys_command, require_nsys
+        from trainstep.measure.profile.nsys import nsys_command, require_nsys
         from trainstep.workload import resolve_device
 
         flags = ["--nvtx" if word == "--nsys" else word for word in sys.argv[1:]]

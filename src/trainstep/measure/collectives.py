@@ -1,9 +1,8 @@
 """Which collectives a step starts, and how many bytes each is given.
 
 Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
-between ranks announce themselves there. What
-is counted is the payload: the full tensors that are reduced, gathered or sent, not what an algorithm makes of it on the
-wire (`plan.communication` says that).
+between ranks announce themselves there. What is counted is the payload: the full tensors that are reduced, gathered or
+sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Collective:
 @contextmanager
 def recorded_collectives() -> Iterator[list[Collective]]:
     """The collectives started inside the block, in order."""
-    recorder = _Recorder()
-    with recorder:
+    with _Recorder() as recorder:
         yield recorder.calls
 
 
@@ -85,9 +83,7 @@ def _usual_name(operator: str) -> str:
 def _collective(name: str, args: tuple[Any, ...]) -> Collective:
     """The payload is the larger of outputs and inputs, which are the first two arguments."""
     lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
-    payload = max(lists, key=lambda tensors: sum(map(_bytes, tensors)))
-    return Collective(name, len(payload), sum(map(_bytes, payload)), payload[0].dtype if payload else None)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    size, payload = max(
+        ((sum(each.nbytes for each in tensors), tensors) for tensors in lists), key=lambda pair: pair[0]
+    )
+    return Collective(name, len(payload), size, payload[0].dtype if payload else None)

@@ -14,17 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-SHORT_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
+_SHORT_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def short_name(dtype: torch.dtype) -> str:
     """`fp32`, `bf16`, `int64` …"""
-    return SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,9 @@ class DtypeWatch:
             own = list(module.parameters(recurse=False))
             inputs, outputs = tuple(self._inputs.get(name, ())), tuple(self._outputs.get(name, ()))
             if own or inputs or outputs:
-                gradients = [parameter.grad for parameter in own if parameter.grad is not None]
-                modules.append(
-                    ModuleDtypes(
-                        name, type(module).__name__, tuple(_dtypes(own)), inputs, outputs, tuple(_dtypes(gradients))
-                    )
-                )
+                gradients = tuple(_dtypes([parameter.grad for parameter in own]))
+                kind = type(module).__name__
+                modules.append(ModuleDtypes(name, kind, tuple(_dtypes(own)), inputs, outputs, gradients))
         return StepDtypes(tuple(modules), tuple(self._result), tuple(self._loss))
 
 
@@ -157,30 +149,16 @@ def accumulate(steps: int = 1000, addend: float = 0.01) -> list[Accumulation]:
         return running.item()
 
     full, half = torch.float32, torch.float16
+    exact = "float32 rounds each sum to 24 bits: a thousand roundings add up to 1e-5 of it."
+    coarse = (
+        "From 8 on, float16's neighbours are 2^-7 = 0.0078 apart, so adding 0.01 adds 0.0078: the rounding is "
+        "the running sum's, and no longer small beside what is added."
+    )
+    one = "The sum is in float32, so only the addend's one rounding remains: float16's 0.01 is 0.010002136."
+    cast = "Casting up brings no digits back: 0.010002136 in float32 is the same number, added the same way."
     return [
-        Accumulation(
-            "fp32",
-            "fp32",
-            total(full, full, full),
-            "float32 rounds each sum to 24 bits: a thousand roundings add up to 1e-5 of it.",
-        ),
-        Accumulation(
-            "fp16",
-            "fp16",
-            total(half, half, half),
-            "From 8 on, float16's neighbours are 2^-7 = 0.0078 apart, so adding 0.01 adds 0.0078: the rounding is "
-            "the running sum's, and no longer small beside what is added.",
-        ),
-        Accumulation(
-            "fp32",
-            "fp16",
-            total(full, half, half),
-            "The sum is in float32, so only the addend's one rounding remains: float16's 0.01 is 0.010002136.",
-        ),
-        Accumulation(
-            "fp32",
-            "fp16 → fp32",
-            total(full, half, full),
-            "Casting up brings no digits back: 0.010002136 in float32 is the same number, added the same way.",
-        ),
+        Accumulation("fp32", "fp32", total(full, full, full), exact),
+        Accumulation("fp16", "fp16", total(half, half, half), coarse),
+        Accumulation("fp32", "fp16", total(full, half, half), one),
+        Accumulation("fp32", "fp16 → fp32", total(full, half, full), cast),
     ]

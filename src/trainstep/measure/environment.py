@@ -7,13 +7,14 @@ import functools
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Environment = Mapping[str, str | float | int]
+Environment = dict[str, str | float | int]
+"""Column → value."""
 
 _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it could be"
     0x0000000000000004: "power cap",
@@ -25,9 +26,9 @@ _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it coul
 
 
 @functools.cache
-def describe(device: torch.device) -> dict[str, str | float | int]:
+def describe(device: torch.device) -> Environment:
     """What stays the same for the process: device, versions and commit. Goes into every record."""
-    found: dict[str, str | float | int] = {
+    found: Environment = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device_name(device),
         "torch": torch.__version__,
@@ -49,7 +50,7 @@ def describe(device: torch.device) -> dict[str, str | float | int]:
     return found
 
 
-def gpu_state(device: torch.device) -> dict[str, str | float | int]:
+def gpu_state(device: torch.device) -> Environment:
     """Clocks, power, temperature and throttling right now; empty on a CPU or where NVML does not answer."""
     return _nvml(device, _live_state) if device.type == "cuda" else {}
 
@@ -88,7 +89,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def _nvml(device: torch.device, read: Any) -> dict[str, str | float | int]:
+def _nvml(device: torch.device, read: Callable[[Any, Any], Environment]) -> Environment:
     try:
         import pynvml
     except ImportError:
@@ -98,15 +99,12 @@ def _nvml(device: torch.device, read: Any) -> dict[str, str | float | int]:
     except pynvml.NVMLError:  # no driver, or none that answers
         return {}
     try:
-        return dict(read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(_uuid(device))))
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
     except pynvml.NVMLError:
         return {}
     finally:
         pynvml.nvmlShutdown()
-
-
-def _uuid(device: torch.device) -> str:
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _static_state(nvml: Any, handle: Any) -> Environment:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from trainstep.measure.memory import storages_of
 
 WEIGHT_CAST = "cast of a parameter"
 """The operation under which casts of parameters are listed."""
@@ -53,13 +55,6 @@ class Residuals:
         """Bytes of all of it."""
         return sum(residual.bytes for residual in self.kept)
 
-    def bytes_by(self, key: Callable[[Residual], str]) -> dict[str, int]:
-        """Bytes by module, operation or whatever `key` says, the largest first."""
-        totals: dict[str, int] = {}
-        for residual in self.kept:
-            totals[key(residual)] = totals.get(key(residual), 0) + residual.bytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
 
 class _Packed:
     """What the pack hook hands to autograd in a tensor's stead."""
@@ -81,9 +76,8 @@ def residuals(
             code, which has no modules left; its parameters then belong into `resident`.
         resident: further tensors that are alive anyway, such as the batch.
     """
-    known = {tensor.untyped_storage().data_ptr() for tensor in resident}
-    if module is not None:
-        known |= {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    alive = [*resident, *(() if module is None else (*module.parameters(), *module.buffers()))]
+    seen = {storage.data_ptr() for tensor in alive for storage in storages_of(tensor)}
     running: list[str] = []
     packed: list[weakref.ref[_Packed]] = []
 
@@ -93,57 +87,21 @@ def residuals(
         return each
 
     uncompiled = torch.compiler.disable(pack)  # or a compiled forward would compile it too, for every shape anew
-    with torch.autograd.graph.saved_tensors_hooks(uncompiled, lambda each: each.tensor), _module_stack(module, running):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(uncompiled, lambda each: each.tensor),
+        nullcontext() if module is None else module_calls(module, running.append, running.pop),
+    ):
         results = forward()
-    holders = _holders(results)
-    seen = set(known)
+    holders = {id(each): operation_name(node.name()) for node in graph_nodes(results) for each in _packed_by(node)}
     kept = []
     for each in filter(None, (reference() for reference in packed)):
-        storage = each.tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() == 0:
-            continue
-        seen.add(storage.data_ptr())
         operation = WEIGHT_CAST if each.casts_parameter else holders.get(id(each), CHECKPOINT)
-        shape = tuple(each.tensor.shape)
-        kept.append(Residual(each.module, operation, shape, each.tensor.dtype, storage.nbytes()))
+        for storage in storages_of(each.tensor):
+            if storage.data_ptr() not in seen and storage.nbytes() > 0:
+                seen.add(storage.data_ptr())
+                shape = tuple(each.tensor.shape)
+                kept.append(Residual(each.module, operation, shape, each.tensor.dtype, storage.nbytes()))
     return Residuals(tuple(kept)), results
-
-
-@contextmanager
-def _module_stack(module: nn.Module | None, running: list[str]) -> Iterator[None]:
-    """Keep `running` a stack of the names of the modules that are being called."""
-
-    def push(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
-
-    def pop(*_: object) -> None:
-        running.pop()
-
-    handles = []
-    for name, each in module.named_modules() if module is not None else ():
-        handles.append(each.register_forward_pre_hook(push(name)))
-        handles.append(each.register_forward_hook(pop, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _holders(results: Any) -> dict[int, str]:
-    """id of each `_Packed` that the graphs behind `results` hold → the operation that holds it."""
-    ahead = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    visited = set(ahead)
-    holders: dict[int, str] = {}
-    while ahead:
-        node = ahead.pop()
-        for each in _packed_by(node):
-            holders[id(each)] = operation_name(node.name())
-        for following, _ in node.next_functions:
-            if following is not None and following not in visited:
-                visited.add(following)
-                ahead.append(following)
-    return holders
 
 
 def _packed_by(node: Any) -> Iterator[_Packed]:
@@ -153,6 +111,43 @@ def _packed_by(node: Any) -> Iterator[_Packed]:
             for saved in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(saved.data, _Packed):
                     yield saved.data
+
+
+@contextmanager
+def module_calls(module: nn.Module, enter: Callable[[str], object], leave: Callable[[], object]) -> Iterator[None]:
+    """While entered, `enter(name)` runs before and `leave()` after every call of `module` and of its submodules."""
+
+    def entering(name: str) -> Callable[..., None]:
+        def before(*_: object) -> None:  # what a hook returns would take the place of the arguments
+            enter(name)
+
+        return before
+
+    def after(*_: object) -> None:
+        leave()
+
+    handles = []
+    for name, each in module.named_modules():
+        handles.append(each.register_forward_pre_hook(entering(name)))
+        handles.append(each.register_forward_hook(after, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def graph_nodes(results: Any) -> Iterator[Any]:
+    """Every node of the autograd graphs behind the tensors in `results`, each once."""
+    ahead = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    visited = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited:
+                visited.add(following)
+                ahead.append(following)
 
 
 def operation_name(node_name: str) -> str:

@@ -1,7 +1,7 @@
 """The stopwatch: warm-up, synchronise, sample.
 
 Work given to a GPU runs after the call that gave it returns, so a host clock read means nothing unless the device was
-synchronised first. Here the caller never reads a clock: he hands over a step, and every sample is taken between two
+synchronised first. Here the caller never reads a clock: it passes a step, and every sample is taken between two
 synchronisations. Inside a step nothing waits; phases are separated by device events, which the device itself stamps
 when it gets there. So the phases are those of an undisturbed step, and they add up to it.
 
@@ -48,7 +48,7 @@ class CpuClock:
         """No marks: the host clock is the device's clock."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Never called, as there are no marks."""
+        """Not called, as there are no marks."""
         raise AssertionError("the CPU has no device events")
 
 

@@ -9,9 +9,15 @@ import random
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.measure.allocations import snapshot_file as module
-from trainstep.measure.allocations.snapshot import blocks_of, imported_timelines, snapshot_of, with_owners
-from trainstep.measure.allocations.snapshot_file import load_snapshot, write_snapshot
+from trainstep.measure.allocations import snapshot as module
+from trainstep.measure.allocations.snapshot import (
+    blocks_of,
+    imported_timelines,
+    load_snapshot,
+    snapshot_of,
+    with_owners,
+    write_snapshot,
+)
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
 STACK = (Frame("/site/torch/x.py", 1, "f"), Frame("/me/model/block.py", 7, "forward"))

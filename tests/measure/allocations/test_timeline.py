@@ -1,5 +1,15 @@
-from trainstep.measure.allocations.outline import Group, interned, outline
-from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, bytes_by, made_at
+from trainstep.measure.allocations.timeline import (
+    Allocation,
+    Block,
+    Frame,
+    Group,
+    PhaseSpan,
+    Timeline,
+    bytes_by,
+    interned,
+    made_at,
+    outline,
+)
 
 
 def made(start, end, size, owner="temporaries"):
@@ -9,7 +19,7 @@ def made(start, end, size, owner="temporaries"):
 FIVE_EVENTS = Timeline(
     (made(0, None, 100, "parameters"), made(1, 4, 10), made(2, 3, 50), made(5, None, 7, "gradients")),
     events=5,
-    phases=(Phase("forward", 0, 3), Phase("backward", 3, 5)),
+    phases=(PhaseSpan("forward", 0, 3), PhaseSpan("backward", 3, 5)),
 )
 
 
@@ -31,7 +41,7 @@ def test_an_outline_loses_nothing():
     drawn = outline(FIVE_EVENTS, lambda each: Group(each.owner, 0 if each.owner == "parameters" else 1), kept=2, bins=6)
     assert [group.name for group in drawn.groups] == ["parameters", "gradients", "temporaries"]
     assert [each.block.bytes for each, _ in drawn.kept] == [100, 50]
-    assert (drawn.smallest, drawn.left_out) == (50, 2)
+    assert drawn.smallest == 50
     assert drawn.edges.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert drawn.total.tolist() == FIVE_EVENTS.live.tolist()
     assert drawn.rest.tolist() == [[0] * 6, [0, 0, 0, 0, 0, 7], [0, 10, 10, 10, 0, 0]]

@@ -12,9 +12,9 @@ from tests.report.page import Page
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_row
 from trainstep.kinds import ParallelRow, ParallelTraceRow
-from trainstep.measure.kernel_families import kernel_family
-from trainstep.measure.kernels import Kernel, Profile
-from trainstep.measure.trace import Trace
+from trainstep.measure.profile.families import kernel_family
+from trainstep.measure.profile.kernels import Kernel, KernelProfile
+from trainstep.measure.profile.trace import Stream, Trace
 from trainstep.records import Times
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
@@ -26,7 +26,7 @@ FORWARD, BACKWARD, SENT, UPDATE = 1_200.0, 2_200.0, 1_200.0, 27_000.0
 STEP_MS = (BLOCKS * (FORWARD + BACKWARD) + UPDATE) / 1e3
 
 
-def step(scheme: str, parts: int = 1) -> Profile:
+def step(scheme: str, parts: int = 1) -> KernelProfile:
     """A GPU's step with `parts` kernels for each pass through a block."""
     found: list[Kernel] = []
     now = sent = 0.0
@@ -35,7 +35,7 @@ def step(scheme: str, parts: int = 1) -> Profile:
         begin = now if start is None else start
         is_sent = kernel_family(name) == "communication"
         found.append(
-            Kernel(name, kernel_family(name), begin, microseconds, "0/20" if is_sent else "0/7",
+            Kernel(name, kernel_family(name), begin, microseconds, Stream(0, 20) if is_sent else Stream(0, 7),
                    "communication" if is_sent else "compute", True, "0", phase, None, None, None)
         )  # fmt: skip
         return begin + microseconds
@@ -50,7 +50,7 @@ def step(scheme: str, parts: int = 1) -> Profile:
         now = run(ALL_REDUCE, BLOCKS * SENT, "communication")
     now = max(now, sent)
     run("multi_tensor_apply_kernel", UPDATE, "optimizer")
-    return Profile(tuple(sorted(found, key=lambda each: each.start_us)), 1, True, False, 0.0)
+    return KernelProfile(tuple(sorted(found, key=lambda each: each.start_us)), 1, True, False, 0.0)
 
 
 def timed(scheme: str) -> ParallelRow:

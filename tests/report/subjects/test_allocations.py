@@ -11,8 +11,7 @@ from tests.report.browsing import complaints, hover, open_page, requests, set_sc
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
-from trainstep.measure.allocations.snapshot import snapshot_of
-from trainstep.measure.allocations.snapshot_file import write_snapshot
+from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.records import Row, of_kind, read_records, write_whole
 from trainstep.report.findings import findings

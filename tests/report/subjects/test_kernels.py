@@ -13,8 +13,9 @@ from tests.report.browsing import complaints, hover, open_page, requests, wait_f
 from tests.report.page import Page
 from trainstep.bench.profile_rows import profile_rows, summary_values
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, ProfileRow
-from trainstep.measure.kernel_families import Family
-from trainstep.measure.kernels import Kernel, Lane, Profile
+from trainstep.measure.profile.families import Family
+from trainstep.measure.profile.kernels import Kernel, KernelProfile, Lane
+from trainstep.measure.profile.trace import Stream
 from trainstep.records import Row, make_row, of_kind
 from trainstep.report.html import render, write_html
 from trainstep.report.subjects.kernels import TOP_KERNELS, kernels
@@ -37,7 +38,7 @@ class Step:
         *, piece: str | None = None, flops: float | None = None, bytes: float | None = None, lane: Lane = "compute",
     ) -> None:  # fmt: skip
         call = len(self.kernels) if flops or bytes else None
-        stream = "0/7" if lane == "compute" else "0/9"
+        stream = Stream(0, 7) if lane == "compute" else Stream(0, 9)
         self.kernels.append(
             Kernel(name, family, self.now, microseconds, stream, lane, True, "0", phase, module, piece, None, call,
                    flops, bytes)
@@ -45,7 +46,7 @@ class Step:
         self.now += microseconds if lane == "compute" else 0.0
 
 
-def gpu_profile() -> Profile:
+def gpu_profile() -> KernelProfile:
     step = Step()
     for block in range(2):
         attention = f"blocks.{block}.attention"
@@ -61,7 +62,7 @@ def gpu_profile() -> Profile:
         step.run("nvjet_backward", "tensor-core matmul", 150, "backward", f"blocks.{block}.attention", flops=1e11,
                  bytes=6e7)  # fmt: skip
     step.run("multi_tensor_apply_kernel", "optimizer", 120, "optimizer", "(optimizer)", flops=1e7, bytes=4e8)
-    return Profile(tuple(step.kernels), 1, True, False, 0.0)
+    return KernelProfile(tuple(step.kernels), 1, True, False, 0.0)
 
 
 def ceilings() -> list[Row]:
@@ -70,7 +71,7 @@ def ceilings() -> list[Row]:
     return [*rows, CeilingRow(operation="copy", gb_s=4200.0)]
 
 
-def records(profile: Profile, **values: Any) -> list[Row]:
+def records(profile: KernelProfile, **values: Any) -> list[Row]:
     summary = summary_values(profile) | TIMES | values
     return [*ceilings(), make_row(ProfileRow, CASE, summary), *profile_rows(profile, CASE, "bf16", {})]
 
@@ -142,14 +143,14 @@ FIGURE = "const source = Bokeh.documents.map((doc) => doc.get_model_by_name('tim
          "const figure = source.document.roots()[0];"  # fmt: skip
 
 
-def large_profile(count: int = 30_000) -> Profile:
+def large_profile(count: int = 30_000) -> KernelProfile:
     """As many kernels as several steps of a large model have."""
     step = Step()
     families: tuple[Family, ...] = ("tensor-core matmul", "elementwise", "softmax", "copy")
     for index in range(count):
         phase = "forward" if index < count // 3 else "backward"
         step.run(f"kernel_{index % 150}", families[index // 2 % 4], 10 + index % 7, phase, f"blocks.{index % 64}.layer")
-    return Profile(tuple(step.kernels), 1, True, False, 0.0)
+    return KernelProfile(tuple(step.kernels), 1, True, False, 0.0)
 
 
 def test_a_large_profile_makes_a_small_page() -> None:

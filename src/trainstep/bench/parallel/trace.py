@@ -10,13 +10,10 @@ from pathlib import Path
 from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.profile_rows import timeline_values
 from trainstep.kinds import ParallelRow, ParallelTraceRow
-from trainstep.measure.chrome_trace import read_chrome_trace
-from trainstep.measure.intervals import Interval, length
-from trainstep.measure.kernels import Profile, profile_of
-from trainstep.measure.overlap import overlap_of
-from trainstep.measure.profiler import record_steps
+from trainstep.measure.profile.kernels import KernelProfile, Span, length, overlap_of, profile_of
+from trainstep.measure.profile.ranges import record_steps
+from trainstep.measure.profile.trace import Trace, read_chrome_trace
 from trainstep.measure.timing import device_clock
-from trainstep.measure.trace import Trace
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep
@@ -33,8 +30,8 @@ SHORTEST_SHARE = 1 / 2000
 class TracedStep:
     """What rank 0 recorded of one step."""
 
-    profile: Profile
-    phases: Mapping[str, Interval]
+    profile: KernelProfile
+    phases: Mapping[str, Span]
     """Phase → when it began and ended, in microseconds of the profile's clock."""
     wall_ms: float
     """By the host's clock, the profiler's own cost included."""
@@ -74,7 +71,7 @@ def traced_step(build: Callable[[], TrainingStep], process: Process, file: Path)
     return TracedStep(profile, phases_of(trace, profile), timing.samples[-1].wall_ms)
 
 
-def phases_of(trace: Trace, profile: Profile) -> dict[str, Interval]:
+def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:
     """When each phase ran on the device.
 
     On a CPU that is when the host was in it. On a GPU, from the first to the last kernel that was launched in it,
@@ -82,7 +79,7 @@ def phases_of(trace: Trace, profile: Profile) -> dict[str, Interval]:
     """
     if profile.is_cpu:
         return {each.name: (each.start, each.end) for each in trace.ranges if each.kind == "phase"}
-    found: dict[str, Interval] = {}
+    found: dict[str, Span] = {}
     for each in profile.kernels:
         if each.phase is not None and (each.lane != "communication" or each.phase == "communication"):
             first, last = found.get(each.phase, (each.start_us, each.end_us))
@@ -128,7 +125,7 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
     return make_row(ParallelTraceRow, row.case, values, series=kept, environment=row.environment)
 
 
-def _spans(name: str, intervals: Sequence[Interval], start: float) -> dict[str, Sequence[Scalar]]:
+def _spans(name: str, intervals: Sequence[Span], start: float) -> dict[str, Sequence[Scalar]]:
     """Intervals in nanoseconds from the step's first kernel; what was before it (of a phase of the host) is cut off."""
     cut = [(max(0.0, first - start), max(0.0, last - start)) for first, last in intervals]
     return {

@@ -1,23 +1,82 @@
-"""FLOPs and bytes of an operator call, from the shapes and dtypes that the profiler recorded.
+"""FLOPs, counted in two ways: those of a step's mathematics, and those (with bytes) that each operator call executes.
 
-FLOPs are those that the operator executes. A multiply-add counts as 2; a matrix product of (m × k) with (k × n) is
-2·m·k·n; a convolution is that of each result with the weights it is made from, and its backward as much for each of
-the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes the scores
-again), half of it when causal; softmax is 5 per element forward (maximum, difference, exponential, sum, quotient) and
-4 backward; other operators on elements are 1 per element. Bytes are the least that must move between memory and the
-device: every tensor argument read once, every result written once, no score matrix for fused attention. Lists of
-tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of its parameters are in
-one list. What is not in these tables is not counted, and the share of time that is counted is told.
+`counted_flops` counts the mathematics while a step of any module runs. torch's `FlopCounterMode` counts matrix products
+and convolutions. It leaves out recurrent layers, which run as one operator, and attention on a CPU, and takes causal
+attention for whole and its backward for 2.5 times forward. Here attention is 4·B·H·Sq·Sk·D, half of it when causal, and
+a recurrent layer two per weight and token; backward is twice forward, as everywhere in trainstep. Eager code only:
+compiled code hides its operators.
+
+`operator_cost` counts what one call executes, from the shapes and dtypes that a profiler recorded. A multiply-add is 2;
+a product of (m × k) with (k × n) is 2·m·k·n; a convolution is that of each result with the weights it is made from, and
+its backward as much for each of the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that
+backward (it computes the scores again), half of it when causal; softmax is 5 per element forward (maximum, difference,
+exponential, sum, quotient) and 4 backward; other operators on elements are 1 per element. Bytes are the least that must
+move between memory and the device: every tensor argument read once, every result written once, no score matrix for
+fused attention. Lists of tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of
+its parameters are in one list. What is not in these tables is not counted, and the share of time that is counted is
+told.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from trainstep.measure.trace import Tensors
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-ELEMENT_BYTES = {
+_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_LAYERS = ("mkldnn_rnn_layer", "_cudnn_rnn")
+_ATEN = torch.ops.aten
+
+
+@contextmanager
+def counted_flops() -> Iterator[Callable[[], int]]:
+    """Count what runs inside; the function gives the FLOPs so far."""
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        yield counter.get_total_flops
+
+
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Operator → FLOPs of a call."""
+    packets: list[tuple[Any, Callable[[Mapping[str, Any]], int], int]] = []
+    for suffix, times in (("", 1), ("_backward", 2)):
+        packets += [(getattr(_ATEN, f"_scaled_dot_product_{name}{suffix}"), _attention_flops, times) for name in _FUSED]
+        packets += [(getattr(_ATEN, f"{name}{suffix}"), _recurrent_flops, times) for name in _LAYERS]
+    for suffix, times in (("forward", 1), ("backward", 2)):
+        ours = getattr(torch.ops.trainstep, f"flash_attention_{suffix}", None)  # there once our kernels were used
+        packets += [(ours, _attention_flops, times)] if ours is not None else []
+    return {packet: _of_arguments(packet, formula, times) for packet, formula, times in packets}
+
+
+def _of_arguments(packet: Any, formula: Callable[[Mapping[str, Any]], int], times: int) -> Callable[..., int]:
+    """The formula, given a call's arguments by name."""
+    names = [argument.name for argument in packet.default._schema.arguments]
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return times * formula(dict(zip(names, args, strict=False)) | kwargs)
+
+    flops._get_raw = True  # type: ignore[attr-defined] # torch's mark for a formula that takes tensors, not shapes
+    return flops
+
+
+def _attention_flops(given: Mapping[str, Any]) -> int:
+    q, k, v = (given[name if name in given else name[0]].shape for name in ("query", "key", "value"))
+    flops = 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return flops // 2 if given.get("is_causal") else flops
+
+
+def _recurrent_flops(given: Mapping[str, Any]) -> int:
+    """cuDNN takes all layers and directions at once, oneDNN each of them; the matrices are two of each."""
+    weights = given["weight"] if "weight" in given else [given[name] for name in given if name.startswith("weight")]
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    return 2 * math.prod(given["input"].shape[:-1]) * matrices
+
+
+_ELEMENT_BYTES = {
     "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
     "long int": 8, "long": 8, "int": 4, "short": 2, "signed char": 1, "unsigned char": 1, "bool": 1,
 }  # fmt: skip
@@ -28,6 +87,22 @@ COUNTED = (
     "every result written once"
 )
 """One line for tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensor arguments of one operator call."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """One per tensor, lists of tensors flattened; non-tensor arguments are left out."""
+    dtypes: tuple[str, ...]
+    """As the profiler names them: `float`, `c10::BFloat16`; `TensorList` for each tensor of a list."""
+    counts: tuple[int, ...] = ()
+    """How many tensors each tensor argument is: 1, or the length of a list."""
+    unknown_lists: int = 0
+    """Arguments that are lists of tensors whose shapes were not recorded (torch 2.11 does not)."""
+    scalars: tuple[str, ...] = ()
+    """Every argument as text, tensors as empty strings; empty where the trace has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +226,7 @@ def _sizes(tensors: Tensors, list_element_bytes: int) -> list[int] | None:
     """Bytes of each tensor; None if a dtype is unknown."""
     sizes = []
     for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-        width = list_element_bytes if dtype == "TensorList" else ELEMENT_BYTES.get(dtype)
+        width = list_element_bytes if dtype == "TensorList" else _ELEMENT_BYTES.get(dtype)
         if width is None:
             return None
         sizes.append(math.prod(shape) * width)

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.measure import chrome_trace
-from trainstep.measure.chrome_trace import COMPILED, ENGINE, own_time, read_chrome_trace
-from trainstep.measure.kernels import profile_of
-from trainstep.measure.trace import Range, classify_range
+from trainstep.measure.profile import trace as module
+from trainstep.measure.profile.kernels import profile_of
+from trainstep.measure.profile.ranges import classify_range
+from trainstep.measure.profile.trace import COMPILED, ENGINE, Range, own_time, read_chrome_trace
 
 
 def event(category, name, start, duration, *, tid=10, pid=1, **arguments):
@@ -108,7 +108,7 @@ def test_what_is_no_trace_is_said_in_one_line(tmp_path, content, says):
 def test_a_missing_file_and_one_too_large_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="No such file"):
         read_chrome_trace(tmp_path / "absent.json")
-    monkeypatch.setattr(chrome_trace, "LARGEST", 100)
+    monkeypatch.setattr(module, "LARGEST", 100)
     with pytest.raises(UsageError, match=r"\(0\.0 GiB\) holds more than"):
         read_chrome_trace(write(tmp_path / "trace.json", GPU))
 

@@ -59,19 +59,14 @@ _GPU: tuple[tuple[Family, str], ...] = (
         r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_norm|BatchNorm|group_norm|GroupNorm|GammaBeta|"
         r"RowwiseMoments|cuComputeGradInput|cuComputePartGrad|bn_(fw|bw)|triton_(red|per)_\w*rsqrt",
     ),
-    (
-        "copy",
-        r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel",
-    ),
+    ("copy", r"copy_kernel|CatArrayBatchedCopy|copy_device_to_device|transpose_kernel"),
     (
         "copy",
         r"triton_poi_fused_(_?(to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|"
         r"squeeze)_)+\d+$",
     ),
-    (
-        "reduction",
-        r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)|triton_(red|per)_|segment_reduce",
-    ),
+    ("reduction", r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)"),
+    ("reduction", r"triton_(red|per)_|segment_reduce"),
     ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
 )
 _CPU: tuple[tuple[Family, str], ...] = (

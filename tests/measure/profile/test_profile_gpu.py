@@ -4,11 +4,10 @@ import pytest
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.chrome_trace import read_chrome_trace
-from trainstep.measure.kernel_families import MATMULS
-from trainstep.measure.kernels import busy_us, profile_of
-from trainstep.measure.profiler import record_steps
-from trainstep.measure.ranges import announce
+from trainstep.measure.profile.families import MATMULS
+from trainstep.measure.profile.kernels import busy_us, profile_of
+from trainstep.measure.profile.ranges import announce, record_steps
+from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import device_clock
 from trainstep.training_step import build_step
 from trainstep.workload import builtin_source

@@ -5,9 +5,9 @@ import sqlite3
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.measure import nsys
-from trainstep.measure.kernels import profile_of
-from trainstep.measure.nsys import is_sqlite, nsys_command, read_nsys, require_nsys
+from trainstep.measure.profile import nsys
+from trainstep.measure.profile.kernels import profile_of
+from trainstep.measure.profile.nsys import is_sqlite, nsys_command, read_nsys, require_nsys
 
 PROCESS, OTHER = 4242, 4243
 MAIN, AUTOGRAD = 4242, 4300

@@ -12,13 +12,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
 from trainstep.errors import UsageError
-from trainstep.measure.trace import Range, Thread, Trace, Work, classify_range
+from trainstep.measure.profile.ranges import classify_range
+from trainstep.measure.profile.trace import Launch, Range, Stream, Trace, Work, WorkKind
 
 MAGIC = b"SQLite format 3\x00"
 LARGEST_BYTES = 8 * 2**30
@@ -136,7 +137,7 @@ class _Export:
                 f"{LARGEST_ROWS:,} are read. Profile fewer steps, with a capture range"
             )
         calls = self._launches()
-        ranges, work = list(self._ranges()), [*self._kernels(calls), *self._copies(calls), *self._fills(calls)]
+        ranges, work = list(self._ranges()), list(self._work(calls))
         ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
         return Trace(ranges, work, self._device)
 
@@ -161,9 +162,9 @@ class _Export:
         chosen = ", ".join(f'"{name}"' if name in self._columns[table] else "NULL" for name in columns)
         return self._database.execute(f"SELECT {chosen} FROM {table}")
 
-    def _launches(self) -> dict[tuple[int, int], tuple[Thread, float]]:
+    def _launches(self) -> dict[tuple[int, int], Launch]:
         """(process, correlation id) → thread and time of the call; the first, where a driver call is inside."""
-        calls: dict[tuple[int, int], tuple[Thread, float]] = {}
+        calls: dict[tuple[int, int], Launch] = {}
         for start, thread, correlation in self._rows(_CALLS, "start", "globalTid", "correlationId"):
             key = (thread >> _BITS, correlation)
             if key not in calls or start / 1e3 < calls[key][1]:
@@ -180,31 +181,20 @@ class _Export:
             where = (thread >> _BITS, thread & (2**_BITS - 1))
             yield Range(where, start / 1e3, end / 1e3, *classify_range(label))
 
-    def _kernels(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
-        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "demangledName")
-        for start, end, device, stream, correlation, process, name in self._rows(_KERNELS, *columns):
-            launch = self._launch_of(calls, correlation, process)
-            title = self._strings.get(name, f"kernel {name}")
-            yield Work(title, start / 1e3, (end - start) / 1e3, f"{device}/{stream}", launch)
+    def _work(self, calls: dict[tuple[int, int], Launch]) -> Iterator[Work]:
+        """Kernels, copies and fills; the latter two named as torch.profiler names them."""
+        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
+        tables: tuple[tuple[str, WorkKind, str, Callable[[int], str]], ...] = (
+            (_KERNELS, "kernel", "demangledName", lambda name: self._strings.get(name, f"kernel {name}")),
+            (_COPIES, "copy", "copyKind", lambda kind: f"Memcpy {_COPY_KINDS.get(kind, kind)}"),
+            (_FILLS, "copy", "bytes", lambda _: "Memset"),
+        )
+        for table, work_kind, told_by, title in tables:
+            for start, end, device, stream, correlation, process, value in self._rows(table, *columns, told_by):
+                launch = self._launch_of(calls, correlation, process)
+                yield Work(title(value), work_kind, start / 1e3, (end - start) / 1e3, Stream(device, stream), launch)
 
-    def _copies(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
-        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes", "copyKind")
-        for start, end, device, stream, correlation, process, moved, kind in self._rows(_COPIES, *columns):
-            launch = self._launch_of(calls, correlation, process)
-            title = f"Memcpy {_COPY_KINDS.get(kind, kind)}"
-            where = f"{device}/{stream}"
-            yield Work(title, start / 1e3, (end - start) / 1e3, where, launch, is_kernel=False, bytes=moved)
-
-    def _fills(self, calls: dict[tuple[int, int], tuple[Thread, float]]) -> Iterator[Work]:
-        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes")
-        for start, end, device, stream, correlation, process, moved in self._rows(_FILLS, *columns):
-            launch = self._launch_of(calls, correlation, process)
-            where = f"{device}/{stream}"
-            yield Work("Memset", start / 1e3, (end - start) / 1e3, where, launch, is_kernel=False, bytes=moved)
-
-    def _launch_of(
-        self, calls: dict[tuple[int, int], tuple[Thread, float]], correlation: int, process: int | None
-    ) -> tuple[Thread, float] | None:
+    def _launch_of(self, calls: dict[tuple[int, int], Launch], correlation: int, process: int | None) -> Launch | None:
         if process is not None:
             return calls.get((process >> _BITS, correlation))
         if len(self._processes) > 1:

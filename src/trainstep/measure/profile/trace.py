@@ -1,7 +1,10 @@
-"""torch.profiler's JSON, plain or gzipped, read into a `Trace`.
+"""What a profiler recorded, whoever recorded it: ranges on host threads, and the work that was started inside them.
 
-Events of phase X carry a category: `cpu_op` and `user_annotation` become ranges; `kernel`, `gpu_memcpy` and
-`gpu_memset` become work, joined by correlation id to the `cuda_runtime` or `cuda_driver` call that launched them. A
+torch.profiler's JSON (read here) and Nsight Systems' SQLite exports (`nsys`) are both read into a `Trace`.
+`attribution` says to which phase and module each piece of work belongs.
+
+In the JSON, events of phase X carry a category: `cpu_op` and `user_annotation` become ranges; `kernel`, `gpu_memcpy`
+and `gpu_memset` become work, joined by correlation id to the `cuda_runtime` or `cuda_driver` call that launched them. A
 trace without GPU work is a CPU's: there, every operator's own time (without that of the operators it calls) is work.
 """
 
@@ -11,23 +14,100 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from trainstep.errors import UsageError
-from trainstep.measure.trace import Range, Tensors, Thread, Trace, Work, classify_range
+from trainstep.measure.flops import Tensors
+from trainstep.measure.profile.ranges import RangeKind, classify_range
 
 LARGEST = 2**30
 """Bytes of JSON that are read at most: as Python objects they take several times as much memory."""
 COMPILED = "compiled code"
-"""The operator that a CPU's compiled loops are listed under: they make no operator calls of their own."""
+"""The name of a CPU's compiled loops: they make no operator calls of their own."""
 ENGINE = "autograd engine"
-"""The operator that the engine's own time on a CPU is listed under."""
-GLOO = "gloo:"
-"""How the names of Gloo's collectives begin."""
+"""The name of the engine's own time on a CPU."""
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NO_TENSOR = ("", "Scalar", "ScalarList", "None")
+
+Thread = tuple[int, int]
+"""(process, thread)"""
+Launch = tuple[Thread, float]
+"""Where and when the host started some work."""
+WorkKind = Literal["kernel", "copy", "operator", "engine", "compiled", "collective"]
+"""A GPU's kernels, and what its copy engines do (copies and fills); on a CPU, the own time of operators, of autograd's
+engine, of compiled code, and Gloo's collectives."""
+
+
+class Stream(NamedTuple):
+    """What runs one piece of work after the other."""
+
+    owner: int | str
+    """A GPU's number; on a CPU, the process."""
+    number: int | str
+    """The stream's; on a CPU, the thread's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Something a host thread was doing from `start` to `end`, in microseconds of the trace."""
+
+    thread: Thread
+    start: float
+    end: float
+    kind: RangeKind
+    name: str
+    """Without the prefix of our own ranges and without NVTX's sequence number."""
+    sequence: int | None = None
+    """Autograd's sequence number: shared by a forward operator and the node of its backward."""
+    tensors: Tensors | None = None
+
+    @property
+    def is_accumulation(self) -> bool:
+        """Whether it adds a gradient to a leaf: a node that no forward operator made."""
+        return self.kind == "node" and self.name.endswith("AccumulateGrad")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel, copy or fill on a device; on a CPU, one stretch of an operator's own time. In microseconds."""
+
+    name: str
+    kind: WorkKind
+    start: float
+    duration: float
+    stream: Stream
+    launch: Launch | None
+    """None where the trace does not tell."""
+    is_continued: bool = False
+    """Whether it is a further stretch of work that was counted already."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All that was recorded."""
+
+    ranges: list[Range] = field(default_factory=list)
+    """Sorted by thread, start and falling end."""
+    work: list[Work] = field(default_factory=list)
+    device: str = ""
+    """Name of the device that the work ran on, if the trace tells."""
+    is_cpu: bool = False
+    """Whether operators stand for kernels."""
+
+
+def parents_of(ranges: Sequence[Range]) -> list[int | None]:
+    """For each range the index of the one directly around it. `ranges` are sorted by thread, start and falling end."""
+    parents: list[int | None] = []
+    stack: list[int] = []
+    for index, each in enumerate(ranges):
+        while stack and (ranges[stack[-1]].thread != each.thread or ranges[stack[-1]].end <= each.start):
+            stack.pop()
+        parents.append(stack[-1] if stack else None)
+        stack.append(index)
+    return parents
 
 
 def read_chrome_trace(path: Path) -> Trace:
@@ -67,7 +147,7 @@ def read_chrome_trace(path: Path) -> Trace:
 def _trace(events: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]]) -> Trace:
     spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
     start = min((event["ts"] for event in spans), default=0.0)
-    launches: dict[int, tuple[Thread, float]] = {}
+    launches: dict[int, Launch] = {}
     ranges, work = [], []
     for event in spans:
         category, arguments = event.get("cat"), event.get("args", {})
@@ -81,7 +161,7 @@ def _trace(events: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]]) 
     ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
     if work:
         return Trace(ranges, work, ", ".join(dict.fromkeys(str(device.get("name", "")) for device in devices)))
-    return Trace(ranges, own_time(ranges), "CPU")
+    return Trace(ranges, own_time(ranges), "CPU", is_cpu=True)
 
 
 def _range(event: dict[str, Any], arguments: dict[str, Any], start: float) -> Range:
@@ -116,17 +196,25 @@ def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] |
     return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), unknown_lists, tuple(scalars or ()))
 
 
-def _gpu_work(event: dict[str, Any], start: float, launches: dict[int, tuple[Thread, float]]) -> Work:
+def _gpu_work(event: dict[str, Any], start: float, launches: dict[int, Launch]) -> Work:
     arguments = event.get("args", {})
     return Work(
         name=event["name"],
+        kind="kernel" if event["cat"] == "kernel" else "copy",
         start=event["ts"] - start,
         duration=event["dur"],
-        stream=f"{arguments.get('device', event['pid'])}/{arguments.get('stream', event['tid'])}",
+        stream=Stream(arguments.get("device", event["pid"]), arguments.get("stream", event["tid"])),
         launch=launches.get(arguments.get("correlation", -1)),
-        is_kernel=event["cat"] == "kernel",
-        bytes=arguments.get("bytes"),
     )
+
+
+_OWN_NAMES: dict[RangeKind, tuple[WorkKind, str | None]] = {
+    "operator": ("operator", None),
+    "collective": ("collective", None),
+    "node": ("engine", ENGINE),
+    "compiled": ("compiled", COMPILED),
+}
+"""Ranges whose own time is work on a CPU → what work, and its name where that is not the range's."""
 
 
 def own_time(ranges: Iterable[Range]) -> list[Work]:
@@ -136,45 +224,30 @@ def own_time(ranges: Iterable[Range]) -> list[Work]:
     of Gloo is one stretch, whatever operators it runs.
     """
     found: list[Work] = []
-    stack: list[tuple[Range, list[float]]] = []  # a range, and until when its time is accounted for
+    stack: list[tuple[Range, list[float]]] = []  # a range, until when its time is accounted for, and its stretches
+
+    def stretch(owner: Range, accounted: list[float], until: float) -> None:
+        if owner.kind in _OWN_NAMES and until > accounted[0]:
+            kind, name = _OWN_NAMES[owner.kind]
+            launch = (owner.thread, accounted[0])
+            found.append(Work(name or owner.name, kind, accounted[0], until - accounted[0], Stream(*owner.thread),
+                              launch, is_continued=bool(accounted[1])))  # fmt: skip
+            accounted[1] = 1
+        accounted[0] = max(accounted[0], until)
 
     def close(until: float, thread: Thread | None) -> None:
         while stack and (stack[-1][0].thread != thread or stack[-1][0].end <= until):
             each, accounted = stack.pop()
-            _stretch(found, each, accounted, each.end)
+            stretch(each, accounted, each.end)
             if stack:
                 stack[-1][1][0] = max(stack[-1][1][0], each.end)
 
     for each in ranges:
         close(each.start, each.thread)
-        if stack and stack[-1][0].name.startswith(GLOO):
+        if stack and stack[-1][0].kind == "collective":
             continue  # copies and sums inside a collective are part of it
         if stack:
-            _stretch(found, stack[-1][0], stack[-1][1], each.start)
+            stretch(*stack[-1], each.start)
         stack.append((each, [each.start, 0]))
     close(float("inf"), None)
     return found
-
-
-def _stretch(found: list[Work], owner: Range, accounted: list[float], until: float) -> None:
-    name = _worker(owner)
-    if name is not None and until > accounted[0]:
-        where = f"{owner.thread[0]}/{owner.thread[1]}"
-        launch = (owner.thread, accounted[0])
-        found.append(Work(name, accounted[0], until - accounted[0], where, launch, is_continued=bool(accounted[1])))
-        accounted[1] = 1
-    accounted[0] = max(accounted[0], until)
-
-
-def _worker(owner: Range) -> str | None:
-    """The name that a range's own time goes by; None for ranges that only hold others.
-
-    Gloo announces each collective on the thread that runs it, from when it begins there until all is received.
-    """
-    if owner.kind == "operator":
-        return owner.name
-    if owner.kind == "node":
-        return ENGINE
-    if owner.name.startswith(GLOO):
-        return owner.name
-    return COMPILED if owner.name.startswith("## Call CompiledFxGraph") else None

@@ -11,8 +11,7 @@ from trainstep.bench.residuals import measure_residuals
 from trainstep.bench.step import measure_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.measure.allocations.attribution import StepWatch
-from trainstep.measure.allocations.cpu import record_on_cpu
+from trainstep.measure.allocations.recording import StepWatch, record_on_cpu
 from trainstep.measure.allocations.timeline import bytes_by
 from trainstep.training_step import TrainingStep
 from trainstep.workload import builtin_source

@@ -7,7 +7,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainstep.attention import attention, eager
 from trainstep.attention.eager import PIECES, pieces_announced
-from trainstep.measure.ranges import ROOT, announce, modules_announced, modules_to_announce, parse_range
+from trainstep.measure.profile.ranges import (
+    ANNOUNCED,
+    ROOT,
+    announce,
+    classify_range,
+    modules_announced,
+    modules_to_announce,
+    parse_range,
+)
 
 
 class Block(nn.Module):
@@ -40,7 +48,7 @@ def announced(work):
 
 
 def test_every_module_once_under_its_own_name_and_containers_not_at_all():
-    names = [each.name for each in modules_to_announce(Net())]
+    names = [name for name, _ in modules_to_announce(Net())]
     inside = [f"blocks.{index}{part}" for index in range(2) for part in ("", ".linear", ".relu")]
     assert names == [ROOT, *inside]
 
@@ -49,7 +57,7 @@ def test_calls_are_ranges_while_entered_and_nothing_stays_behind():
     net, x = Net(), torch.randn(2, 4)
     with modules_announced(net):
         names = announced(lambda: net(x))
-    assert names == [f"module:{each.name}" for each in modules_to_announce(net)]
+    assert names == [f"module:{name}" for name, _ in modules_to_announce(net)]
     assert announced(lambda: net(x)) == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
@@ -100,3 +108,37 @@ def test_attention_announces_its_pieces_and_then_no_more():
 @pytest.mark.parametrize("text", ["phase", "phase:", "other:x", "aten::mm", "module", ":x"])
 def test_other_people_s_ranges_are_not_ours(text):
     assert parse_range(text) is None
+
+
+@pytest.mark.parametrize("kind", ANNOUNCED)
+@pytest.mark.parametrize("name", ["a", "blocks.0.attention", "(model)", "weighted sum", "module:a", "0"])
+def test_what_is_announced_is_read_back(kind, name):
+    """Under torch.profiler, and with what NVTX appends."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, announce(kind, name):
+        pass
+    (text,) = [event.name for event in profiler.events() if parse_range(event.name)]
+    assert parse_range(text) == (kind, name)
+    assert classify_range(f"{text}, op_id = 3") == classify_range(text) == (kind, name, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aten::mm, seq = 115", ("operator", "aten::mm", 115)),
+        ("aten::mm, seq = 115, op_id = 7", ("operator", "aten::mm", 115)),
+        ("aten::add_, op_id = 12, sizes = [[2, 3], []]", ("operator", "aten::add_", None)),
+        ("MmBackward0, seq = 115", ("node", "MmBackward0", 115)),
+        ("autograd::engine::evaluate_function: MmBackward0, seq = 3", ("node", "MmBackward0", 3)),
+        ("torch::autograd::AccumulateGrad, op_id = 3", ("node", "torch::autograd::AccumulateGrad", None)),
+        ("CompiledFunctionBackward, seq = 9", ("node", "CompiledFunctionBackward", 9)),
+        ("CompiledFunction, seq = 9", ("operator", "CompiledFunction", 9)),
+        ("module:blocks.0, op_id = 3", ("module", "blocks.0", None)),
+        ("phase:backward", ("phase", "backward", None)),
+        ("Optimizer.step#AdamW.step", ("other", "Optimizer.step#AdamW.step", None)),
+        ("", ("other", "", None)),
+        ("gloo:all_reduce", ("collective", "gloo:all_reduce", None)),
+        ("## Call CompiledFxGraph abc ##", ("compiled", "## Call CompiledFxGraph abc ##", None)),
+    ],
+)
+def test_what_a_range_is_called_says_what_it_is(text, expected):
+    assert classify_range(text) == expected

@@ -9,15 +9,13 @@ from torch import nn
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.attribution import attribute, owner_of
-from trainstep.measure.chrome_trace import read_chrome_trace
-from trainstep.measure.kernel_families import MATMULS
-from trainstep.measure.kernels import profile_of
-from trainstep.measure.operator_cost import UNKNOWN_LISTS, Lists
-from trainstep.measure.profiler import record_steps
-from trainstep.measure.ranges import announce
+from trainstep.measure.flops import UNKNOWN_LISTS, Lists
+from trainstep.measure.profile.attribution import attribute, owner_of
+from trainstep.measure.profile.families import MATMULS
+from trainstep.measure.profile.kernels import profile_of
+from trainstep.measure.profile.ranges import announce, classify_range, record_steps
+from trainstep.measure.profile.trace import Range, Stream, Trace, Work, read_chrome_trace
 from trainstep.measure.timing import CpuClock
-from trainstep.measure.trace import Range, Trace, Work, classify_range
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source
 
@@ -173,7 +171,7 @@ def ranges(*rows):
 
 
 def kernel(thread, launched, start=0.0):
-    return Work("kernel", start or launched + 100, 1.0, "0/7", (thread, launched))
+    return Work("kernel", "kernel", start or launched + 100, 1.0, Stream(0, 7), (thread, launched))
 
 
 def places(rows, *launches):
@@ -251,7 +249,7 @@ def test_what_loss_and_optimizer_start_belongs_to_them_and_the_rest_is_unknown()
 
 
 def test_work_without_a_launch_or_on_an_unknown_thread_is_unknown():
-    unlaunched = Work("kernel", 5.0, 1.0, "0/7", None)
+    unlaunched = Work("kernel", "kernel", 5.0, 1.0, Stream(0, 7), None)
     elsewhere = kernel((1, 99), 50)
     found = attribute(Trace(ranges(*FORWARD), [unlaunched, elsewhere], "GPU"))
     assert [each.place.phase for each in found] == [None, None]
@@ -266,24 +264,3 @@ def test_steps_are_told_apart_and_work_between_them_is_left_out():
     assert profile.steps == 2
     assert profile.outside_us == 1.0
     assert profile.per_step_ms() == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("aten::mm, seq = 115", ("operator", "aten::mm", 115)),
-        ("aten::mm, seq = 115, op_id = 7", ("operator", "aten::mm", 115)),
-        ("aten::add_, op_id = 12, sizes = [[2, 3], []]", ("operator", "aten::add_", None)),
-        ("MmBackward0, seq = 115", ("node", "MmBackward0", 115)),
-        ("autograd::engine::evaluate_function: MmBackward0, seq = 3", ("node", "MmBackward0", 3)),
-        ("torch::autograd::AccumulateGrad, op_id = 3", ("node", "torch::autograd::AccumulateGrad", None)),
-        ("CompiledFunctionBackward, seq = 9", ("node", "CompiledFunctionBackward", 9)),
-        ("CompiledFunction, seq = 9", ("operator", "CompiledFunction", 9)),
-        ("module:blocks.0, op_id = 3", ("module", "blocks.0", None)),
-        ("phase:backward", ("phase", "backward", None)),
-        ("Optimizer.step#AdamW.step", ("other", "Optimizer.step#AdamW.step", None)),
-        ("", ("other", "", None)),
-    ],
-)
-def test_what_a_range_is_called_says_what_it_is(text, expected):
-    assert classify_range(text) == expected

@@ -1,9 +1,10 @@
-"""Who owns each allocation of a step, told from what the step announces while any allocator keeps its log.
+"""One step's allocations recorded, and who owns each, told from what the step announces while a log of them is kept.
 
-A `StepWatch` notes, at positions in the allocator's log, which phase, module and backward operation is running. Module
-names come from forward hooks. A backward operation is a node of the autograd graph; nodes are numbered as they are
-made, so the forward hooks also say which module, and a torch-function mode which line of code, made each of them. That
-is exact: nothing is guessed from clocks. Compiled code has neither modules nor lines left; phases remain.
+The log of a GPU is the caching allocator's own history, that of a CPU what `LiveStorages` follows. Positions in it are
+counted, not timed. A `StepWatch` notes, at positions in the log, which phase, module and backward operation is running.
+Module names come from forward hooks. A backward operation is a node of the autograd graph; nodes are numbered as they
+are made, so the forward hooks also say which module, and a torch-function mode which line of code, made each of them.
+That is exact: nothing is guessed from clocks. Compiled code has neither modules nor lines left; phases remain.
 
 Owners are then decided by rules (`attribute`): a tensor that is known by its address (a parameter, a gradient, the
 optimizer's state, the batch) owns its block; what forward, the loss, or a recomputed module made and left alive when it
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Phase, Timeline, is_alive
-from trainstep.measure.memory import optimizer_state_tensors, storages_of
-from trainstep.measure.residuals import operation_name
+from trainstep.measure.allocations.snapshot import blocks_of, with_owners
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive
+from trainstep.measure.memory import LiveStorages, StorageLife, optimizer_state_tensors, storages_of
+from trainstep.measure.residuals import graph_nodes, module_calls, operation_name
 
 LEAVING_ACTIVATIONS = ("forward", "loss")
 """Phases whose survivors are activations."""
@@ -69,7 +71,7 @@ class StepWatch:
     """Events in the allocator's log so far; set by the source that keeps the log."""
     marks: list[_Mark] = field(default_factory=list)
     known: list[_Known] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[PhaseSpan] = field(default_factory=list)
     spans: list[int] = field(default_factory=list)
     """The position at which each stretch of forward computation ended."""
     _phase: str = ""
@@ -87,14 +89,14 @@ class StepWatch:
         self._mark()
         with ExitStack() as stack:
             if self.sees_modules:
-                stack.enter_context(self._hooks())
+                stack.enter_context(module_calls(self.module, self._enter, self._leave))
                 stack.enter_context(self._lines)
             yield
         self._know_optimizer_state()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step, as `measure.phases.PhaseContext`."""
+        """A phase of the step, as `phases.PhaseContext`."""
         start = self.position()
         self._phase, self._node = name, _Mark(start, name)
         if name in LEAVING_ACTIVATIONS:
@@ -106,7 +108,7 @@ class StepWatch:
         if name == "backward":
             named = self.module.named_parameters()
             self._know([("gradients", each, weight.grad) for each, weight in named if weight.grad is not None])
-        self.phases.append(Phase(name, start, self.position()))
+        self.phases.append(PhaseSpan(name, start, self.position()))
         self._phase, self._node = "", _Mark(self.position())
         self._mark()
 
@@ -125,19 +127,12 @@ class StepWatch:
         """Have every node of the graph say when its backward runs. Keeps no node: that would keep its tensors."""
         places = sorted(self._entered, key=lambda item: item[0])
         numbers = [number for number, _ in places]
-        ahead = [value.grad_fn] if value.grad_fn is not None else []
-        visited = set(ahead)
-        while ahead:
-            node = ahead.pop()
+        for node in graph_nodes(value):
             number = node._sequence_nr()
             if number < 2**63:  # AccumulateGrad is made with the parameter, and numbered apart
                 index = bisect.bisect_right(numbers, number) - 1
                 module = places[index][1] if index >= 0 else ""
                 node.register_prehook(self._announce(module, operation_name(node.name()), self._lines.of(number)))
-            for following, _ in node.next_functions:
-                if following is not None and following not in visited:
-                    visited.add(following)
-                    ahead.append(following)
 
     def _announce(self, module: str, operation: str, frames: tuple[Frame, ...]) -> Callable[[Any], None]:
         def announce(_: Any) -> None:
@@ -146,32 +141,16 @@ class StepWatch:
 
         return announce
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles = []
-        for name, each in self.module.named_modules():
-            handles.append(each.register_forward_pre_hook(self._enter(name)))
-            handles.append(each.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _enter(self, name: str) -> None:
+        if not self._running and self._phase == "backward":
+            self._open_span()
+        self._running.append(name)
+        self._entered.append((_sequence_number(), name))
+        self._mark()
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*_: object) -> None:
-            if not self._running and self._phase == "backward":
-                self._open_span()
-            self._running.append(name)
-            self._entered.append((_sequence_number(), name))
-            self._mark()
-
-        return enter
-
-    def _leave(self, *_: object) -> None:
+    def _leave(self) -> None:
         self._running.pop()
-        outer = self._running[-1] if self._running else ""
-        self._entered.append((_sequence_number(), outer))
+        self._entered.append((_sequence_number(), self._running[-1] if self._running else ""))
         if not self._running and self._phase == "backward":
             self._close_span()
         self._mark()
@@ -291,4 +270,64 @@ def python_frames(skip: int) -> tuple[Frame, ...]:
 
 def _without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """A stack without the instrument's own frames."""
-    return tuple(frame for frame in frames if "/measure/allocations/" not in frame.file.replace("\\", "/"))
+    return tuple(frame for frame in frames if frame.file != __file__)
+
+
+def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Timeline:
+    """Run `step` once and return its timeline.
+
+    Args:
+        step: takes one step on `batch`, announcing itself to `watch`; eager code.
+    """
+    seen: list[tuple[StorageLife, int, tuple[Frame, ...]]] = []
+
+    def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
+        seen.append((life, storage.data_ptr(), python_frames(3) if life.start else ()))
+
+    live = LiveStorages([*watch.resident(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))], note)
+    watch.position = lambda: live.events
+    with watch.watching(batch), live:
+        step()
+    blocks = [Block(life.start, life.end, life.bytes, address, frames) for life, address, frames in seen]
+    return watch.attribute(blocks, live.events)
+
+
+@dataclass(frozen=True)
+class CudaRecording:
+    """A step's timeline, and what the allocator itself says."""
+
+    timeline: Timeline
+    snapshot: dict[str, Any]
+    """As `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category."""
+    allocator_peak: int
+    """The most bytes asked for at once, by the allocator's own count: `timeline.peak` must equal it."""
+
+
+def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> CudaRecording:
+    """Run `step` once and return its timeline.
+
+    Args:
+        step: takes one step on `batch`, announcing itself to `watch`; on `device`, eager or compiled.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch.cuda.synchronize(index)
+
+    def count() -> int:
+        counts = torch.cuda.memory_stats_as_nested_dict(index)["allocation"]["all"]
+        return int(counts["allocated"] + counts["freed"])
+
+    torch.cuda.reset_peak_memory_stats(index)
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", clear_history=True)
+    before = count()
+    watch.position = lambda: count() - before
+    try:
+        with watch.watching(batch):
+            step()
+        torch.cuda.synchronize(index)
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    peak = torch.cuda.memory_stats(index)["requested_bytes.all.peak"]
+    blocks, events = blocks_of(snapshot, index)
+    timeline = watch.attribute(blocks, events)
+    return CudaRecording(timeline, with_owners(snapshot, timeline, index), int(peak))
