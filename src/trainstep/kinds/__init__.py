@@ -22,7 +22,7 @@ from trainstep.kinds.plan import (
     PlanScalingRow,
     SweepRow,
 )
-from trainstep.kinds.shared import StepSettings
+from trainstep.kinds.row import Row, Scalar, Status, StepSettings, make_row
 from trainstep.kinds.steps import (
     AccumulationRow,
     CeilingRow,
@@ -33,7 +33,6 @@ from trainstep.kinds.steps import (
     TourRow,
     WorkloadRow,
 )
-from trainstep.records import Row, Scalar, Status, make_row
 
 KINDS: Mapping[str, type[Row]] = {
     kind.kind: kind

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainstep.kinds.shared import GpuState
-from trainstep.records import Times, setting, times
+from trainstep.kinds.row import GpuState, Times, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)

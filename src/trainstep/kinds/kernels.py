@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from trainstep.kinds.shared import Rates, StepSettings
-from trainstep.records import setting
+from trainstep.kinds.row import Rates, StepSettings, setting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainstep.records import Row, Scalar, Times, further, setting, times
+from trainstep.kinds.row import Row, Scalar, Times, further, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainstep.kinds.shared import GpuState, StepSettings
-from trainstep.records import Row, Times, setting, times
+from trainstep.kinds.row import GpuState, Row, StepSettings, Times, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)
