@@ -14,7 +14,7 @@ import torch
 from trainstep.cli import main
 from trainstep.commands.options import StepGrid, field_docs
 from trainstep.config import StepConfig
-from trainstep.kinds import MemoryTimelineRow, PeakRow, RungRow, StepRow
+from trainstep.kinds import MemoryTimelineRow, PeakRow, ProfileRow, RungRow, StepRow
 from trainstep.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[1]
@@ -176,7 +176,7 @@ def test_a_users_module_in_the_example(tmp_path):
     found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
                       "--out", str(tmp_path))  # fmt: skip
     assert found.returncode == 0, found.stderr
-    rungs = of_kind(read_records(tmp_path / "results.jsonl"), "rung")
+    rungs = of_kind(read_records(tmp_path / "results.jsonl"), RungRow)
     assert {"baseline", "fused optimizer", "bf16 autocast"} <= {rung.case["rung"] for rung in rungs}
     assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
 
@@ -213,7 +213,7 @@ def test_memory_shows_a_step_and_then_its_snapshot(tmp_path):
         "snapshot-2.pickle",
     ]
     assert main_code(["memory", "--from", str(out / "snapshot-1.pickle"), "--out", str(again)]) == 0
-    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), "memory-timeline")[0] for folder in (out, again))
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), MemoryTimelineRow)[0] for folder in (out, again))
     assert ours.values["peak_gib"] == theirs.values["peak_gib"]
     assert (again / "report.html").exists()
 
@@ -225,7 +225,7 @@ def test_profile_shows_a_step_and_then_its_trace(tmp_path):
     names = {path.name for path in out.rglob("*") if path.is_file()}
     assert {"trace.json.gz", "report.html", "kernel.csv", "family.md", "profile.tex", "attention-piece.typ"} <= names
     assert main_code(["profile", "--from", str(out / "trace.json.gz"), "--out", str(again)]) == 0
-    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), "profile")[0] for folder in (out, again))
+    ours, theirs = (of_kind(read_records(folder / "results.jsonl"), ProfileRow)[0] for folder in (out, again))
     assert ours.values["kernels_ms"] == theirs.values["kernels_ms"]
 
 
