@@ -176,7 +176,7 @@ def test_however_a_case_ends_it_has_rows(script, expected, tmp_path, monkeypatch
     rows = place.finished()
     assert [row.status for row in rows] == [status for status, _ in expected]
     assert all(row.reason.startswith(reason) for row, (_, reason) in zip(rows, expected, strict=True)), rows
-    assert len({row.case["row"] for row in rows}) == len(rows), "rows of one case are told apart"
+    assert len({row.row for row in rows}) == len(rows), "rows of one case are told apart"
 
 
 def test_what_a_case_started_ends_with_it(tmp_path, monkeypatch):
