@@ -12,6 +12,7 @@ from trainstep.config import SIZES
 from trainstep.records import Record
 from trainstep.report.columns import case_column, median_column, value_column
 from trainstep.report.tables import Table, tabulate
+from trainstep.schemes import SCHEMES
 
 
 def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
@@ -58,15 +59,15 @@ def planned_anew(row: Record) -> Record:
     if row.kind != "parallel":
         return row
     case = row.case
-    model = SIZES[str(case["workload"])]
+    model, scheme = SIZES[str(case["workload"])], SCHEMES[str(case["scheme"])]
     plan = planned_bytes(
-        case["scheme"],  # type: ignore[arg-type]
+        scheme,
         model.num_parameters,
         int(str(case["world_size"])),
         precision=case["precision"],  # type: ignore[arg-type]
         optimizer=case["optimizer"],  # type: ignore[arg-type]
         model=model,
-        peer_copies=case["scheme"] == "fsdp",
+        peer_copies=scheme.takes_peer_copies,
     )
     return dataclasses.replace(row, values=row.values | moments(plan))
 

@@ -23,6 +23,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer
+from trainstep.precision import PRECISIONS
 from trainstep.user_code import place_of
 
 
@@ -187,7 +188,7 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
         raise UsageError(
             f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
         )
-    if step.precision != "bf16-pure":
+    if not PRECISIONS[step.precision].is_stored_half:
         _check_float32(spec, workload.module)
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)

@@ -50,8 +50,8 @@ def test_what_is_not_supported(run):
 
 
 def test_auto_stands_for_ddp_on_several_ranks():
-    assert [config().scheme(ranks) for ranks in (1, 2, 8)] == ["single", "ddp", "ddp"]
-    assert config(scheme="fsdp").scheme(1) == "fsdp"
+    assert [config().scheme(ranks).name for ranks in (1, 2, 8)] == ["single", "ddp", "ddp"]
+    assert config(scheme="fsdp").scheme(1).name == "fsdp"
     assert [config(global_batch=8).passes(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
 
 

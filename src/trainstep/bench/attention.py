@@ -20,6 +20,7 @@ from trainstep.attention import attention
 from trainstep.bench.attention_cases import AttentionCase
 from trainstep.bench.attention_check import Errors, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt
+from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
@@ -27,7 +28,6 @@ from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, tim
 from trainstep.phases import PhaseContext
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
-from trainstep.precision import DTYPES
 from trainstep.records import Record, Scalar
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device

@@ -23,6 +23,7 @@ from trainstep.hardware import DeviceSpec, require_device
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import LaunchKey, Machine, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record, of_kind
 
 LAUNCH_BOUND = 0.97
@@ -82,8 +83,8 @@ def _ceilings(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
             products[precision] = max(products.get(precision, 0.0), _number(row, "tflops") * 1e12)
     found: dict[str, Any] = {}
     if products:
-        half = {name: products["bf16"] for name in ("fp16", "bf16-pure") if "bf16" in products}
-        found["matmul_flops"] = {**machine.matmul_flops, **products, **half}
+        reached = {name: products[each.rate] for name, each in PRECISIONS.items() if each.rate in products}
+        found["matmul_flops"] = {**machine.matmul_flops, **reached}
     if copies:
         found["copy_bytes_per_s"] = max(copies)
     memory = [row.environment.get("device_memory_gib") for row in rows]
@@ -135,10 +136,11 @@ def _launches(records: Sequence[Record]) -> dict[str, Any]:
 
 def _optimizer(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
+    stored_half = {name for name, each in PRECISIONS.items() if each.is_stored_half}
     for row in _timed(records):
         name = str(row.case["optimizer"])
         moved = OPTIMIZER_BYTES[name] * SIZES[str(row.case["workload"])].num_parameters
-        if row.case["precision"] != "bf16-pure":
+        if row.case["precision"] not in stored_half:
             fraction = moved / (_number(row, "optimizer_ms") / 1e3) / machine.copy_bytes_per_s
             reached[name] = max(reached.get(name, 0.0), fraction)
     return {"optimizer_fraction": {**machine.optimizer_fraction, **reached}} if reached else {}

@@ -20,6 +20,7 @@ from torch import Tensor
 from trainstep.bench.collective_cases import CollectiveCase
 from trainstep.bench.collective_fit import fit_link
 from trainstep.bench.outcome import Failure, classify
+from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
@@ -27,7 +28,6 @@ from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, re
 from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
 from trainstep.plan.communication import bus_factor
-from trainstep.precision import DTYPES
 from trainstep.records import Record, Scalar
 from trainstep.stats import summarize
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -32,18 +31,10 @@ from torch import nn
 from trainstep.bench.eager_random import eager_random
 from trainstep.bench.gradients import Deviation, Gradients, check_finite, compare_gradients, gradients_of
 from trainstep.bench.without_dropout import without_dropout
-from trainstep.config import Precision, StepConfig
+from trainstep.config import StepConfig
+from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource
-
-UNIT_ROUNDOFF: Mapping[Precision, float] = {
-    "fp32": 2.0**-24,
-    "tf32": 2.0**-11,
-    "bf16": 2.0**-8,
-    "fp16": 2.0**-11,
-    "bf16-pure": 2.0**-8,
-}
-"""Half the spacing of numbers near 1, in the format that matmul inputs are rounded to."""
 
 ROUNDINGS_PER_MODULE = 3
 """Each leaf module rounds in forward and in backward, for its input's gradient and for its weight's."""
@@ -85,10 +76,10 @@ class GradientCheck:
         self.reference: Gradients | None = None
         self.reference_config = StepConfig()
         self.leaf_calls = 0
-        self.other_masks: set[Precision] = set()
+        self.other_masks: set[PrecisionName] = set()
         """Precisions in which eager code draws other dropout masks than the reference."""
-        self.plain_error: dict[Precision, float] = {}
-        self.condition: dict[Precision, float] = {}
+        self.plain_error: dict[PrecisionName, float] = {}
+        self.condition: dict[PrecisionName, float] = {}
 
     def check(self, step: TrainingStep) -> Verdict:
         """The step's loss and gradients of its next batch, which has to be the workload's first. No gradient is left.
@@ -131,7 +122,7 @@ class GradientCheck:
         step.optimizer.zero_grad(set_to_none=True)
         return Verdict(deviation, budget, budget)
 
-    def _budget(self, precision: Precision) -> float:
+    def _budget(self, precision: PrecisionName) -> float:
         plain_error = self.plain_error.get(precision)
         return error_budget(precision, self.reference_config.precision, self.leaf_calls, plain_error)
 
@@ -142,18 +133,18 @@ class GradientCheck:
             gradients = gradients_of(build_step(self.source, self.reference_config))
         return gradients if seen.calls else None
 
-    def _conditioned_budget(self, precision: Precision) -> float:
+    def _conditioned_budget(self, precision: PrecisionName) -> float:
         """Twice what rounding does to the gradients: three roundings of a module, of which one is measured."""
         moved = self._condition(precision) + self._condition(self.reference_config.precision)
         return min(2 * math.sqrt(ROUNDINGS_PER_MODULE) * moved, WRONG_IN_KIND)
 
-    def _condition(self, precision: Precision) -> float:
+    def _condition(self, precision: PrecisionName) -> float:
         """How far the reference's gradients move when its weights are rounded at random to `precision`."""
         assert self.reference is not None, "the first step is the reference"
         if precision not in self.condition:
             step = build_step(self.source, self.reference_config)
             batch = step.next_batch()
-            _round_at_random(step.module, UNIT_ROUNDOFF[precision])
+            _round_at_random(step.module, PRECISIONS[precision].unit_roundoff)
             loss = float(step.gradients(batch))
             self.condition[precision] = compare_gradients(self.reference, loss, step.module).gradient
         return self.condition[precision]
@@ -169,7 +160,9 @@ def _round_at_random(module: nn.Module, unit: float) -> None:
                 parameter.copy_(parameter.double() * (1 + unit * (2 * random.to(parameter.device) - 1)))
 
 
-def error_budget(precision: Precision, reference: Precision, leaf_calls: int, plain_error: float | None) -> float:
+def error_budget(
+    precision: PrecisionName, reference: PrecisionName, leaf_calls: int, plain_error: float | None
+) -> float:
     """The relative error that a right computation may show against the reference.
 
     Args:
@@ -178,10 +171,10 @@ def error_budget(precision: Precision, reference: Precision, leaf_calls: int, pl
         leaf_calls: leaf modules run in one forward pass.
         plain_error: the error that the first step in this precision made, once there is one.
     """
-    unit = UNIT_ROUNDOFF[precision]
+    unit = PRECISIONS[precision].unit_roundoff
     if plain_error is not None:
         return 2 * plain_error + 2 * unit
-    return (unit + UNIT_ROUNDOFF[reference]) * math.sqrt(ROUNDINGS_PER_MODULE * max(leaf_calls, 1))
+    return (unit + PRECISIONS[reference].unit_roundoff) * math.sqrt(ROUNDINGS_PER_MODULE * max(leaf_calls, 1))
 
 
 def _nearer(found: Verdict, again: Verdict) -> Verdict:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainstep.config import Precision
 from trainstep.errors import UsageError
+from trainstep.precision import PrecisionName
 from trainstep.training_step import TrainingStep
 
 
@@ -42,7 +42,7 @@ def gradients_of(step: TrainingStep) -> Gradients:
     return gradients
 
 
-def check_finite(reference: Gradients, precision: Precision) -> None:
+def check_finite(reference: Gradients, precision: PrecisionName) -> None:
     """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite."""
     broken = [name for name, gradient in reference.by_name.items() if not gradient.isfinite().all()]
     if not math.isfinite(reference.loss) or broken:

@@ -14,6 +14,7 @@ from trainstep.measure.kernels import Kernel, Profile, busy_us, gaps
 from trainstep.measure.operator_cost import COUNTED
 from trainstep.measure.overlap import overlap_of
 from trainstep.phases import PHASES
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record, Scalar
 
 STEP = "step"
@@ -165,8 +166,7 @@ def _ceiling(family: str, precision: str | None) -> str | None:
     if family == "FP32 SIMT matmul":
         return "matmul fp32"
     if family in ("tensor-core matmul", "matmul", "fused attention") and precision is not None:
-        half = precision in ("bf16", "fp16", "bf16-pure")
-        return "matmul bf16" if half else f"matmul {precision}"
+        return f"matmul {PRECISIONS[precision].rate}"
     return None
 
 

@@ -24,7 +24,7 @@ from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.measure.environment import describe
 from trainstep.records import Record, Scalar
 from trainstep.report.noise_findings import WILD_INTERVAL
-from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
+from trainstep.stats import RUN_SPREAD, Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -168,9 +168,9 @@ class _Ladder:
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
-    """Whether the rung's peak is known and at least 2 % lower."""
+    """Whether the rung's peak is known and lower by more than runs differ."""
     own, other = rung.measurement.memory, than.measurement.memory
-    return own is not None and other is not None and own.peak < 0.98 * other.peak
+    return own is not None and other is not None and own.peak < (1 - RUN_SPREAD) * other.peak
 
 
 def _ratio_values(name: str, ratio: Ratio) -> dict[str, Scalar]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UsageError
-from trainstep.plan.layout import STRATEGIES, Layout, layout_of, tensor_parallel_choices
+from trainstep.plan.layout import Layout, layout_of, tensor_parallel_choices
 from trainstep.plan.limits import (
     best_mesh_tokens,
     data_axis_tokens,
@@ -31,7 +31,9 @@ from trainstep.plan.strategy_memory import (
     strategy_memory,
     tensor_bytes,
 )
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record, Scalar
+from trainstep.schemes import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,15 +198,14 @@ def _limit_records(request: PlanRequest, *, with_tensor: bool) -> Iterator[Recor
     """
     cluster, step = request.cluster, request.step
     flops = cluster.machine.matmul_flops[step.precision]
-    kept = 2 if step.precision == "bf16-pure" else 4
-    travels = 2 if step.precision not in ("fp32", "tf32") else 4
+    precision = PRECISIONS[step.precision]
     width = width_between_collectives(request.model)
     tokens = cluster.gpus * step.batch * step.context
     connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
     if cluster.nodes > 1:
         connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
     for connection, rate in connections:
-        narrow, wide = (intensity(flops, rate, size) for size in (travels, kept))
+        narrow, wide = (intensity(flops, rate, size) for size in (precision.computed_bytes, precision.stored_bytes))
         rows: dict[str, tuple[float | None, float | None]] = {
             "data (gradients as kept)": (data_axis_tokens(wide), None),
             "fsdp": (data_axis_tokens(narrow), None),

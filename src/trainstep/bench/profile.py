@@ -28,12 +28,9 @@ from trainstep.measure.ranges import announce
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
 from trainstep.records import Record, Scalar
-from trainstep.stats import summarize
+from trainstep.stats import RUN_SPREAD, summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
-
-BETWEEN_RUNS = 0.02
-"""The spread between separate runs of the same case, as everywhere."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +182,7 @@ def timing_values(found: ProfileMeasurement) -> dict[str, Scalar]:
     }
     # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
     cost_ms = profiled_ms - step.median if found.profile.is_cpu else 0.0
-    allowed = max(cost_ms, BETWEEN_RUNS * step.median)
+    allowed = max(cost_ms, RUN_SPREAD * step.median)
     over = []
     for phase in found.plain.samples[0].laps:
         median = statistics.median(plain[phase])

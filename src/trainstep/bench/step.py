@@ -16,7 +16,7 @@ from torch import Tensor
 from trainstep.batch import tensors_of
 from trainstep.bench.grid import expand
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.config import Precision, StepConfig, StepMode
+from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.measure.environment import describe, device_name, gpu_state
@@ -25,6 +25,7 @@ from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, 
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
+from trainstep.precision import PrecisionName
 from trainstep.records import Record, Scalar
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
@@ -205,7 +206,7 @@ def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: S
     return count() or None
 
 
-def timing_values(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Scalar]:
+def timing_values(measurement: StepMeasurement, timing: Timing, precision: PrecisionName) -> dict[str, Scalar]:
     """A measurement's window as columns: every phase summarised, throughput, utilisation, memory, GPU state."""
     values: dict[str, Scalar] = {}
     for name, samples in phase_samples(timing).items():

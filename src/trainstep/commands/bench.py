@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import FlagCreatePairsOff
 
 from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
-from trainstep.bench.parallel.names import SCHEMES, SchemeName
 from trainstep.commands.grids import commas, grid_of
 from trainstep.commands.options import Common, OneModel, short_name
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode, resolve_size
 from trainstep.errors import UsageError
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 
 StepGrid: Any = grid_of(StepConfig)
 AttentionGrid: Any = grid_of(AttentionCase)
@@ -150,7 +150,7 @@ class BenchCollectives(Common):
 class BenchParallel(OneModel):
     """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed."""
 
-    scheme: commas(SchemeName) = SCHEMES  # type: ignore[valid-type]
+    scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
     """The schemes, in order; single is the step without communication that the others are held against."""
     trace: FlagCreatePairsOff[bool] = False
     """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
@@ -171,7 +171,7 @@ class BenchParallel(OneModel):
         config = self.step.checked()
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
-            cases = [ParallelCase(source, config, name, self.warmup, self.steps) for name in self.scheme]
+            cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
             records = run_cases(cases, process, self.out if self.trace else None)
             if process.rank == 0:
                 return run_and_report(records, self.out, "bench parallel", total=len(cases) * (1 + self.trace))

@@ -35,7 +35,7 @@ class Tune(Common):
         """Measure, print and write."""
         from trainstep.attention import measure_choice
         from trainstep.attention.triton import tune
-        from trainstep.precision import DTYPES
+        from trainstep.casting import DTYPES
 
         chosen = [name for name in self.dtype if name != "tf32"]
         if "tiles" not in self.part and not chosen:

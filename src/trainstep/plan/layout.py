@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from trainstep.config import ModelConfig
 from trainstep.errors import UsageError
-from trainstep.plan.communication import Scheme
 from trainstep.plan.machine import Cluster
-
-Strategy = Literal["single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"]
-
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+from trainstep.schemes import DataParallel, Strategy
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class Layout:
         return self.data * self.tensor
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> DataParallel:
         """What the data parallel ranks do."""
         if self.strategy == "single":
             return "ddp"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
@@ -109,7 +110,9 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
         judgement = "more than can be, so the machine was slower when the large product was measured"
     else:
         judgement = "the matrix products set the pace"
-        judgement += "; a lower precision moves that limit" if step.case["precision"] in ("fp32", "tf32") else ""
+        judgement += (
+            "; a lower precision moves that limit" if not PRECISIONS[str(step.case["precision"])].is_half else ""
+        )
     return [
         Finding(
             "utilisation",

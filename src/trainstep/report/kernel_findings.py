@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record, Scalar, of_kind
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import number, numeric
+from trainstep.stats import RUN_SPREAD
 
 TOPIC = "kernels"
 NEEDED_COVERAGE = 0.98
 """Share of kernel time that must be in a known phase and module."""
-NOISE = 0.02
-"""Runs of one case differ by this much: a profiler's cost within it does not show, and a gain beyond it is no gain."""
 MUCH = 0.15
 """Share of the step's kernel time from which a family is remarked on."""
 MEMORY_BOUND = 0.5
@@ -62,12 +62,12 @@ def _trust(profile: Record) -> list[str]:
     if profile.values.get("profiler_cost") is not None:
         cost = numeric(profile.values["profiler_cost"])
         change = f"{in_ms(profile.values['step_ms'])} → {in_ms(profile.values['profiled_step_ms'])}"
-        if cost < -NOISE:
+        if cost < -RUN_SPREAD:
             found.append(
                 f"The profiled steps were {_percent(cost)} faster than those without the profiler ({change}): the "
                 "machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
             )
-        elif cost <= NOISE:
+        elif cost <= RUN_SPREAD:
             found.append(f"Profiling cost nothing that shows ({change}).")
         else:
             found.append(
@@ -143,7 +143,7 @@ def _matmuls(profile: Record, own: Sequence[Record], records: Sequence[Record]) 
             f"{_percent(numeric(simt.values['share']))} of the kernel time are float32 products on the ordinary units, "
             "not on tensor cores"
         )
-        if precision in (None, "fp32"):
+        if precision is None or PRECISIONS[str(precision)].rate == "fp32":
             sentence += ": TF32 or bf16 moves them there." + _proof(records, ("TF32 matmuls", "bf16 autocast"))
         else:
             where = _where(own, ["FP32 SIMT matmul"])

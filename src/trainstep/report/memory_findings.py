@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from trainstep.records import Record, belonging, by_case, of_kind
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
-from trainstep.stats import ratio_of_medians
+from trainstep.stats import RUN_SPREAD, ratio_of_medians
 
 AGREES = 0.05
 """A prediction of the peak that is off by more than this share is remarked on."""
@@ -66,7 +66,7 @@ def _proof(records: Sequence[Record]) -> str:
             continue
         if base is not None:
             before, after = numeric(base.values["peak_gib"]), numeric(row.values["peak_gib"])
-            if before - after > max(0.02 * before, best[1] - best[2] if best else 0):
+            if before - after > max(RUN_SPREAD * before, best[1] - best[2] if best else 0):
                 best = (str(row.case["rung"]), before, after)
         base = row if row.values.get("kept") else base
     if best is None:

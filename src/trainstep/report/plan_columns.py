@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from trainstep.records import Record, Scalar
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
+from trainstep.schemes import STRATEGIES
 
 _SETTINGS = tuple(
     case_column(name, name)
@@ -124,7 +125,7 @@ PLAN_COLUMNS: Mapping[str, tuple[str, tuple[Column, ...]]] = {
         (
             *_SETTINGS,
             Column("GPUs", lambda row: number(row.case["gpus"])),
-            *map(_throughput, ("single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp")),
+            *map(_throughput, STRATEGIES),
         ),
     ),
     "plan check": (

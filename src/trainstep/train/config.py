@@ -10,14 +10,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar
+from trainstep.schemes import SCHEMES, Scheme, TrainScheme
 from trainstep.train.schedule import learning_rate
-
-Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class TrainConfig:
     """Checkpoints kept, the newest ones."""
     log_every: int = 10
     """Updates between two lines on the terminal; files have every one."""
-    scheme: Scheme = "auto"
+    scheme: TrainScheme = "auto"
     """single (one process), ddp (every rank has all; gradients are averaged), sharded-optimizer (gradients and
     optimizer state in slices), fsdp (weights too); auto: ddp on several ranks, else single."""
     bucket_mb: float = 25.0
@@ -118,10 +117,11 @@ class RunConfig:
         )
 
     def scheme(self, world_size: int) -> Scheme:
-        """The scheme that this number of ranks trains with."""
-        if self.train.scheme == "auto":
-            return "single" if world_size == 1 else "ddp"
-        return self.train.scheme
+        """What this number of ranks trains with, in buckets as configured."""
+        name = self.train.scheme
+        if name == "auto":
+            name = "single" if world_size == 1 else "ddp"
+        return dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
 
     def passes(self, world_size: int) -> int:
         """Forward and backward passes of a rank per update."""
@@ -151,13 +151,12 @@ class RunConfig:
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
                 "use --scheme ddp, sharded-optimizer or fsdp"
             )
-        if self.step.precision == "fp16":
+        if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
-                "train does not take fp16: its loss scaler skips steps, so that runs could not be resumed and compared "
-                "step by step; use --precision bf16, which needs no scaler"
+                f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "
+                "resumed and compared step by step; use --precision bf16, which needs no scaler"
             )
-        if self.train.scheme == "fsdp" and self.step.loss == "chunked":
-            raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+        self.scheme(world_size).check(self.step)
 
     def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.parallel.process import Process
-from trainstep.schemes import uncounted_bytes
+from trainstep.replicas import uncounted_bytes
 from trainstep.train.build import build_training_step
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData

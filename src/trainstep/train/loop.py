@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainstep.casting import check_precision
 from trainstep.held_folder import held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import Process, is_restart
-from trainstep.precision import check_precision
 from trainstep.records import write_whole
 from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
 from trainstep.train.checkpoints import CheckpointWriter, name_of

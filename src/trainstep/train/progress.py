@@ -57,7 +57,7 @@ def as_beginning(start: Start, config: RunConfig, world_size: int, out: Path) ->
     how = f"{ranks} rank{'s'[: ranks != 1]} × {passes} pass{'es' if passes > 1 else ''} × batch {config.step.batch}"
     what = (
         f"{config.name}: {config.model.num_parameters:,} parameters, {config.train.steps} updates of "
-        f"{config.train.global_batch} × {config.step.context} tokens ({how}), {config.scheme(ranks)}, "
+        f"{config.train.global_batch} × {config.step.context} tokens ({how}), {config.scheme(ranks).name}, "
         f"{config.step.precision} → {out}"
     )
     if start.checkpoint is not None:

@@ -80,7 +80,7 @@ def case_of(config: RunConfig, world_size: int) -> dict[str, Scalar]:
         "checkpointing": None if step.checkpointing == "none" else step.checkpointing,
         "optimizer": step.optimizer,
         "seed": step.seed,
-        "scheme": config.scheme(world_size),
+        "scheme": config.scheme(world_size).name,
         "world_size": world_size,
         "global_batch": train.global_batch,
         "steps": train.steps,

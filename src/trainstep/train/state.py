@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
+from trainstep.schemes import SCHEMES
 from trainstep.train.agreement import AgreedError, on_all_ranks
 from trainstep.train.checkpoints import Checkpoint
 from trainstep.training_step import Replica
@@ -67,10 +68,14 @@ def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Proce
     """
     kept, wanted = checkpoint.note.get("form"), form_of(replica)
     if kept != wanted:
-        schemes = "sharded-optimizer" if kept == "in slices" else "single, ddp or fsdp"
+        alike = [
+            each.name
+            for each in SCHEMES.values()
+            if each.in_train and (each.wrapper == "sharded-optimizer") == (kept == "in slices")
+        ]
         raise AgreedError(
             f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
-            f"{schemes}"
+            f"{' or '.join(alike)}"
         )
     on_all_ranks(process, functools.partial(_read, checkpoint.path, replica, group))
 

@@ -16,8 +16,8 @@ from trainstep.attention.triton.dkdv import launch_dkdv
 from trainstep.attention.triton.dq import launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.triton.tuning import Tile
+from trainstep.casting import matmul_precision
 from trainstep.config import Precision
-from trainstep.precision import matmul_precision
 
 SQUARE, WIDE, TALL = Tile(32, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 16, 4, 2)
 CASES = [

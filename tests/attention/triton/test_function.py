@@ -17,9 +17,9 @@ from tests.attention.budget import (
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
 from trainstep.attention.triton.function import backward_op, forward_op
+from trainstep.casting import matmul_precision
 from trainstep.config import Precision
 from trainstep.errors import UsageError
-from trainstep.precision import matmul_precision
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [

@@ -10,8 +10,8 @@ from tests.attention.triton.aot import Compiled, compile_hopper, compile_portabl
 from trainstep.attention.triton.tables import HOPPER, PORTABLE
 from trainstep.attention.triton.tune import candidates
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, hopper_tile_for, multiply_precision
+from trainstep.casting import matmul_precision
 from trainstep.errors import UsageError
-from trainstep.precision import matmul_precision
 
 # Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
 # held to what 8.6, 8.9 and 12.0 have, the least since 8.0).

@@ -13,6 +13,7 @@ from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
+from trainstep.schemes import SCHEMES
 from trainstep.workload import builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
@@ -28,7 +29,7 @@ def rank(wall_ms, weights, collectives=()):
 
 
 def row(scheme, result, single_ms=None):
-    case = ParallelCase(SOURCE, StepConfig(device="cpu"), scheme)
+    case = ParallelCase(SOURCE, StepConfig(device="cpu"), SCHEMES[scheme])
     return row_of(case, FIRST_OF_TWO, result, num_parameters=MODEL.num_parameters, single_ms=single_ms)
 
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from trainstep.attention.triton import tables
 from trainstep.attention.triton.dispatch import runs_hopper_kernels
 from trainstep.attention.triton.tuning import HopperTile, Tile, architecture, block_of
-from trainstep.config import Precision
+from trainstep.casting import DTYPES, matmul_precision
 from trainstep.errors import UsageError
-from trainstep.precision import DTYPES, matmul_precision
+from trainstep.precision import PrecisionName
 
 KERNELS = ("forward", "dq", "dkdv")
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -49,7 +49,7 @@ class Measurement:
     """One candidate on one case: its median time, or why it has none."""
 
     kernel: str
-    dtype: Precision
+    dtype: PrecisionName
     head_dim: int
     is_causal: bool
     tile: AnyTile
@@ -62,7 +62,7 @@ class Measurement:
 def tune(
     *,
     head_dims: Iterable[int] = HEAD_DIMS,
-    dtypes: Iterable[Precision] = ("bf16", "fp32", "tf32"),
+    dtypes: Iterable[PrecisionName] = ("bf16", "fp32", "tf32"),
     kernels: Iterable[str] = KERNELS,
     seq: int = 8192,
     rep_ms: int = 60,
@@ -148,12 +148,12 @@ class _Case:
     k: Tensor
     v: Tensor
     do: Tensor
-    dtype: Precision
+    dtype: PrecisionName
     is_causal: bool
     hopper: bool
 
     @classmethod
-    def make(cls, head_dim: int, dtype: Precision, is_causal: bool, seq: int) -> "_Case":
+    def make(cls, head_dim: int, dtype: PrecisionName, is_causal: bool, seq: int) -> "_Case":
         shape = (1, max(1, 2048 // head_dim), seq, head_dim)
         q, k, v, do = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4))
         return cls(q, k, v, do, dtype, is_causal, runs_hopper_kernels(q))
@@ -208,7 +208,7 @@ def _check_gpu(latest: Measurement) -> None:
 
 
 def _compile_ahead(
-    pool: ProcessPoolExecutor, head_dim: int, dtype: Precision, is_causal: bool, trials: list[tuple[str, AnyTile]]
+    pool: ProcessPoolExecutor, head_dim: int, dtype: PrecisionName, is_causal: bool, trials: list[tuple[str, AnyTile]]
 ) -> None:
     jobs = [(head_dim, dtype, is_causal, kernel, tile) for kernel, tile in trials]
     try:
@@ -217,7 +217,7 @@ def _compile_ahead(
         return  # a candidate took its process along: what is not compiled yet is when it is measured
 
 
-def _compile(job: tuple[int, Precision, bool, str, AnyTile]) -> None:
+def _compile(job: tuple[int, PrecisionName, bool, str, AnyTile]) -> None:
     """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
     head_dim, dtype, is_causal, kernel, tile = job
     try:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trainstep.bench.parallel.names import SchemeName
-from trainstep.bench.parallel.schemes import parallelize
 from trainstep.bench.parallel.shares import part_of
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar
+from trainstep.replicas import build
+from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource
 
@@ -25,7 +25,7 @@ class ParallelCase:
     source: WorkloadSource
     config: StepConfig
     """The batch is one rank's, where the workload lets it be chosen; a user's own is divided among the ranks."""
-    scheme: SchemeName
+    scheme: Scheme
     warmup: int = 5
     steps: int = 10
     allow_unused: bool = False
@@ -33,7 +33,7 @@ class ParallelCase:
 
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
-        return case_columns(self.source, self.config) | {"scheme": self.scheme, "world_size": world_size}
+        return case_columns(self.source, self.config) | {"scheme": self.scheme.name, "world_size": world_size}
 
     def whole(self, world_size: int) -> StepConfig:
         """The configuration whose workload has the batch of all ranks."""
@@ -47,5 +47,5 @@ class ParallelCase:
         workload = part_of(self.source.build(config), process.rank, process.world_size)
         if change is not None:
             workload = change(workload)
-        scheme = partial(parallelize, self.scheme, process, config, allow_unused=self.allow_unused)
-        return TrainingStep(workload, config, scheme)
+        parallelize = partial(build, self.scheme, process, config, allow_unused=self.allow_unused)
+        return TrainingStep(workload, config, parallelize)

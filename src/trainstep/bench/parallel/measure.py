@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainstep.bench.parallel.case import ParallelCase
-from trainstep.bench.parallel.schemes import local_gradients, local_state
 from trainstep.bench.step import count_tokens
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
-from trainstep.schemes import uncounted_bytes
+from trainstep.replicas import local_gradients, local_state, uncounted_bytes
 from trainstep.training_step import TrainingStep
 
 

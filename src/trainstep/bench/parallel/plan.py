@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from trainstep.bench.parallel.names import SchemeName, planned_scheme
-from trainstep.config import ModelConfig, OptimizerImpl, Precision
+from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.machine import GIB
 from trainstep.plan.strategy_memory import largest_group
+from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar
+from trainstep.schemes import Scheme
 
 
 def planned_bytes(
-    scheme: SchemeName,
+    scheme: Scheme,
     num_parameters: int,
     world_size: int,
     *,
-    precision: Precision,
+    precision: PrecisionName,
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
     peer_copies: bool = False,
@@ -31,19 +32,18 @@ def planned_bytes(
         model: the built-in model's shape, for the size of its largest group; None for a user's.
         peer_copies: FSDP's transport.
     """
-    planned = planned_scheme(scheme)
-    is_torch_ddp = scheme in ("torch-ddp", "torch-zero")
-    narrow = 2 if planned == "fsdp" and precision in ("bf16", "fp16") else None
+    entry = PRECISIONS[precision]
+    narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
     return rank_bytes(
-        planned or "ddp",
+        scheme.planned_as or "ddp",
         num_parameters,
         world_size,
         state_per_parameter=0 if optimizer == "sgd" else 8,
         compute_bytes=narrow,
         reduce_bytes=narrow,
         largest_group=0 if model is None else largest_group(model),
-        scattered=not is_torch_ddp,
-        copies=is_torch_ddp,
+        scattered=not scheme.copies_gradients,
+        copies=scheme.copies_gradients,
         peer_copies=peer_copies,
     )
 

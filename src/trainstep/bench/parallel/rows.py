@@ -90,7 +90,7 @@ def _values(
     for name, milliseconds in samples.items():
         values |= summarize(milliseconds).columns(name)
     median = summarize(samples["step"]).median
-    values["exposed_ms"] = None if single_ms is None or case.scheme == "single" else median - single_ms
+    values["exposed_ms"] = None if single_ms is None or not case.scheme.communicates else median - single_ms
     tokens = [each.tokens for each in timed.ranks if each.tokens is not None]
     values["tokens_per_s"] = 1e3 * sum(tokens) / median if tokens else None
     plan = _plan(case, process, num_parameters)
@@ -108,7 +108,7 @@ def _plan(case: ParallelCase, process: Process, num_parameters: int) -> RankByte
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        peer_copies=case.scheme == "fsdp" and process.device.type == "cuda",
+        peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
     )
 
 
@@ -120,7 +120,7 @@ def _traffic(
     return {
         "collectives": len(collectives),
         "sent_gib": sent / world_size / GIB,
-        "sent_floor_gib": plan.sent / GIB if case.scheme != "single" else 0.0,
+        "sent_floor_gib": plan.sent / GIB if case.scheme.communicates else 0.0,
     }
 
 

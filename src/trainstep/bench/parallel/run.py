@@ -21,6 +21,7 @@ from trainstep.bench.parallel.rows import Result, Timed, row_of, step_ms
 from trainstep.bench.parallel.trace import trace_record, traced_step
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
+from trainstep.precision import PRECISIONS
 from trainstep.records import Record
 
 
@@ -38,8 +39,11 @@ def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | No
     """
     if not cases or cases[0].steps < 1 or cases[0].warmup < 0:
         raise UsageError("nothing to run: name at least one scheme and one step, and a warm-up of 0 or more")
-    if cases[0].config.precision == "fp16":
-        raise UsageError("fp16 needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16")
+    precision = cases[0].config.precision
+    if PRECISIONS[precision].needs_scaler:
+        raise UsageError(
+            f"{precision} needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16"
+        )
     comparison = compare_with_one_process(cases, process)
     single_ms: float | None = None
     timed: list[ParallelCase] = []
@@ -50,7 +54,7 @@ def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | No
             timed.append(case)
         if process.rank == 0:
             row = row_of(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
-            if case.scheme == "single" and isinstance(result, Timed):
+            if not case.scheme.communicates and isinstance(result, Timed):
                 single_ms = step_ms(row)
             rows[case] = row
             yield row
@@ -71,7 +75,7 @@ def _traced(
 ) -> Iterator[Record]:
     """One step of each scheme under the profiler, beside its row."""
     for case in cases:
-        file = folder / f"trace-{case.scheme}.json.gz"
+        file = folder / f"trace-{case.scheme.name}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
             row = rows[case]

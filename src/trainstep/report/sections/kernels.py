@@ -13,6 +13,7 @@ from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
 from trainstep.report.profile_charts import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.sections.kernel_tables import family_table, kernel_table, module_table, piece_table
+from trainstep.stats import RUN_SPREAD
 
 
 def kernels(records: Sequence[Record]) -> Section | None:
@@ -174,6 +175,7 @@ def _phase_table(profile: Record, title: str, suffix: str) -> Table | None:
     columns = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
     caption = (
         f"Kernel sums against the step without the profiler: {title}. They agree where kernels take no longer than the "
-        f"phase did, give or take {number(allowed)} ms (the 2% that runs differ by; on a CPU, what profiling cost)"
+        f"phase did, give or take {number(allowed)} ms (the {RUN_SPREAD:.0%} that runs differ by; on a CPU, what "
+        "profiling cost)"
     )
     return Table(caption, columns, rows, name=f"phase-sums{suffix}")
