@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.batch import map_tensors
 from trainstep.blocks import find_blocks
 from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
 from trainstep.checkpointing import apply as apply_checkpointing
@@ -23,7 +22,7 @@ from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.phases import PhaseContext, no_phases
 from trainstep.precision import PRECISIONS
-from trainstep.workload import Workload, WorkloadSource, resolve_device
+from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

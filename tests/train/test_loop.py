@@ -10,12 +10,11 @@ import torch
 
 from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
 from trainstep.errors import UsageError
-from trainstep.held_folder import held_folder
+from trainstep.guards import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.records import read_records
-from trainstep.train.folder import open_folder
+from trainstep.train.folder import Asked, open_folder
 from trainstep.train.learner import Learner
-from trainstep.train.resume import Asked
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.batch import tensors_of
 from trainstep.bench.grid import expand
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig, StepMode
@@ -29,7 +28,7 @@ from trainstep.precision import PrecisionName
 from trainstep.records import Record, Scalar
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""

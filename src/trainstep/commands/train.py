@@ -40,10 +40,9 @@ class Train(BuiltinModel):
 
     def run(self) -> int:
         """Train; the first rank prints."""
-        from trainstep.parallel.process import join_group_or_alone
-        from trainstep.train.agreement import AgreedError
+        from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
-        from trainstep.train.progress import Show
+        from trainstep.train.metrics import Show
 
         config = RunConfig(self.model_name(), self.model.checked(), self.step.checked(), self.train.checked())
         mistake: AgreedError | None = None

@@ -1,13 +1,18 @@
-"""The checkpoints of a run: written beside training, complete or not there, the newest ones kept.
+"""The checkpoints of a run: what they hold, written beside training, complete or not there, the newest ones kept.
 
 All ranks write their parts into a hidden folder, in a thread, while training goes on; the tensors were copied to the
 host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size) and renames
 the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed. What is hidden is
 removed at the next start.
+
+Weights and the optimizer's state go by the parameters' names in the plain module, in full shape, whatever part of them
+a rank has. So single, ddp and fsdp read each other's checkpoints at any world size. The sharded optimizer cuts
+parameters by their memory instead of by rows and keeps its state in a form of its own, for any world size too.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -15,17 +20,32 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
+from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.process import AgreedError, Process, on_all_ranks
+from trainstep.schemes import SCHEMES
+from trainstep.training_step import Replica
 
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
 _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
+
+
+StateForm = Literal["by name", "in slices"]
+"""How the optimizer's state is kept."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +163,9 @@ class CheckpointWriter:
             before = (
                 "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
             )
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UsageError(
-                f"checkpoint {name_of(step)} could not be written: {reason}; {before}. See that there is room in "
-                f"{self.folder}, then give the same command again to go on"
+                f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
+                f"room in {self.folder}, then give the same command again to go on"
             ) from error
         self.last = step
 
@@ -167,3 +186,125 @@ class CheckpointWriter:
 
     def _hidden(self, step: int) -> Path:
         return self.folder / f".{name_of(step)}.writing"
+
+
+def form_of(replica: Replica) -> StateForm:
+    """The form in which this replica's optimizer state is written and read."""
+    return "in slices" if isinstance(replica.optimizer, ShardedOptimizer) else "by name"
+
+
+def training_state(replica: Replica) -> dict[str, Any]:
+    """Weights, buffers and optimizer state, for torch.distributed.checkpoint. Tensors share memory with the replica."""
+    model = _model_state(replica)
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        return {"model": model, "optimizer": replica.optimizer}
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in _trained(replica).items():
+        state[name] = {}
+        for key, value in replica.optimizer.state.get(parameter, {}).items():
+            is_moment = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+            state[name][key] = _part_like(value, model[name]) if is_moment else value  # or a step count
+    return {"model": model, "optimizer": {"state": state}}
+
+
+def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
+    """Read into the replica what `training_state` was when it was written, by this or another number of ranks.
+
+    Args:
+        checkpoint: a complete one.
+        replica: of the same model, by any scheme that keeps the optimizer's state in the same form.
+        process: this rank; all call it.
+        group: a Gloo group of all ranks.
+
+    Raises:
+        UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
+    """
+    kept, wanted = checkpoint.note.get("form"), form_of(replica)
+    if kept != wanted:
+        alike = [
+            each.name
+            for each in SCHEMES.values()
+            if each.in_train and (each.wrapper == "sharded-optimizer") == (kept == "in slices")
+        ]
+        raise AgreedError(
+            f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
+            f"{' or '.join(alike)}"
+        )
+    on_all_ranks(process, functools.partial(_load, checkpoint.path, replica, group))
+
+
+def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
+    """Read weights, buffers and optimizer state in place."""
+    model = _model_state(replica)
+    in_slices = isinstance(replica.optimizer, ShardedOptimizer)
+    try:
+        state: Any = replica.optimizer if in_slices else {"state": _empty_state(path, model)}
+        load({"model": model, "optimizer": state}, checkpoint_id=str(path), process_group=group)
+        if not in_slices:
+            _give_state(replica, state["state"])
+    except (Exception, CheckpointException) as error:
+        raise UsageError(
+            f"{path} cannot be read: {_last_line(error)}; name an older checkpoint with --resume-from"
+        ) from error
+
+
+def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hand the optimizer the state of each parameter, by its name in the plain module."""
+    optimizer, trained = replica.optimizer, _trained(replica)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    state = {
+        numbers[id(trained[name])]: {
+            key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()
+        }
+        for name, values in loaded.items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """What DistributedDataParallel wraps; FSDP answers for the module itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _model_state(replica: Replica) -> dict[str, Any]:
+    return _plain(replica.module).state_dict()
+
+
+def _trained(replica: Replica) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by name in the plain module."""
+    if isinstance(replica.module, FullyShardedDataParallel):
+        return {parameter.name: parameter.shard for parameter in replica.module.sharded_parameters()}
+    return dict(_plain(replica.module).named_parameters())
+
+
+def _part_like(value: Tensor, weight: Tensor) -> Tensor:
+    """A state of a weight as the part of a whole that the weight is."""
+    if not isinstance(weight, DTensor):
+        return value
+    return DTensor.from_local(
+        value, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _empty_state(path: Path, model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The checkpoint's optimizer state by parameter name, with memory to read it into."""
+    metadata = FileSystemReader(str(path)).read_metadata()
+    empty: dict[str, Any] = {}
+    for name, where in (metadata.planner_data or {}).items():
+        if where[:2] != ("optimizer", "state"):
+            continue
+        stored = metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        weight = model[where[2]]
+        if stored.size == weight.shape:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            value: Tensor = _part_like(torch.empty_like(local, dtype=stored.properties.dtype), weight)
+        else:
+            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+        set_element(empty, where[2:], value)
+    return empty
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -16,7 +16,6 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar
 from trainstep.schemes import SCHEMES, Scheme, TrainScheme
-from trainstep.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -185,3 +184,22 @@ def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> lis
         for name in names
         if theirs.get(name) != mine.get(name)
     ]
+
+
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int, floor: float) -> float:
+    """The learning rate of update number `step`: linear warm-up, then half a cosine (Loshchilov & Hutter 2017).
+
+    It is peak · step / warmup up to the end of the warm-up, and then falls to peak · floor at the last update.
+
+    Args:
+        step: the number of the update, from 1 to `steps`.
+        peak: the highest learning rate, that of update `warmup`.
+        warmup: updates of linear warm-up; 0 for none.
+        steps: updates in all.
+        floor: the last update's learning rate, as a fraction of the peak.
+    """
+    assert 1 <= step <= steps, f"update {step} of {steps}"
+    if step <= warmup:
+        return peak * step / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)

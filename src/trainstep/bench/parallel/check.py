@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.batch import map_tensors
 from trainstep.bench.eager_random import eager_random
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
 from trainstep.bench.parallel.case import ParallelCase
@@ -37,7 +36,7 @@ from trainstep.parallel.process import Process
 from trainstep.replicas import full_parameters
 from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.workload import Workload, WorkloadSource, map_tensors
 
 STEPS = 5
 

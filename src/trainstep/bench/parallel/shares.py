@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainstep.batch import map_tensors
 from trainstep.errors import UsageError
-from trainstep.workload import Workload
+from trainstep.workload import Workload, map_tensors
 
 
 def part_of(workload: Workload, rank: int, world_size: int) -> Workload:
