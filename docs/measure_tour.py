@@ -14,23 +14,23 @@ import time
 from pathlib import Path
 
 from tables.source import RESULTS
-
-from trainstep.records import Record, RecordWriter, read_records
+from trainstep.kinds import row_of
+from trainstep.records import RecordWriter, Row, read_records
 from trainstep.report.findings import recommended_flags
 
 KINDS = ("rung", "control", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"
 
 
-def run(folder: str, *words: str) -> tuple[list[Record], float]:
+def run(folder: str, *words: str) -> tuple[list[Row], float]:
     """The records of one command, and the seconds it took."""
     out = Path("results/tour") / folder
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trainstep.cli", *words, "--out", str(out)], check=True)
+    subprocess.run([sys.executable, "-m", "trainstep", *words, "--out", str(out)], check=True)
     return read_records(out / "results.jsonl"), time.perf_counter() - start
 
 
-def is_shown(row: Record) -> bool:
+def is_shown(row: Row) -> bool:
     """Whether the page needs the row of an analysis."""
     module = str(row.case.get("module"))
     return row.kind in KINDS or (row.kind == "kernel" and (module == "(loss)" or module.endswith(".attention")))
@@ -44,13 +44,13 @@ def main(name: str = "cpu", *device: str) -> None:
     for folder, workload in (("slow", SLOW), ("fast", FAST)):
         analysis, seconds[folder] = run(folder, "analyze", "--workload", workload, *device)
         for row in filter(is_shown, analysis):
-            writer.write(Record(row.kind, row.case, row.values, row.samples, row.status, row.reason, row.environment))
+            writer.write(row_of(row.kind, row.case, row.values, row.samples, row.status, row.reason, row.environment))
     flags = recommended_flags(analysis).split()
     for folder, workload, words in (("before", SLOW, []), ("after", FAST, flags)):
         rows, seconds[folder] = run(folder, "bench", "step", "--workload", workload, *words, *device)
         for row in rows:
             writer.write(row)
-    writer.write(Record("tour", {}, {f"{folder}_s": each for folder, each in seconds.items()}))
+    writer.write(row_of("tour", {}, {f"{folder}_s": each for folder, each in seconds.items()}))
     writer.close()
 
 

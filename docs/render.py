@@ -33,7 +33,6 @@ import texts.steps
 import texts.theory
 import texts.tour
 from tables.source import RESULTS, NotMeasuredError
-
 from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.html import write_html

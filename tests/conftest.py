@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainstep.parallel.workers import Workers
+from tests.workers import Workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

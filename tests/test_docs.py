@@ -108,7 +108,7 @@ def test_links_and_pictures_exist(page):
 @functools.cache
 def help_of(*command):
     return subprocess.run(
-        [sys.executable, "-m", "trainstep.cli", *command, "--help"], capture_output=True, text=True, cwd=REPOSITORY
+        [sys.executable, "-m", "trainstep", *command, "--help"], capture_output=True, text=True, cwd=REPOSITORY
     )
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.records import Record, RecordWriter, by_case, frame, of_kind, read_records, write_whole
+from trainstep.records import RecordWriter, by_case, frame, of_kind, read_records, row_of, write_whole
 
 
 def record(**changes):
@@ -15,7 +15,7 @@ def record(**changes):
         "samples": {"step": [1.0, 2.0]},
         "environment": {"torch": "2.13.0"},
     }
-    return Record(**(base | changes))
+    return row_of(**(base | changes))
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -106,6 +106,6 @@ def test_the_frame_is_tidy():
 
 
 def test_rows_by_case_keep_their_order():
-    rows = [Record("peak", {"size": size, "part": part}) for size in ("b", "a") for part in (1, 2)]
+    rows = [row_of("peak", {"size": size, "part": part}) for size in ("b", "a") for part in (1, 2)]
     assert by_case(rows, "part") == [rows[:2], rows[2:]]
     assert by_case(rows) == [[row] for row in rows]

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from trainstep.bench.plan_check import checked
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.hardware import require_device
+from trainstep.plan.check import checked
 from trainstep.plan.machine import machine_of
 from trainstep.records import read_records
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES, STRATEGIES, TrainScheme

@@ -18,11 +18,12 @@ MAY_IMPORT = {
     "config": {"errors", "precision"},
     "schemes": {"config", "errors"},
     "phases": {"config"},
-    "records": {"errors"},
+    "records": {"errors", "kinds", "stats"},
+    "kinds": {"records"},
     "guards": {"errors"},
     "hardware": {"errors", "precision"},
     "casting": {"errors", "precision"},
-    "plan": {"config", "errors", "hardware", "precision", "schemes"},
+    "plan": {"config", "errors", "hardware", "kinds", "precision", "records", "schemes"},
     "attention": {"casting", "config", "errors", "precision"},
     "model": {"attention", "config", "errors"},
     "blocks": {"errors"},
@@ -49,6 +50,7 @@ MAY_IMPORT = {
         "config",
         "errors",
         "hardware",
+        "kinds",
         "measure",
         "parallel",
         "phases",
@@ -68,6 +70,7 @@ MAY_IMPORT = {
         "errors",
         "hardware",
         "guards",
+        "kinds",
         "measure",
         "model",
         "parallel",
@@ -82,7 +85,7 @@ MAY_IMPORT = {
         "training_step",
         "workload",
     },
-    "report": {"errors", "precision", "records", "schemes", "stats"},
+    "report": {"errors", "kinds", "precision", "records", "stats"},
 }
 """Room → the rooms it may import. `analysis`, `commands` and `cli` sit on top and may import all."""
 
@@ -125,11 +128,11 @@ def loaded_after(statement: str) -> set[str]:
         ("import trainstep.plan.flops, trainstep.hardware, trainstep.config", {"torch", "numpy"}),
         ("import trainstep.precision, trainstep.schemes, trainstep.phases", {"torch", "numpy"}),
         (
-            "import trainstep.bench.sweep.resume, trainstep.bench.sweep.here, trainstep.bench.sweep.jobs",
+            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.processes, trainstep.bench.sweep.jobs",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (
-            "import trainstep.bench.planned, trainstep.bench.plan_check, trainstep.bench.calibration",
+            "import trainstep.plan.rows, trainstep.plan.check, trainstep.plan.calibration",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         (

@@ -101,7 +101,7 @@ def test_the_proof_runs_as_it_stands_on_the_page(tmp_path):
     for words in COMMANDS[2:]:
         device = [] if words[0] == "compare" else ["--device", "cpu", "--steps", "7"]
         found = subprocess.run(
-            [sys.executable, "-m", "trainstep.cli", *words, *device], cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-m", "trainstep", *words, *device], cwd=tmp_path, capture_output=True, text=True
         )
         assert found.returncode == 0, f"{words}: {found.stdout}{found.stderr}"
     assert re.search(r"losses.*differ by", found.stdout, re.DOTALL)

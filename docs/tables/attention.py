@@ -5,107 +5,110 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import figure, results, where
+from tables.source import results, where
+from trainstep.kinds import AttentionRow, CeilingRow
 from trainstep.report.columns import Column, case_column, value_column
-from trainstep.report.numbers import number
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.numbers import NONE, number
+from trainstep.report.tables import Table, tabulate, text_table
 
-SHAPE = ("batch", "heads", "seq", "head_dim", "causal")
+OURS = "flash-triton"
+PARTS = ("forward", "backward", "both")
 
 
 def peers() -> Table:
     """Our kernels beside what torch ships, shape by shape, all in one run."""
-    rows = results("h200-attention-peers", "attention")
-    ours = "flash-triton"
-    ceiling = ceiling_tflops("matmul bf16")
-    others = [impl for impl in dict.fromkeys(str(row.case["impl"]) for row in rows) if impl != ours]
-    shapes = dict.fromkeys(tuple(row.case[name] for name in SHAPE) for row in rows)
-    cells = []
-    for shape in shapes:
-        times = {row.case["impl"]: row for row in rows if tuple(row.case[name] for name in SHAPE) == shape}
-        own = {name: figure(times[ours], name) for name in times[ours].values if name.endswith(("_ms", "_tflops"))}
-        line = [number(part) for part in shape]
-        line += [" / ".join(number(own[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
-        line += [number(own["both_tflops"])]
-        line += [" / ".join(f"{100 * own[f'{part}_tflops'] / ceiling:.0f}" for part in ("forward", "backward"))]
-        for impl in others:
-            other = figure(times[impl], "both_ms")
-            line.append(f"{number(other)} ({other / own['both_ms']:.2f}×)")
-        cells.append(tuple(line))
+    rows = results("h200-attention-peers", AttentionRow)
+    shape = ("batch", "heads", "seq", "head_dim", "causal")
+    groups: dict[tuple[object, ...], dict[str, AttentionRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.case[name] for name in shape), {})[row.impl] = row
+    others = [impl for impl in dict.fromkeys(row.impl for row in rows) if impl != OURS]
+    ceiling = ceiling_tflops()
+    lines = []
+    for sizes, by_impl in groups.items():
+        ours, times = by_impl[OURS], [by_impl[impl].times["both"].median for impl in others]
+        of_ceiling = [100 * rate / ceiling for rate in (ours.forward_tflops, ours.backward_tflops)]
+        lines.append(
+            (
+                *map(number, sizes),
+                passes(ours),
+                number(ours.both_tflops),
+                " / ".join(f"{share:.0f}" for share in of_ceiling),
+                *(f"{number(time)} ({time / ours.times['both'].median:.2f}×)" for time in times),
+            )
+        )
     columns = (
-        *SHAPE,
+        *shape,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours)" for impl in others),
     )
-    return Table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, tuple(cells))
+    return text_table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, lines)
 
 
-def ceiling_tflops(what: str) -> float:
+def passes(row: AttentionRow) -> str:
+    """`forward / backward / both`, or why there are no times."""
+    return " / ".join(number(row.times[part].median) for part in PARTS) if row.status == "ok" else row.status
+
+
+def ceiling_tflops(precision: str = "bf16") -> float:
     """The rate that `analyze` measured of a plain matrix product on the same kind of GPU."""
-    (row,) = [row for row in results("h200-analyze-large", "ceiling") if row.case["what"] == what]
-    return figure(row, "tflops")
+    (row,) = (row for row in results("h200-analyze-large", CeilingRow) if row.precision == precision)
+    return row.tflops
 
 
 def naive() -> Table:
     """The eager formula beside its compiled form: time, and what both hold."""
-    rows = results("h200-attention-naive", "attention")
-    found = {(row.case["head_dim"], row.case["seq"], row.case["impl"]): row for row in rows}
-    cells = []
-    for head_dim, seq in sorted({(int(row.case["head_dim"] or 0), int(row.case["seq"] or 0)) for row in rows}):
-        eager, compiled = (found[head_dim, seq, impl] for impl in ("eager", "eager-compiled"))
-        line = [number(head_dim), f"{seq:,}"]
-        for row in (eager, compiled):
-            if row.status == "ok":
-                line += [" / ".join(number(row.values[f"{part}_ms"]) for part in ("forward", "backward", "both"))]
-            else:
-                line += [row.status]
-        both = [row.values.get("both_ms") for row in (eager, compiled)]
-        line += [f"{both[0] / both[1]:.2f}×" if isinstance(both[0], float) and isinstance(both[1], float) else "–"]
-        for row in (eager, compiled):
-            line += [f"{number(row.values.get('before_backward_gib'))} / {number(row.values.get('peak_gib'))}"]
-        predicted = (eager.values["predicted_before_backward_gib"], eager.values["predicted_peak_gib"])
-        cells.append((*line, " / ".join(number(value) for value in predicted)))
+    rows = results("h200-attention-naive", AttentionRow)
+    found = {(row.head_dim, row.seq, row.impl): row for row in rows}
+    lines = []
+    for head_dim, seq in sorted({(row.head_dim, row.seq) for row in rows}):
+        both = eager, compiled = [found[head_dim, seq, impl] for impl in ("eager", "eager-compiled")]
+        is_timed = eager.status == compiled.status == "ok"
+        ratio = eager.times["both"].median / compiled.times["both"].median if is_timed else None
+        lines.append(
+            (
+                number(head_dim),
+                f"{seq:,}",
+                *map(passes, both),
+                NONE if ratio is None else f"{ratio:.2f}×",
+                *(f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both),
+                f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}",
+            )
+        )
     columns = (
         *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
     )
-    return Table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, tuple(cells))
+    return text_table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, lines)
 
 
-def attention_by_length(name: str, dtype: str, head_dim: int, value: str, unit: str) -> Table:
-    """One value of every implementation against the sequence length."""
-    rows = [
-        row for row in results(name, "attention") if row.case["dtype"] == dtype and row.case["head_dim"] == head_dim
-    ]
-    impls = list(dict.fromkeys(str(row.case["impl"]) for row in rows))
-    lengths = sorted({int(row.case["seq"] or 0) for row in rows})
-    found = {(row.case["seq"], row.case["impl"]): row for row in rows}
+def by_length(dtype: str, head_dim: int) -> Table:
+    """Time of every implementation against the sequence length."""
+    name = "h200-attention-flash"
+    rows = [row for row in results(name, AttentionRow) if (row.dtype, row.head_dim) == (dtype, head_dim)]
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    found = {(row.seq, row.impl): row for row in rows}
 
-    def cell(seq: int, impl: str) -> str:
-        row = found.get((seq, impl))
+    def cell(row: AttentionRow | None) -> str:
         if row is None:
             return "not run"
-        return number(row.values.get(value)) if row.status == "ok" else row.status
+        return number(row.times["both"].median) if row.status == "ok" else row.status
 
-    cells = tuple((f"{seq:,}", *(cell(seq, impl) for impl in impls)) for seq in lengths)
-    case = rows[0].case
-    what = "forward and backward" if value == "both_ms" else "peak memory"
-    caption = f"{what} ({unit}), {dtype}, head_dim {head_dim}, batch {case['batch']}, causal {case['causal']}"
-    return Table(name, f"{caption}; {where(rows)}", ("sequence", *impls), cells)
-
-
-def attention_memory() -> Table:
-    """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
-    rows = [
-        row
-        for name in ("h200-attention-flash", "h200-attention-naive")
-        for row in results(name, "attention")
-        if row.values.get("predicted_peak_gib") is not None
-        and row.case["head_dim"] == 128
-        and int(row.case["seq"] or 0) >= 16384
+    lines = [
+        (f"{seq:,}", *(cell(found.get((seq, impl))) for impl in impls)) for seq in sorted({row.seq for row in rows})
     ]
+    setting = f"{dtype}, head_dim {head_dim}, batch {rows[0].batch}, causal {rows[0].causal}"
+    caption = f"forward and backward (ms), {setting}; {where(rows)}"
+    return text_table(name, caption, ("sequence", *impls), lines)
+
+
+def memory() -> Table:
+    """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
+    names = ("h200-attention-flash", "h200-attention-naive")
+    rows = [row for name in names for row in results(name, AttentionRow)]
+    rows = [row for row in rows if row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384]
     columns = (
         Column("implementation", lambda row: str(row.case["impl"])),
         *(case_column(name, name) for name in ("dtype", "causal", "batch", "seq")),
@@ -123,11 +126,9 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-peers": peers,
     "attention-naive": naive,
     **{
-        f"attention-flash-{dtype}-{head_dim}": partial(
-            attention_by_length, "h200-attention-flash", dtype, head_dim, "both_ms", "ms"
-        )
+        f"attention-flash-{dtype}-{head_dim}": partial(by_length, dtype, head_dim)
         for dtype in ("bf16", "fp32")
         for head_dim in (16, 64, 128)
     },
-    "attention-memory": attention_memory,
+    "attention-memory": memory,
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results, where
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.tables import Table, tabulate, text_table
 
 
 def ladder() -> Table:
@@ -31,7 +31,7 @@ def ladder() -> Table:
         *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
-    return Table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", columns, tuple(cells))
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", columns, tuple(cells))
 
 
 def attention() -> Table:
@@ -49,7 +49,7 @@ def attention() -> Table:
     cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
     caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
     columns = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
-    return Table("headline-attention", caption, columns, cells)
+    return text_table("headline-attention", caption, columns, cells)
 
 
 def parallel() -> Table:
@@ -76,7 +76,7 @@ def parallel() -> Table:
 
 def memory() -> Table:
     """What checkpointing saves and costs."""
-    rows: list[Record] = [
+    rows: list[Row] = [
         one("h200-checkpointing", "checkpointing", checkpointing=name) for name in ("none", "selective", "every-1")
     ]
     columns = (

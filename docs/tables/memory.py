@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, plain, results, where
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.columns import Column, case_column, value_column
 from trainstep.report.tables import Table, tabulate
 
@@ -28,7 +28,7 @@ def memory_peaks() -> Table:
     return tabulate("memory-peaks", where(rows), columns, sorted(rows, key=_by_precision_and_context))
 
 
-def _by_precision_and_context(row: Record) -> tuple[bool, int, bool]:
+def _by_precision_and_context(row: Row) -> tuple[bool, int, bool]:
     return row.case["precision"] != "fp32", int(row.case["context"] or 0), row.case["mode"] != "forward"
 
 

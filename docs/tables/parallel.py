@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import plain, results, setting, where
-from trainstep.bench.parallel.plan import moments, planned_bytes
+from trainstep.bench.parallel.measure import moments, planned_bytes
 from trainstep.config import SIZES
-from trainstep.records import Record
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
+from trainstep.records import Row
 from trainstep.report.columns import case_column, median_column, value_column
 from trainstep.report.tables import Table, tabulate
 from trainstep.schemes import SCHEMES
@@ -17,7 +18,7 @@ from trainstep.schemes import SCHEMES
 
 def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
-    rows = results(name, "parallel")
+    rows = results(name, ParallelRow)
     columns = (
         case_column("scheme", "scheme"),
         median_column("step on the slowest rank (ms) [95 %]", "step"),
@@ -34,7 +35,7 @@ def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
 
 def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
-    rows = [planned_anew(row) for row in results(name, "parallel")]
+    rows = [planned_anew(row) for row in results(name, ParallelRow)]
     points = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
     columns = (
         case_column("scheme", "scheme"),
@@ -54,22 +55,21 @@ def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel")
     return tabulate(table, f"GiB; {where(rows)}", columns, rows)
 
 
-def planned_anew(row: Record) -> Record:
-    """A row of kind parallel with what the plan says today; others as they are."""
-    if row.kind != "parallel":
+def planned_anew(row: Row) -> Row:
+    """A scheme's row with what the plan says today; rows of other kinds as they are."""
+    if not isinstance(row, ParallelRow):
         return row
-    case = row.case
-    model, scheme = SIZES[str(case["workload"])], SCHEMES[str(case["scheme"])]
+    model, scheme = SIZES[str(row.workload)], SCHEMES[row.scheme]
     plan = planned_bytes(
         scheme,
         model.num_parameters,
-        int(str(case["world_size"])),
-        precision=case["precision"],  # type: ignore[arg-type]
-        optimizer=case["optimizer"],  # type: ignore[arg-type]
+        row.world_size,
+        precision=row.precision,
+        optimizer=row.optimizer,
         model=model,
         peer_copies=scheme.takes_peer_copies,
     )
-    return dataclasses.replace(row, values=row.values | moments(plan))
+    return dataclasses.replace(row, **moments(plan))
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {
@@ -77,9 +77,9 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel-memory": parallel_memory,
     "parallel-4gpus": partial(parallel, "parallel-4gpus", "h200-parallel-4gpus"),
     "parallel-memory-4gpus": partial(parallel_memory, "parallel-memory-4gpus", "h200-parallel-4gpus"),
-    "parallel-trace": partial(plain, "h200-parallel-trace", "parallel trace"),
-    "collectives": partial(plain, "h200-collectives", "collective"),
-    "collectives-4gpus": partial(plain, "h200-collectives-4gpus", "collective"),
-    "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", "collective fit"),
-    "collectives-fit": partial(plain, "h200-collectives", "collective fit"),
+    "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
+    "collectives": partial(plain, "h200-collectives", CollectiveRow),
+    "collectives-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveRow),
+    "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveFitRow),
+    "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
 }

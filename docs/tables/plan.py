@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
 from tables.source import RESULTS
-from trainstep.bench.calibration import calibrated
-from trainstep.bench.plan_check import checked
-from trainstep.plan.alternate_ring import alternate_seconds
+from trainstep.kinds import KINDS
+from trainstep.plan.calibration import calibrated
+from trainstep.plan.check import checked
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import (
     ATTAINABLE,
@@ -19,11 +20,11 @@ from trainstep.plan.machine import (
     OPTIMIZER_FRACTION,
 )
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
-from trainstep.plan.strategy_memory import RESERVED_BYTES
-from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
-from trainstep.records import Record, of_kind, read_records
+from trainstep.plan.strategies import RESERVED_BYTES
+from trainstep.records import Row, of_kind, read_records
+from trainstep.report import subjects
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, make_table
+from trainstep.report.tables import Table, make_table, text_table
 
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
 CHECKED: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ CHECKED: Mapping[str, tuple[str, ...]] = {
 """Files whose rows of these kinds are predicted; those that are not there yet are left out."""
 
 
-def predictions() -> dict[str, list[Record]]:
+def predictions() -> dict[str, list[Row]]:
     """File → its measured rows beside predictions from `CALIBRATION`."""
     rates = [row for name in CALIBRATION for row in read_records(RESULTS / f"{name}.jsonl")]
     rates += [row for path in sorted(RESULTS.glob("h200-collectives*.jsonl")) for row in read_records(path)]
@@ -46,13 +47,13 @@ def predictions() -> dict[str, list[Record]]:
     for name, kinds in CHECKED.items():
         if (path := RESULTS / f"{name}.jsonl").exists():
             rows = read_records(path)
-            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, kind)], machine))
+            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, KINDS[kind])], machine))
     return found
 
 
 def plan_check() -> Table:
     """Every step and peak that was measured and can be predicted."""
-    return make_table("plan check", [row for rows in predictions().values() for row in rows])
+    return make_table(subjects.TABLES[KINDS["plan check"]], [row for rows in predictions().values() for row in rows])
 
 
 def plan_errors() -> Table:
@@ -68,7 +69,7 @@ def plan_errors() -> Table:
         *("results", "rows", "times", "median error (%)", "worst (%)"),
         *("peaks", "their median error (%)", "their worst (%)"),
     )
-    return Table("plan-errors", "Predicted against measured", columns, tuple(cells))
+    return text_table("plan-errors", "Predicted against measured", columns, tuple(cells))
 
 
 def _spread(sizes: list[float]) -> tuple[float, float]:
@@ -96,7 +97,7 @@ def plan_exercise() -> Table:
         *("shards to fit 95 GB", "then a device has (GB)"),
     )
     caption = f"{XXL.num_blocks} blocks, d_model {XXL.d_model:,}, d_ff {XXL.d_ff:,}: {XXL.parameters:,} parameters"
-    return Table("plan-exercise", caption, columns, tuple(rows))
+    return text_table("plan-exercise", caption, columns, tuple(rows))
 
 
 def plan_mesh() -> Table:
@@ -107,7 +108,7 @@ def plan_mesh() -> Table:
         tokens = compute_bound_tokens(overlapped=overlapped)
         rows.append((name, f"{tokens:.1f}", f"{tokens * gpus:,.0f}"))
     columns = ("the two axes communicate", "tokens per device", f"tokens on {gpus} devices")
-    return Table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, tuple(rows))
+    return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, tuple(rows))
 
 
 def plan_rings() -> Table:
@@ -118,7 +119,7 @@ def plan_rings() -> Table:
         others = (alternate_seconds(way, 1e9, ranks, 3e11) for way in ("all to all", "reduce, then broadcast"))
         rows.append((number(ranks), *(number(1e3 * seconds) for seconds in (ring, *others))))
     columns = ("ranks", "in chunks (ms)", "all to all (ms)", "reduce, then broadcast (ms)")
-    return Table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, tuple(rows))
+    return text_table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, tuple(rows))
 
 
 def plan_rates() -> Table:
@@ -167,7 +168,7 @@ def plan_rates() -> Table:
         ),
         ("network", f"--network-gb-s; {NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured"),
     )
-    return Table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), rows)
+    return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), rows)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

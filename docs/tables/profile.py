@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import SIZE, results, where
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.columns import Column, case_column, count_column, value_column
 from trainstep.report.kernel_findings import brief_name
 from trainstep.report.tables import Table, tabulate
 
 
-def profile_rows(kind: str) -> list[Record]:
+def profile_rows(kind: str) -> list[Row]:
     """Rows of the kernel profiles, sizes and contexts in the order they were run."""
     return results("h200-profile", kind)
 
@@ -35,7 +35,7 @@ def profile_kernels() -> Table:
     return tabulate("profile-kernels", where(rows), columns, rows)
 
 
-def _top_kernel(where_: str, row: Record) -> str:
+def _top_kernel(where_: str, row: Row) -> str:
     return brief_name(row.values[f"top_{where_}_kernel"])
 
 

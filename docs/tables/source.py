@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from trainstep.records import Record, Scalar, of_kind, read_records
+from trainstep.kinds import KINDS
+from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
+from trainstep.report.subjects import TABLES
 from trainstep.report.tables import Table, make_table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -14,22 +16,22 @@ RESULTS = Path(__file__).parents[1] / "results"
 SIZE = Column("size", lambda row: str(row.case["workload"]))
 
 
-def results(name: str, kind: str = "step") -> list[Record]:
-    """The records of one kind in docs/results/NAME.jsonl."""
+def results(name: str, kind: type[AnyRow] | str = "step") -> list[AnyRow]:
+    """The rows of one kind in docs/results/NAME.jsonl."""
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         raise NotMeasuredError(path.name)
-    return of_kind(read_records(path), kind)
+    return of_kind(read_records(path), KINDS[kind] if isinstance(kind, str) else kind)
 
 
-def one(name: str, kind: str, **case: Scalar) -> Record:
+def one(name: str, kind: str, **case: Scalar) -> Row:
     """The only record of docs/results/NAME.jsonl with these columns."""
     rows = [row for row in results(name, kind) if case.items() <= row.case.items()]
     assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
     return rows[0]
 
 
-def figure(row: Record, name: str) -> float:
+def figure(row: Row, name: str) -> float:
     """A measured figure that must be there."""
     value = row.values[name]
     assert isinstance(value, int | float), (row.case, name, value)
@@ -40,7 +42,7 @@ class NotMeasuredError(Exception):
     """The results that a table or sentence is made from are not there."""
 
 
-def where(rows: list[Record]) -> str:
+def where(rows: list[Row]) -> str:
     """Hardware, versions, date and commit of the rows."""
     environment = rows[0].environment
     return (
@@ -49,7 +51,7 @@ def where(rows: list[Record]) -> str:
     )
 
 
-def setting(rows: list[Record]) -> str:
+def setting(rows: list[Row]) -> str:
     """`2.7B, context 512, batch 4 per GPU, bf16 autocast`: what all rows of data parallel training have in common."""
     names = ("workload", "context", "batch", "precision")
     ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
@@ -57,8 +59,8 @@ def setting(rows: list[Record]) -> str:
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
 
 
-def plain(name: str, kind: str, *, brief: bool = True) -> Table:
-    """All records of one kind in docs/results/NAME.jsonl, as the files have them."""
+def plain(name: str, kind: type[Row] | str, *, brief: bool = True) -> Table:
+    """All rows of one kind in docs/results/NAME.jsonl, as the files have them."""
     rows = results(name, kind)
-    table = make_table(kind, rows, brief=brief)
+    table = make_table(TABLES[type(rows[0])], rows, "terminal" if brief else "files")
     return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables.source import plain, results, where
+from trainstep.kinds import TrainRow
 from trainstep.report.numbers import number, numeric
-from trainstep.report.tables import Table
+from trainstep.report.tables import Table, text_table
 
 SHOWN = 12
 """Updates whose losses are shown."""
@@ -15,7 +16,7 @@ SHOWN = 12
 
 def curves() -> Table:
     """The loss of the same updates under each scheme, and how far the schemes are apart."""
-    rows = results("h200-train", "train")
+    rows = results("h200-train", TrainRow)
     steps = [step for step in rows[0].series["step"] if isinstance(step, int)]
     assert all(list(row.series["step"]) == steps for row in rows), "runs of other lengths"
     shown = sorted({round(index * (len(steps) - 1) / (SHOWN - 1)) for index in range(SHOWN)})
@@ -24,13 +25,12 @@ def curves() -> Table:
         losses = [numeric(row.series["loss"][index]) for row in rows]
         apart = (max(losses) - min(losses)) / min(losses)
         lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
-    columns = ("update", *(f"loss, {row.case['scheme']}" for row in rows), "apart, relative")
-    case = rows[0].case
-    caption = f"{case['workload']}, context {case['context']}, {case['precision']}; {where(rows)}"
-    return Table("train-curves", caption, columns, tuple(lines))
+    columns = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
+    caption = f"{rows[0].workload}, context {rows[0].context}, {rows[0].precision}; {where(rows)}"
+    return text_table("train-curves", caption, columns, tuple(lines))
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {
-    "train": partial(plain, "h200-train", "train"),
+    "train": partial(plain, "h200-train", TrainRow),
     "train-curves": curves,
 }

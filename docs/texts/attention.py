@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.wording import span, times
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms
 
 
-def naive(seq: int, head_dim: int, impl: str = "eager") -> Record:
+def naive(seq: int, head_dim: int, impl: str = "eager") -> Row:
     """A row of the grid of the eager formula."""
     return one("h200-attention-naive", "attention", seq=seq, head_dim=head_dim, impl=impl)
 

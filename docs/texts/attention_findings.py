@@ -8,10 +8,9 @@ from statistics import median
 
 from tables.attention import ceiling_tflops
 from tables.source import figure, one, results
-
 from texts.attention import compiled_gains, naive
 from texts.wording import percent, span
-from trainstep.attention.choice_table import FASTEST
+from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.records import Record
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
@@ -56,7 +55,7 @@ def limits() -> str:
     pairs = int(str(row.case["heads"])) * 16384**2 / 2
     clock = figure(row, "sm_clock_mhz") * 1e6
     exponentials = pairs / (EXPONENTIALS_PER_CLOCK * MULTIPROCESSORS * clock) * 1e3
-    products = 4 * 64 * pairs / (ceiling_tflops("matmul bf16") * 1e12) * 1e3
+    products = 4 * 64 * pairs / (ceiling_tflops("bf16") * 1e12) * 1e3
     assert exponentials > products / 2
     short = figure(peer(OURS, seq=1024), "both_ms")
     assert short > BACK_TO_BACK_MS
@@ -186,7 +185,11 @@ def float32() -> str:
             faster.append(f"{told} (faster from {faster_from('sdpa-efficient', 'fp32', head_dim):,} on)")
         else:
             slower.append(f"{told} (eager {in_ms(plain)})")
-    chosen = {d: {impl for _, impl in FASTEST["sm_90", "float32", d, True]} for d in (16, 32, 64, 128, 256)}
+    shipped = CHOICES.shipped()
+    chosen = {
+        d: {impl for _, impl in shipped[ChoiceCase("sm_90", "float32", d, True)].by_length}
+        for d in (16, 32, 64, 128, 256)
+    }
     own = [d for d, impls in chosen.items() if impls == {OURS}]
     others = [d for d, impls in chosen.items() if impls == {"sdpa-efficient"}]
     assert [*own, *others] == list(chosen)

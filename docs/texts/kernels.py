@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one
-
 from texts.wording import percent, times
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.finding import in_ms
 from trainstep.report.kernel_findings import brief_name
 from trainstep.report.numbers import number
@@ -15,17 +14,17 @@ from trainstep.report.numbers import number
 CASE: dict[str, Scalar] = {"workload": "2.7B", "context": 512, "precision": "bf16"}
 
 
-def profile(**case: str | int) -> Record:
+def profile(**case: str | int) -> Row:
     """The profile of 2.7B at 512 tokens, or another case."""
     return one("h200-profile", "profile", **(CASE | case))
 
 
-def family(name: str) -> Record:
+def family(name: str) -> Row:
     """A family's row over the whole step."""
     return one("h200-profile", "family", **CASE, phase="step", family=name)
 
 
-def piece(name: str) -> Record:
+def piece(name: str) -> Row:
     """One of the three pieces of eager attention, in forward."""
     return one("h200-profile", "attention piece", **CASE, phase="forward", piece=name)
 

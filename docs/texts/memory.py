@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.wording import percent, times
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.numbers import number
 
 
-def peak(context: int, mode: str, precision: str = "fp32") -> Record:
+def peak(context: int, mode: str, precision: str = "fp32") -> Row:
     """A row of the peaks of 2.7B."""
     return one("h200-memory", "peak", context=context, mode=mode, precision=precision)
 

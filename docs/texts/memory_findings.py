@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.memory import peak
 from texts.wording import percent, times
 from trainstep.config import SIZES
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
 
@@ -90,7 +89,7 @@ def libraries() -> str:
     return in_gib(figure(owned("unknown"), "mib") / 1024)
 
 
-def owned(owner: str, part: str = "all") -> Record:
+def owned(owner: str, part: str = "all") -> Row:
     """What one owner holds at the peak of the timeline's step."""
     return one("h200-allocations", "owner", owner=owner, part=part)
 
@@ -123,12 +122,12 @@ def owners() -> str:
     )
 
 
-def kept(what: str, precision: str = "fp32", compiled: str = "off", part: str = "first block") -> Record:
+def kept(what: str, precision: str = "fp32", compiled: str = "off", part: str = "first block") -> Row:
     """What one block of 2.7B keeps for backward: a group of tensors, or all."""
     return one("h200-residuals", "residual", part=part, what=what, precision=precision, compile=compiled)
 
 
-def group(tensor: str, operation: str, precision: str, compiled: str = "off") -> Record:
+def group(tensor: str, operation: str, precision: str, compiled: str = "off") -> Row:
     """The group of a block's tensors with this shape, kept for this operation."""
     rows = results("h200-residuals", "residual")
     (found,) = (
@@ -195,7 +194,7 @@ def block_compiled() -> str:
     )
 
 
-def policies() -> dict[str, Record]:
+def policies() -> dict[str, Row]:
     """Checkpointing policy → its row."""
     return {str(row.case["checkpointing"]): row for row in results("h200-checkpointing", "checkpointing")}
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
 from tables.source import figure, one, setting
-
 from trainstep.plan.communication import Link, best_bucket_bytes
-from trainstep.plan.worked_example import FSDP_RANKS, TENSOR_RANKS, XXL, compute_bound_tokens
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms, listed
 from trainstep.report.numbers import number
 
 
-def scheme(name: str) -> Record:
+def scheme(name: str) -> Row:
     """A scheme's row on two H200s."""
     return one("h200-parallel", "parallel", scheme=name)
 
@@ -121,7 +120,7 @@ def gradient_bytes() -> float:
     return figure(scheme("naive"), "sent_gib") * 2**30
 
 
-def best_bucket_mb(fit: Record) -> float:
+def best_bucket_mb(fit: Row) -> float:
     """√(s·w·o) in MB, for the gradients of 2.7B in float32."""
     link = Link(figure(fit, "overhead_us") * 1e-6, figure(fit, "bus_gb_s") * 1e9)
     return best_bucket_bytes(gradient_bytes(), 2, link) / 1e6

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from tables.parallel import planned_anew
 from tables.source import figure, one, results
-
 from texts.parallel import gradient_bytes
 from texts.wording import percent
 from trainstep.plan.communication import Link, best_bucket_bytes

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.kernels import CASE, profile
 from texts.wording import percent, span
 from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_ms, listed
 from trainstep.report.kernel_findings import brief_name
 from trainstep.report.numbers import number
@@ -19,17 +18,17 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 PIECES = ("scores", "softmax", "weighted sum")
 
 
-def piece(name: str, context: int) -> Record:
+def piece(name: str, context: int) -> Row:
     """A piece of eager attention in the forward of 2.7B."""
     return one("h200-profile", "attention piece", **(CASE | {"context": context}), phase="forward", piece=name)
 
 
-def family(name: str, size: str = "2.7B") -> Record:
+def family(name: str, size: str = "2.7B") -> Row:
     """A family's row over the whole step at 512 tokens."""
     return one("h200-profile", "family", **(CASE | {"workload": size}), phase="step", family=name)
 
 
-def ceiling(what: str) -> Record:
+def ceiling(what: str) -> Row:
     """What a large product or a large copy reached in the run of 2.7B at 512 tokens."""
     return one("h200-profile-2.7B", "ceiling", what=what)
 
@@ -50,7 +49,7 @@ def coverage() -> str:
 def cost() -> str:
     """What profiling costs, by who sets the pace."""
 
-    def lengthened(row: Record) -> str:
+    def lengthened(row: Row) -> str:
         return f"{in_ms(figure(row, 'step_ms'))} become {in_ms(figure(row, 'profiled_step_ms'))}"
 
     short, middle, long = (profile(context=context) for context in CONTEXTS)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
 from texts.wording import percent, span, times
 from trainstep import config
 from trainstep.plan.roofline import OPTIMIZER_BYTES
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_ms
 from trainstep.report.numbers import number
 
 SIZES = ("small", "medium", "large", "xl", "2.7B")
 
 
-def step(size: str, precision: str = "fp32", compiled: str = "off") -> Record:
+def step(size: str, precision: str = "fp32", compiled: str = "off") -> Row:
     """The row of the grid of sizes."""
     return one("h200-step-sizes", "step", workload=size, precision=precision, compile=compiled)
 

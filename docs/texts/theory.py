@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping
 
 from tables.plan import predictions
 from tables.source import figure, one
-
 from texts.wording import percent
 from trainstep.plan.machine import INTERFERENCE
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import listed
 from trainstep.report.numbers import number
 
 
-def predicted(name: str) -> list[Record]:
+def predicted(name: str) -> list[Row]:
     """The rows with this figure, as it was measured and as it is predicted."""
     return [row for rows in predictions().values() for row in rows if isinstance(row.values.get(name), float)]
 
 
-def missing_mib(row: Record) -> float:
+def missing_mib(row: Row) -> float:
     """By how much the peak is predicted too small."""
     return 1024 * (figure(row, "peak_gib") - figure(row, "predicted_gib"))
 

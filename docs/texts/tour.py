@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 
 from tables.source import figure, one, results
-
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import in_gib, in_ms
 from trainstep.report.findings import findings
 from trainstep.report.formula_findings import TOPIC as FORMULAS
@@ -17,7 +16,7 @@ KINDS = ("rung", "control", "profile", "kernel", "memory-timeline", "owner", "al
 SHOWN = ("gain", FORMULAS, "ladder", "memory", "noise")
 
 
-def analysis(form: str) -> list[Record]:
+def analysis(form: str) -> list[Row]:
     """What is kept of one form's analysis."""
     rows = [row for kind in KINDS for row in results(NAME, kind)]
     return [row for row in rows if row.case.get("workload") == f"examples.tour.{form}:workload"]

@@ -16,10 +16,11 @@ from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.report import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
@@ -35,7 +36,7 @@ def analyze(
     config: StepConfig | None = None,
     *,
     steps: int = 10,
-    on_record: Callable[[Record], object] | None = None,
+    on_record: Callable[[Row], object] | None = None,
 ) -> Report:
     """Analyse a workload and return the report; `.write(folder)` puts it on disk.
 
@@ -47,7 +48,7 @@ def analyze(
         on_record: called with every record as soon as it is known.
     """
     source = workload if isinstance(workload, WorkloadSource) else _source_of(workload)
-    records: list[Record] = []
+    records: list[Row] = []
     for record in analysis_records(source, config or StepConfig(), steps=steps):
         records.append(record)
         if on_record is not None:
@@ -71,7 +72,7 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
 
 def analysis_records(
     source: WorkloadSource, config: StepConfig, *, steps: int, trace: Path | None = None
-) -> Iterator[Record]:
+) -> Iterator[Row]:
     """All records of an analysis, in order, each yielded when it is known; the profiler's trace is kept at `trace`."""
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
@@ -92,7 +93,7 @@ def plain_form(config: StepConfig) -> StepConfig:
     return dataclasses.replace(config, **means, optimizer=optimizer)
 
 
-def _facts(source: WorkloadSource, config: StepConfig) -> Record:
+def _facts(source: WorkloadSource, config: StepConfig) -> Row:
     """What is known before anything runs."""
     workload = source.build(config)
     parameters = {id(parameter): parameter for parameter in workload.module.parameters()}.values()
@@ -113,4 +114,4 @@ def _facts(source: WorkloadSource, config: StepConfig) -> Record:
             "head_tflop": flops.head / 1e12,
             "flops_counted": OMISSIONS,
         }
-    return Record("workload", case_columns(source, config), values, environment=describe(resolve_device(config.device)))
+    return row_of("workload", case_columns(source, config), values, environment=describe(resolve_device(config.device)))

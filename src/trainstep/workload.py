@@ -211,7 +211,7 @@ def _forward_with_attention(
     forward: Callable[[nn.Module, Any], Any], impl: AttentionImpl, module: nn.Module, batch: Any
 ) -> Any:
     """The user's forward, with the model's own calls of scaled_dot_product_attention sent to `impl`."""
-    from trainstep.attention.replace import sdpa_replaced
+    from trainstep.attention.api import sdpa_replaced
 
     with sdpa_replaced(impl) as seen:
         outputs = forward(module, batch)

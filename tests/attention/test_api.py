@@ -1,14 +1,17 @@
 """`attention`: what it accepts, what it refuses, and that it runs what it was told to."""
 
+import contextlib
 import subprocess
 import sys
+import typing
+from functools import partial
 
 import pytest
 import torch
 
 import trainstep.attention
-from trainstep.attention import IMPLEMENTATIONS, attention
-from trainstep.attention.choice import choose
+from trainstep.attention import IMPLEMENTATIONS, attention, choose, flash_attention, inputs, tuned
+from trainstep.config import AttentionImpl
 from trainstep.errors import UsageError
 
 Q = torch.zeros(2, 4, 6, 16)
@@ -62,6 +65,72 @@ def test_triton_is_refused_on_the_cpu() -> None:
 def test_auto_says_what_it_runs() -> None:
     assert choose(Q, Q, Q, is_causal=True) == "sdpa"
     torch.testing.assert_close(attention(Q, Q, Q), attention(Q, Q, Q, impl="sdpa"))
+
+
+class _OnHopper:
+    """What `choose` reads of a tensor, for a GPU that is not here."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device("cuda")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {("sm_90", "bfloat16", 64, True): ((0, "sdpa-cudnn"), (2048, "flash-triton"))}
+    monkeypatch.setattr(tuned, "FASTEST", rows)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("table")
+def test_auto_is_what_was_fastest_at_this_length() -> None:
+    for length, expected in ((1, "sdpa-cudnn"), (2047, "sdpa-cudnn"), (2048, "flash-triton"), (10**6, "flash-triton")):
+        q = _OnHopper(1, 2, length, 64)
+        assert choose(q, q, q, True) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("table")
+def test_what_was_not_measured_is_left_to_pytorch() -> None:
+    q = _OnHopper(1, 2, 4096, 64)
+    grouped, shorter = _OnHopper(1, 1, 4096, 64), _OnHopper(1, 2, 100, 64)
+    half, wide = _OnHopper(1, 2, 4096, 64, dtype=torch.float16), _OnHopper(1, 2, 4096, 128)
+    assert choose(q, q, q, False) == "sdpa"  # type: ignore[arg-type]
+    for others in ((q, grouped, grouped), (q, shorter, shorter), (half, half, half), (wide, wide, wide)):
+        assert choose(*others, True) == "sdpa"  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_auto_runs_what_it_says() -> None:
+    q = torch.randn(1, 2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    name = choose(q, q, q, True)
+    assert torch.equal(attention(q, q, q, is_causal=True), attention(q, q, q, is_causal=True, impl=name))
+
+
+@pytest.mark.gpu
+def test_auto_in_compiled_code() -> None:
+    q = torch.randn(1, 2, 300, 256, device="cuda", dtype=torch.bfloat16)
+
+    def around(q: torch.Tensor) -> torch.Tensor:
+        return attention(q * 1.0, q, q, is_causal=True) * 1.0
+
+    vars(tuned).pop("FASTEST", None)
+    torch.testing.assert_close(torch.compile(around, fullgraph=True)(q), attention(q, q, q, is_causal=True))
+
+
+def test_flags_offer_what_there_is() -> None:
+    assert sorted(IMPLEMENTATIONS) == sorted(typing.get_args(AttentionImpl))
+
+
+@pytest.mark.parametrize(
+    "call", [flash_attention, partial(attention, impl="flash-triton"), partial(attention, impl="sdpa")]
+)
+def test_inputs_are_cast_and_checked_once(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("_require_tensors", "_as_autocast", "_check_dtypes_and_shapes"):
+        original = getattr(inputs, name)
+        monkeypatch.setattr(inputs, name, lambda *t, of=original: calls.append(of.__name__) or of(*t))
+    with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(UsageError):  # no GPU: refused after the checks
+        call(Q, Q, Q)
+    assert calls == ["_require_tensors", "_as_autocast", "_check_dtypes_and_shapes"]
 
 
 @pytest.mark.parametrize("impl", ["eager", "sdpa", "flash-reference"])

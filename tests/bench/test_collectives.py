@@ -11,17 +11,18 @@ import torch
 
 from trainstep.bench import collectives as bench
 from trainstep.bench.collective_cases import CollectiveCase, collective_cases
-from trainstep.bench.collective_fit import fit_link
+from trainstep.bench.collectives import fit_link
 from trainstep.errors import UsageError
+from trainstep.kinds import CollectiveRow
 from trainstep.plan.communication import COLLECTIVES, Link, collective_seconds
-from trainstep.records import read_records
+from trainstep.records import read_records, write_whole
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def torchrun(processes, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "trainstep.cli", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
+    command += ["-m", "trainstep", "bench", "collectives", "--device", "cpu", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
 
 
@@ -54,11 +55,11 @@ def test_under_torchrun_the_first_rank_writes_what_all_ranks_measured(tmp_path):
 
 def test_without_torchrun_it_says_what_to_run():
     found = subprocess.run(
-        [sys.executable, "-m", "trainstep.cli", "bench", "collectives", "--size-mb", "1"],
+        [sys.executable, "-m", "trainstep", "bench", "collectives", "--size-mb", "1"],
         capture_output=True, text=True, cwd=REPOSITORY,
     )  # fmt: skip
     assert found.returncode == 2
-    assert "run: torchrun --nproc-per-node=2 -m trainstep.cli bench collectives --size-mb 1" in found.stderr
+    assert "run: torchrun --nproc-per-node=2 -m trainstep bench collectives --size-mb 1" in found.stderr
     assert "Traceback" not in found.stderr
 
 
@@ -79,7 +80,12 @@ def _measure(process, cases, sabotage):
         torch.empty = fail_once
     records = list(bench.run_cases(cases, process, warmup=0, steps=2))
     bench._CALLS["all-reduce"], torch.empty = bench._all_reduce, empty
-    return json.dumps([(row.kind, dict(row.case), row.status, row.reason, sorted(row.samples)) for row in records])
+    return json.dumps(
+        [
+            (row.kind, dict(row.case), row.status, row.reason, sorted(row.samples), row.values.get("wrong_ranks"))
+            for row in records
+        ]
+    )
 
 
 @pytest.mark.distributed
@@ -91,7 +97,7 @@ def test_a_subset_of_ranks_takes_part_and_all_types_are_right(four):
     rows = json.loads(first)
     assert [json.loads(other) for other in others] == [[], [], []]
     assert len(rows) == len(cases) == 16
-    for (kind, case, status, reason, samples), expected in zip(rows, cases, strict=True):
+    for (kind, case, status, reason, samples, _), expected in zip(rows, cases, strict=True):
         assert (kind, status, reason) == ("collective", "ok", ""), case
         assert case["world_size"] == expected.world_size
         assert samples == sorted(["time", *(f"rank {rank}" for rank in range(expected.world_size))])
@@ -102,15 +108,22 @@ def test_a_wrong_result_has_no_time(two):
     cases = collective_cases({"collective": ("all-reduce", "broadcast"), "world_size": (2,)}, started=2)
     small = [CollectiveCase(case.collective, 2, "fp32", 0.001) for case in cases]
     wrong, right = json.loads(two.run(_measure, small, "result")[0])
-    assert wrong[2:] == ["wrong", "rank 1 did not get what it should", []]
+    assert wrong[2:] == ["wrong", "rank 1 did not get what it should", [], [1]]
     assert right[2] == "ok"
+
+
+def test_the_ranks_that_are_wrong_are_read_back(tmp_path):
+    case = {"collective": "all-reduce", "world_size": 4, "dtype": "fp32", "size_mb": 1.0, "backend": "nccl"}
+    row = CollectiveRow(**case, status="wrong", reason="rank 1, 3 did not get what it should", wrong_ranks=(1, 3))
+    write_whole(tmp_path / "results.jsonl", [row])
+    assert read_records(tmp_path / "results.jsonl") == [row]
 
 
 @pytest.mark.distributed
 def test_memory_that_one_rank_lacks_is_a_row(two):
     cases = [CollectiveCase("all-reduce", 2, "fp32", 0.001), CollectiveCase("all-reduce", 2, "fp32", 0.002)]
     failed, worked = json.loads(two.run(_measure, cases, "memory")[0])
-    assert failed[2:] == ["out of memory", "out of memory", []]
+    assert failed[2:] == ["out of memory", "out of memory", [], None]
     assert worked[2] == "ok"
 
 

@@ -13,10 +13,10 @@ from trainstep.bench.peaks import peak_records
 from trainstep.bench.residuals import measure_residuals, residual_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.kinds import row_of
 from trainstep.plan.memory import block_bytes
-from trainstep.records import Record
 from trainstep.report.findings import findings
-from trainstep.report.tables import make_tables
+from trainstep.report.subjects import make_tables
 from trainstep.workload import builtin_source, factory_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=3, num_heads=2)
@@ -127,7 +127,7 @@ def test_a_wrong_policy_is_found_before_anything_runs():
 
 def study(limit, **peaks):
     return [
-        Record("checkpointing", {"checkpointing": name.replace("_", "-")}, {"peak_gib": peak, "memory_gib": limit})
+        row_of("checkpointing", {"checkpointing": name.replace("_", "-")}, {"peak_gib": peak, "memory_gib": limit})
         for name, peak in peaks.items()
     ]
 
@@ -162,7 +162,7 @@ def test_the_sentence_says_what_the_best_policy_costs_in_time():
 
 def test_a_policy_that_ran_out_of_memory_is_left_out_of_the_sentence():
     rows = study(8.0, every_1=4.0, every_2=6.0)
-    rows.insert(0, Record("checkpointing", {"checkpointing": "none"}, {"memory_gib": 8.0}, status="out of memory"))
+    rows.insert(0, row_of("checkpointing", {"checkpointing": "none"}, {"memory_gib": 8.0}, status="out of memory"))
     (finding,) = findings(rows)
     assert finding.sentence.startswith("The best K is 1: a checkpoint every block peaks at 4.00 GiB")
     assert finding.sentence.endswith("6.00 GiB).")

@@ -10,6 +10,7 @@ from trainstep.bench.profile import profile_records, records_from_file, run_nvtx
 from trainstep.bench.timeline_rows import timeline_values
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
+from trainstep.kinds import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.measure.kernels import Kernel, Profile
 from trainstep.records import of_kind
 from trainstep.workload import builtin_source
@@ -28,7 +29,7 @@ def records(tmp_path_factory):
 
 
 def summary(records):
-    (row,) = of_kind(records, "profile")
+    (row,) = of_kind(records, ProfileRow)
     return row.values
 
 
@@ -54,24 +55,24 @@ def test_autograds_own_time_is_not_an_operator_that_is_called(records):
 
 def test_kernels_families_and_phases_are_the_same_time_cut_differently(records):
     total = summary(records)["kernels_ms"]
-    families = of_kind(records, "family")
-    assert sum(row.values["ms"] for row in of_kind(records, "kernel")) == pytest.approx(total)
+    families = of_kind(records, FamilyRow)
+    assert sum(row.values["ms"] for row in of_kind(records, KernelRow)) == pytest.approx(total)
     assert sum(row.values["ms"] for row in families if row.case["phase"] == "step") == pytest.approx(total)
     assert sum(row.values["share"] for row in families if row.case["phase"] == "forward") == pytest.approx(1)
 
 
 def test_calls_are_per_step_and_alike_modules_are_one_row(records):
-    rows = [row for row in of_kind(records, "kernel") if row.case["kernel"] == "aten::mm"]
+    rows = [row for row in of_kind(records, KernelRow) if row.case["kernel"] == "aten::mm"]
     calls = {(row.case["phase"], row.case["module"]): row.values["calls"] for row in rows}
     assert calls["forward", "blocks.*.attention.query"] == MODEL.num_layers
     assert calls["backward", "blocks.*.attention.query"] == 2 * MODEL.num_layers
     assert calls["forward", "head"] == 1
-    ordered = [row.values["ms"] for row in of_kind(records, "kernel")]
+    ordered = [row.values["ms"] for row in of_kind(records, KernelRow)]
     assert ordered == sorted(ordered, reverse=True)
 
 
 def test_the_pieces_of_attention_have_their_flops(records):
-    pieces = {(row.case["phase"], row.case["piece"]): row.values for row in of_kind(records, "attention piece")}
+    pieces = {(row.case["phase"], row.case["piece"]): row.values for row in of_kind(records, PieceRow)}
     elements = 2 * 16 * 16 * MODEL.num_heads * MODEL.num_layers
     assert pieces["forward", "scores"]["main_tflop"] == pytest.approx(2 * elements * MODEL.head_dim / 1e12)
     assert pieces["forward", "softmax"]["main_tflop"] == pytest.approx(5 * elements / 1e12)
@@ -80,7 +81,7 @@ def test_the_pieces_of_attention_have_their_flops(records):
 
 
 def test_the_timeline_holds_one_step(records):
-    (row,) = of_kind(records, "timeline")
+    (row,) = of_kind(records, TimelineRow)
     assert row.values["joined_below_us"] is None
     lengths = {len(row.series[name]) for name in ("start_ns", "duration_ns", "kernel", "family", "phase", "module")}
     assert lengths == {row.values["bars"]}
@@ -132,8 +133,8 @@ def test_a_trace_read_back_gives_the_same_kernels(records, tmp_path):
     again = list(records_from_file(trace))
     assert summary(again)["kernels_ms"] == pytest.approx(summary(found)["kernels_ms"])
     assert summary(again).get("step_ms") is None, "nothing was timed without the profiler"
-    ours = [(row.case["kernel"], row.values["ms"]) for row in of_kind(found, "kernel")]
-    assert [(row.case["kernel"], row.values["ms"]) for row in of_kind(again, "kernel")] == ours
+    ours = [(row.case["kernel"], row.values["ms"]) for row in of_kind(found, KernelRow)]
+    assert [(row.case["kernel"], row.values["ms"]) for row in of_kind(again, KernelRow)] == ours
 
 
 def test_nvtx_without_a_gpu_is_refused():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.attention.pieces import pieces_announced
+from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.attribution import attribute, owner_of
 from trainstep.measure.chrome_trace import read_chrome_trace

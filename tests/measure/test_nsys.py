@@ -190,10 +190,10 @@ def test_large_exports_are_refused_with_their_size(tmp_path, monkeypatch):
 
 
 def test_the_command_leaves_warm_ups_out_and_exports_sqlite(tmp_path, monkeypatch):
-    command = nsys_command(["python", "-m", "trainstep.cli", "profile", "--nvtx"], tmp_path / "profile")
+    command = nsys_command(["python", "-m", "trainstep", "profile", "--nvtx"], tmp_path / "profile")
     assert command[:2] == ["nsys", "profile"]
     assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite"} <= set(command)
-    assert command[-5:] == ["python", "-m", "trainstep.cli", "profile", "--nvtx"]
+    assert command[-5:] == ["python", "-m", "trainstep", "profile", "--nvtx"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"nsys .* is not on the PATH.*: nsys profile --trace=cuda,nvtx"):
         require_nsys(command)

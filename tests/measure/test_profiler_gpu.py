@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainstep.attention.pieces import pieces_announced
+from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.kernel_families import MATMULS

@@ -6,7 +6,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from trainstep.attention import attention, eager
-from trainstep.attention.pieces import PIECES, pieces_announced
+from trainstep.attention.eager import PIECES, pieces_announced
 from trainstep.measure.ranges import ROOT, announce, modules_announced, modules_to_announce, parse_range
 
 

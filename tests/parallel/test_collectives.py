@@ -1,13 +1,23 @@
-"""Lists of tensors in one call, in place, whatever their layout; and the record of what was called."""
+"""Lists of tensors in one call, in place, whatever their layout; the record of what was called; and buckets.
+
+A bucket: every tensor once, in order, within the limit, closed in the order in which they fill.
+"""
+
+import math
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel.collectives import (
+    MB,
     all_gather_slices,
     all_reduce_mean,
+    assign_buckets,
     broadcast_from_first,
     flat,
     reduce_scatter_mean,
@@ -85,3 +95,30 @@ def test_each_gives_what_it_says_and_is_recorded(four, dtype):
         assert calls[2] == ("all-gather", 1, size, dtype), "packed for Gloo"
         assert calls[3:5] == [("broadcast", 1, size // 2, dtype)] * 2
         assert [name for name, *_ in calls[5:]] == ["barrier"]
+
+
+ITEMS = st.lists(st.tuples(st.integers(0, 3 * MB), st.sampled_from("ab")), max_size=30)
+
+
+@settings(deadline=None)
+@given(items=ITEMS, limit=st.sampled_from([0, 0.5, 1.0, 2.5, math.inf]))
+def test_buckets_hold_everything_once_in_order_and_within_the_limit(items, limit):
+    numbered = [(index, size, kind) for index, (size, kind) in enumerate(items)]
+    buckets = assign_buckets(numbered, limit)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(items)))
+    for bucket in buckets:
+        assert bucket == sorted(bucket)
+        assert len({items[index][1] for index in bucket}) == 1, "one kind"
+        assert len(bucket) == 1 or sum(items[index][0] for index in bucket[:-1]) < limit * MB, "closed when it is full"
+    assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets), "in the order they fill"
+    for kind in "ab":
+        own = [bucket for bucket in buckets if items[bucket[0]][1] == kind]
+        for one, _ in pairwise(own):
+            assert sum(items[index][0] for index in one) >= limit * MB, "a bucket is closed only when it is full"
+
+
+def test_the_two_ends_of_the_scale():
+    items = [(index, 10, "x") for index in range(5)]
+    assert assign_buckets(items, 0) == [[0], [1], [2], [3], [4]]
+    assert assign_buckets(items, math.inf) == [[0, 1, 2, 3, 4]]
+    assert assign_buckets([], 1.0) == []

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from trainstep.parallel.fresh_store import fresh_store
+from trainstep.parallel.process import fresh_store
 
 
 def start(shared, world_size, *, missing=()):

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tests.parallel import test_collectives, test_ddp, test_sharded_optimizer, test_sharded_optimizer_state
+from tests.parallel import test_collectives, test_ddp
 from tests.parallel.training import OPTIMIZERS, build, differing, loss_of, reference, shares, state
+from tests.parallel.zero import test_optimizer, test_state
+from tests.workers import Workers
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
-from trainstep.parallel.workers import Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -53,18 +54,16 @@ def test_ddp_under_autocast(gpus):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Uneven", "Transposed", "Mixed", "Unused"])
 def test_sharded_optimizer_trains_like_one_process(gpus, name, optimizer, scattered):
-    first, second = gpus.run(test_sharded_optimizer.train, name, *OPTIMIZERS[optimizer], scattered)
+    first, second = gpus.run(test_optimizer.train, name, *OPTIMIZERS[optimizer], scattered)
     assert not differing(second, first)
     assert not differing(first, reference(name, optimizer, 2, device="cuda"), relative=1e-6)
 
 
-@pytest.mark.parametrize("case", test_sharded_optimizer_state.CHECKPOINTED)
+@pytest.mark.parametrize("case", test_state.CHECKPOINTED)
 def test_sharded_state_is_saved_and_loaded(gpus, tmp_path, case):
-    gpus.run(test_sharded_optimizer_state._continue, case, tmp_path, range(2), None, "checkpoint")
-    (trained, full), _ = gpus.run(
-        test_sharded_optimizer_state._continue, case, tmp_path, range(2, 4), "checkpoint", None
-    )
-    expected, expected_state = test_sharded_optimizer_state._undivided(case, range(4), device="cuda")
+    gpus.run(test_state._continue, case, tmp_path, range(2), None, "checkpoint")
+    (trained, full), _ = gpus.run(test_state._continue, case, tmp_path, range(2, 4), "checkpoint", None)
+    expected, expected_state = test_state._undivided(case, range(4), device="cuda")
     assert not differing(trained, expected, relative=1e-4)
     assert full["state"].keys() == expected_state["state"].keys()
 

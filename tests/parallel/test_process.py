@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.workers import WorkerError, Workers
 from trainstep.errors import UsageError
 from trainstep.parallel.process import bind_device, check_ranks_agree, join_group, resolve_group, torchrun_command
-from trainstep.parallel.workers import WorkerError, Workers
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_without_torchrun_the_command_is_given(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    command = "torchrun --nproc-per-node=2 -m trainstep.cli bench collectives --size-mb 1,10"
+    command = "torchrun --nproc-per-node=2 -m trainstep bench collectives --size-mb 1,10"
     assert torchrun_command() == command
     with pytest.raises(UsageError, match=f"MASTER_PORT are not set; run: {command}"), join_group():
         pass
@@ -176,7 +176,7 @@ def _never(process):
 
 ORPHANS = """
 import sys, tests.parallel.test_process as t
-from trainstep.parallel.workers import Workers
+from tests.workers import Workers
 if __name__ == "__main__":
     workers = Workers(2)
     workers.run(t._identity)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from tables import exercise
+from tables.exercise import XXL, FeedForwardStack, compute_bound_tokens
 from tests.plan.test_communication import simulate
 from trainstep.config import SIZES
 from trainstep.errors import UsageError
-from trainstep.plan import worked_example
 from trainstep.plan.limits import (
     best_fsdp_ranks,
     best_mesh_tokens,
@@ -17,7 +18,6 @@ from trainstep.plan.limits import (
     tensor_axis_ranks,
     width_between_collectives,
 )
-from trainstep.plan.worked_example import XXL, FeedForwardStack, compute_bound_tokens
 
 FLOPS, BYTES, D, F = 5e14, 2e11, 4096, 16384
 ALPHA = FLOPS / BYTES
@@ -112,15 +112,15 @@ def test_the_exercise():
 
 def test_the_exercise_by_counting_seconds():
     """X = 16 over two axes, Y = 4 over one: at the limit computing and communicating take equally long."""
-    alpha = intensity(worked_example.FLOPS_PER_S, worked_example.BYTES_PER_S)
+    alpha = intensity(exercise.FLOPS_PER_S, exercise.BYTES_PER_S)
     assert alpha == pytest.approx(2555.6, abs=0.1)
     stack, x, y = XXL, 16, 4
     for overlapped, expected in ((True, 319.4), (False, 395.3)):
         tokens = compute_bound_tokens(overlapped=overlapped)
         assert tokens == pytest.approx(expected, abs=0.1)
-        compute = 2 * tokens * 2 * stack.d_model * stack.d_ff / worked_example.FLOPS_PER_S
-        fsdp = 2 * 2 * stack.d_model * stack.d_ff / y / (2 * worked_example.BYTES_PER_S)
-        tensor = 2 * 2 * tokens * y * stack.d_model / worked_example.BYTES_PER_S
+        compute = 2 * tokens * 2 * stack.d_model * stack.d_ff / exercise.FLOPS_PER_S
+        fsdp = 2 * 2 * stack.d_model * stack.d_ff / y / (2 * exercise.BYTES_PER_S)
+        tensor = 2 * 2 * tokens * y * stack.d_model / exercise.BYTES_PER_S
         assert compute == pytest.approx(max(fsdp, tensor) if overlapped else fsdp + tensor)
         assert tokens * x * y == pytest.approx({True: 20_444, False: 25_302}[overlapped], abs=1)
 

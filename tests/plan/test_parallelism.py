@@ -11,9 +11,9 @@ from trainstep.errors import UsageError
 from trainstep.hardware import require_device
 from trainstep.plan.communication import Link
 from trainstep.plan.flops import step_flops
-from trainstep.plan.layout import Layout, layout_of, tensor_parallel_choices
 from trainstep.plan.machine import LINK_HOP_S, NETWORK_HOP_S, NETWORK_OVERHEAD_S, Cluster, machine_of
 from trainstep.plan.parallelism import BUCKET_BYTES, gpu_counts, scaled, strategy_plan
+from trainstep.plan.strategies import Layout, layout_of, tensor_parallel_choices
 
 MODEL = SIZES["2.7B"]
 STEP = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")

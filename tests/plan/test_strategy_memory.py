@@ -8,10 +8,9 @@ from trainstep.blocks import find_blocks
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.hardware import require_device
 from trainstep.model.transformer import build_transformer
-from trainstep.plan.layout import Layout
 from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.memory import peak_bytes
-from trainstep.plan.strategy_memory import fits, largest_batch, largest_group, smallest_gpus, strategy_memory
+from trainstep.plan.strategies import Layout, fits, largest_batch, largest_group, smallest_gpus, strategy_memory
 
 MODEL = ModelConfig(vocab_size=512, d_model=256, d_ff=1024, num_layers=6, num_heads=8)
 STEP = StepConfig(batch=2, context=128, precision="bf16", attention="sdpa", optimizer="adamw-fused")

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 from typing import Any
 
 from tests.report import sample
-from trainstep.records import Record, of_kind
+from trainstep.kinds import RungRow
+from trainstep.records import Row, of_kind
 
 HOSTILE = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
 """A name that would run as code, if it were not escaped."""
@@ -64,13 +65,13 @@ class Page(HTMLParser):
             assert self.open.pop() == tag, f"</{tag}> closes something else"
 
 
-def expected_ladder(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+def expected_ladder(records: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """What the ladder's table must hold: every known value, and nothing where there is none.
 
     The baseline's ratio to itself has no interval there.
     """
     expected = {}
-    for row in of_kind(records, "rung"):
+    for row in of_kind(records, RungRow):
         dull = ("_low", "_high") if row.values["verdict"] == "baseline" else ()
         expected[str(row.case["rung"])] = {
             name: value
@@ -87,7 +88,7 @@ def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def hostile_records() -> list[Record]:
+def hostile_records() -> list[Row]:
     """Names as a user's model could bear them: HTML, TeX and braces."""
     records = []
     for row in sample.cpu_analysis(workload=HOSTILE):

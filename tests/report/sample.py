@@ -10,7 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.records import Record, Scalar, Status
+from trainstep.kinds import row_of
+from trainstep.records import Row, Scalar, Status
 from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
 
 CPU: Mapping[str, Scalar] = {
@@ -95,7 +96,7 @@ class RungSpec:
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-def cpu_analysis(workload: str = "tiny") -> list[Record]:
+def cpu_analysis(workload: str = "tiny") -> list[Row]:
     """A whole analysis of a small model on a CPU: two rungs kept, two inconclusive, one slower."""
     machine = Machine(CPU, _case(workload, 256), 0.0151, 1024, 0.0404, 0.0269, 9.2, False, random.Random(1))
     eager = Speed(51.8, 14.0, 112.0, 8.1, (0.147, 0.185, 0.223, 0.0673), spread=0.03)
@@ -137,7 +138,7 @@ def cpu_analysis(workload: str = "tiny") -> list[Record]:
     ]
 
 
-def h200_analysis(workload: str = "large") -> list[Record]:
+def h200_analysis(workload: str = "large") -> list[Row]:
     """A whole analysis of a large model on a GPU, with every outcome that a rung can have."""
     machine = Machine(H200, _case(workload, 512), 10.42, 2048, 11.66, 7.78, 10.4, True, random.Random(2))
     eager = Speed(92.3, 1.9, 187.4, 24.6, (24.1, 24.6, 27.9, 15.6), issue=0.32, spread=0.004)
@@ -228,7 +229,7 @@ def _case(workload: str, context: int) -> dict[str, Scalar]:
     }
 
 
-def _facts(machine: Machine, parameters: int, blocks: int) -> Record:
+def _facts(machine: Machine, parameters: int, blocks: int) -> Row:
     forward = machine.tflop / 3
     shares = {"projections": 0.24, "feed_forward": 0.55, "attention": 0.06, "head": 0.15}
     values: dict[str, Scalar] = {
@@ -241,10 +242,10 @@ def _facts(machine: Machine, parameters: int, blocks: int) -> Record:
         **{f"{name}_tflop": share * forward for name, share in shares.items()},
         "flops_counted": "matrix products and the causal half of attention, backward as twice forward",
     }
-    return Record("workload", machine.case, values, environment=machine.environment)
+    return row_of("workload", machine.case, values, environment=machine.environment)
 
 
-def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Record]:
+def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Row]:
     run = _measured(machine, speed, 15)
     run["step"][0] = first_ms
     run["forward"][0] += first_ms - run["step"][1]
@@ -255,20 +256,20 @@ def _warmup_study(machine: Machine, speed: Speed, first_ms: float) -> list[Recor
         case = {**machine.case, "mode": "step", "warmup": warmup, "steps": 10, "repeat": 0}
         values = _values(machine, window, speed) | {"first_step_ms": first_ms}
         records.append(
-            Record("step", case, values, window | {"training_loss": losses}, environment=machine.environment)
+            row_of("step", case, values, window | {"training_loss": losses}, environment=machine.environment)
         )
     return records
 
 
-def _ceilings(machine: Machine, ceilings: Mapping[str, Mapping[str, Scalar]]) -> list[Record]:
+def _ceilings(machine: Machine, ceilings: Mapping[str, Mapping[str, Scalar]]) -> list[Row]:
     return [
-        Record("ceiling", {"what": what}, values, environment=machine.environment) for what, values in ceilings.items()
+        row_of("ceiling", {"what": what}, values, environment=machine.environment) for what, values in ceilings.items()
     ]
 
 
-def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Record]:
+def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
     """The rungs as `bench.ladder` would have judged them."""
-    records: list[Record] = []
+    records: list[Row] = []
     first: list[float] = []
     kept: list[float] = []
     settings = dict(machine.case)
@@ -283,7 +284,7 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Record]:
         }
         if rung.speed is None:
             values = (deviation if rung.status == "wrong" else {}) | {"verdict": rung.status, "kept": False}
-            records.append(Record("rung", case, values, {}, rung.status, rung.reason, environment=machine.environment))
+            records.append(row_of("rung", case, values, {}, rung.status, rung.reason, environment=machine.environment))
             continue
         samples = _measured(machine, rung.speed, rung.n)
         first, before = first or samples["step"], kept or samples["step"]
@@ -303,7 +304,7 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Record]:
             values = {name: None if name.endswith("peak_gib") else value for name, value in values.items()}
         losses = _losses(machine, rung.n + 3, rung.loss_noise)
         records.append(
-            Record("rung", case, values, samples | {"training_loss": losses}, environment=machine.environment)
+            row_of("rung", case, values, samples | {"training_loss": losses}, environment=machine.environment)
         )
     return records
 

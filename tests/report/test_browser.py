@@ -10,6 +10,7 @@ import pytest
 from tests.report import sample
 from tests.report.browsing import DEEP, complaints, hover, open_page, requests, set_scheme, wait_for, wait_until_drawn
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
+from trainstep.kinds import RungRow
 from trainstep.records import of_kind
 from trainstep.report.findings import kept_rungs, recommended_flags
 from trainstep.report.html import write_html
@@ -65,7 +66,7 @@ def test_every_chart_answers_the_pointer(browser: Any, h200_page: str) -> None:
     for chart in charts:
         assert hover(browser, chart, 0.5, 17)
 
-    names = [str(row.case["rung"]) for row in of_kind(records, "rung")]
+    names = [str(row.case["rung"]) for row in of_kind(records, RungRow)]
     tip = hover(browser, "chart-ladder", 0.5, ROW_HEIGHT * (names.index("compiled blocks") + 0.5))
     speedup = kept_rungs(records)[-1].values["speedup"]
     assert tip.startswith("compiled blocks")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.compare import compare, comparison_table, repeatability
 
 
@@ -13,7 +13,7 @@ def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, **ch
     rng = random.Random(seed)
     samples = [median * (1 + rng.uniform(-spread, spread)) for _ in range(n)]
     case = {"workload": "small", "precision": precision, "mode": "step", "warmup": 5, "repeat": repeat, "steps": n}
-    return Record("step", case, {"step_ms": median}, {"step": samples}, **changes)
+    return row_of("step", case, {"step_ms": median}, {"step": samples}, **changes)
 
 
 def test_clear_differences_are_called():
@@ -63,7 +63,7 @@ def test_nothing_in_common():
     [([], [step(1.0)], "the first file"), ([step(1.0)], [], "the second file"), ([], [], "either file")],
 )
 def test_files_without_timed_steps(old, new, which):
-    profile = Record("profile", {"workload": "toy"}, {"kernels": 3.0})
+    profile = row_of("profile", {"workload": "toy"}, {"kernels": 3.0})
     with pytest.raises(UsageError, match=f"no timed step in {which}.*of the kinds step, rung, sweep"):
         compare([profile, *old], [profile, *new])
 
@@ -114,7 +114,7 @@ def test_across_must_not_join_cases_of_one_file():
 def test_losses_of_the_same_steps_are_held_against_each_other():
     def training(median, losses):
         row = step(median)
-        return Record(row.kind, row.case, row.values, {**row.samples, "training_loss": losses})
+        return row_of(row.kind, row.case, row.values, {**row.samples, "training_loss": losses})
 
     (only,) = compare([training(100.0, [4.0, 2.0, 1.0])], [training(90.0, [4.0, 2.1])])
     assert only.loss_difference == pytest.approx(0.05)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.analysed import analysed_step
 from trainstep.report.findings import findings, recommended_flags
 
@@ -20,13 +20,13 @@ def step(warmup=5, **changes):
         "peak_gib": 4.0, "at_rest_gib": 1.5, "forward_peak_gib": 3.0, "backward_peak_gib": 4.0,
         "achieved_tflops": 30.0, "forward_issue_ms": 10.0, "throttled_by": "nothing",
     }  # fmt: skip
-    return Record("step", CASE | {"warmup": warmup}, values | changes)
+    return row_of("step", CASE | {"warmup": warmup}, values | changes)
 
 
 def rung(name, verdict="faster", kept=True, status="ok", reason="", case=None, **values):
     base = {"step_ms": 50.0, "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1, "gain": 2.0,
             "gradient_error": 0.005, "error_budget": 0.02, "verdict": verdict, "kept": kept}  # fmt: skip
-    return Record("rung", CASE | {"rung": name} | (case or {}), base | values, status=status, reason=reason)
+    return row_of("rung", CASE | {"rung": name} | (case or {}), base | values, status=status, reason=reason)
 
 
 def said(records, topic):
@@ -71,7 +71,7 @@ PARTS = {"projections_tflop": 2.0, "feed_forward_tflop": 5.0, "attention_tflop":
 def test_backward_is_held_against_what_the_matrix_products_of_this_step_make_it(backward, case, parts, remark):
     base = step(backward_ms=backward)
     row = replace(base, case={**base.case, "batch": 4, "context": 512, **case})
-    facts = Record("workload", {"workload": "m", "batch": 4, "context": 512}, parts)
+    facts = row_of("workload", {"workload": "m", "batch": 4, "context": 512}, parts)
     sentence = said([row, facts], "phases")
     assert ("look there first" in sentence) is (remark is not None)
     assert f"would make it {remark}" in sentence or remark is None
@@ -80,7 +80,7 @@ def test_backward_is_held_against_what_the_matrix_products_of_this_step_make_it(
 def test_the_flops_of_another_shape_say_nothing():
     base = step(backward_ms=36.0)
     row = replace(base, case={**base.case, "batch": 4, "context": 512, "loss": "chunked"})
-    facts = Record("workload", {"workload": "m", "batch": 4, "context": 128}, PARTS)
+    facts = row_of("workload", {"workload": "m", "batch": 4, "context": 128}, PARTS)
     assert "look there first" not in said([row, facts], "phases")
 
 
@@ -126,8 +126,8 @@ def test_launch_bound_steps(issue, remarked):
 @pytest.mark.parametrize(("rate", "text"), [(60.0, "50% of what"), (12.0, "10% of what")])
 def test_utilisation_is_against_the_measured_ceiling_of_the_same_precision(rate, text):
     ceilings = [
-        Record("ceiling", {"what": "matmul bf16"}, {"tflops": 800.0}),
-        Record("ceiling", {"what": "matmul fp32"}, {"tflops": 120.0}),
+        row_of("ceiling", {"what": "matmul bf16"}, {"tflops": 800.0}),
+        row_of("ceiling", {"what": "matmul fp32"}, {"tflops": 120.0}),
     ]
     sentence = said([step(achieved_tflops=rate), *ceilings], "utilisation")
     assert text in sentence
@@ -152,7 +152,7 @@ def test_what_is_compiled_already_is_not_told_to_compile():
 def test_what_utilisation_means(precision, rate, judgement):
     base = step(achieved_tflops=rate)
     row = replace(base, case={**base.case, "precision": precision})
-    ceiling = Record("ceiling", {"what": f"matmul {precision}"}, {"tflops": 120.0})
+    ceiling = row_of("ceiling", {"what": f"matmul {precision}"}, {"tflops": 120.0})
     assert said([row, ceiling], "utilisation").endswith(judgement)
 
 
@@ -188,17 +188,17 @@ def test_a_disturbed_rung_is_told_though_the_baseline_was_quiet_before_and_after
 
 @pytest.mark.parametrize(("low", "high", "remarked"), [(0.9, 1.1, False), (0.4, 0.6, True), (None, None, False)])
 def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high, remarked):
-    control = Record(
+    control = row_of(
         "control", CASE, {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": low, "ratio_high": high}
     )
     assert ("The machine changed" in said([control], "noise")) is remarked
 
 
 def test_a_grid_of_steps_is_not_one_analysed_step():
-    other = Record("step", CASE | {"warmup": 5, "precision": "bf16"}, step().values)
+    other = row_of("step", CASE | {"warmup": 5, "precision": "bf16"}, step().values)
     assert analysed_step([step(), other]) is None
     assert findings([step(), other]) == []
 
 
 def test_failed_steps_are_passed_over():
-    assert findings([Record("step", CASE | {"warmup": 5}, status="out of memory", reason="too big")]) == []
+    assert findings([row_of("step", CASE | {"warmup": 5}, status="out of memory", reason="too big")]) == []

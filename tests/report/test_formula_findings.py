@@ -1,15 +1,15 @@
 """A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
 
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.formula_findings import formula_findings
 
 CASE = {"workload": "theirs", "precision": "fp32"}
-PROFILE = Record("profile", CASE)
+PROFILE = row_of("profile", CASE)
 
 
 def kernel(module, operator, share, phase="forward"):
     case = CASE | {"phase": phase, "module": module, "kernel": operator}
-    return Record("kernel", case, {"operator": operator, "share": share})
+    return row_of("kernel", case, {"operator": operator, "share": share})
 
 
 WRITTEN_OUT = [
@@ -52,7 +52,7 @@ def test_attention_that_no_fused_kernel_took_is_not_said_to_be_written_out():
 
 
 def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
-    ours = [*WRITTEN_OUT, Record("attention piece", CASE | {"phase": "forward", "piece": "softmax"})]
+    ours = [*WRITTEN_OUT, row_of("attention piece", CASE | {"phase": "forward", "piece": "softmax"})]
     assert [finding.sentence[:13] for finding in formula_findings(ours)] == ["Cross-entropy"]
     little = [PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]
     assert formula_findings(little) == []

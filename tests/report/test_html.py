@@ -11,18 +11,19 @@ import pytest
 from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
 from trainstep.errors import UsageError
-from trainstep.records import Record, of_kind
+from trainstep.kinds import RungRow, StepRow, row_of
+from trainstep.records import Row, of_kind
 from trainstep.report.cells import fact, gib, number
 from trainstep.report.html import render, write_html
 
 
 @pytest.mark.parametrize("records", [sample.cpu_analysis(), sample.h200_analysis()], ids=["cpu", "h200"])
-def test_tables_hold_the_records_numbers_exactly(records: list[Record]) -> None:
+def test_tables_hold_the_records_numbers_exactly(records: list[Row]) -> None:
     page = Page(render(records))
 
     assert page.open == []
     assert as_numbers(page.values["ladder"]) == expected_ladder(records)
-    step = max(of_kind(records, "step"), key=lambda row: row.case["warmup"])
+    step = max(of_kind(records, StepRow), key=lambda row: row.case["warmup"])
     for phase in ("forward", "loss", "backward", "optimizer", "step"):
         for name in (f"{phase}_ms", f"{phase}_low_ms", f"{phase}_high_ms", f"{phase}_outliers"):
             assert float(page.values["phases"][phase][name]) == step.values[name]
@@ -57,8 +58,8 @@ def test_sections_without_records_are_left_out() -> None:
 
 
 def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
-    row = of_kind(sample.cpu_analysis(), "step")[-1]
-    failed = Record("step", {**row.case, "precision": "fp16"}, status="unsupported", reason="no fp16 on this CPU")
+    row = of_kind(sample.cpu_analysis(), StepRow)[-1]
+    failed = row_of("step", {**row.case, "precision": "fp16"}, status="unsupported", reason="no fp16 on this CPU")
 
     html = render([row, failed])
 
@@ -68,8 +69,8 @@ def test_a_grid_shows_its_failed_cases_with_their_reason() -> None:
 
 
 def test_a_ladder_on_which_nothing_ran() -> None:
-    rung = of_kind(sample.h200_analysis(), "rung")[0]
-    failed = Record("rung", rung.case, {"verdict": "out of memory", "kept": False}, {}, "out of memory", "no room")
+    rung = of_kind(sample.h200_analysis(), RungRow)[0]
+    failed = row_of("rung", rung.case, {"verdict": "out of memory", "kept": False}, {}, "out of memory", "no room")
 
     html = render([failed])
 
@@ -78,7 +79,7 @@ def test_a_ladder_on_which_nothing_ran() -> None:
 
 
 def test_a_ladder_without_gain_claims_none() -> None:
-    baseline = of_kind(sample.cpu_analysis(), "rung")[0]
+    baseline = of_kind(sample.cpu_analysis(), RungRow)[0]
 
     html = render([baseline])
 
@@ -87,7 +88,7 @@ def test_a_ladder_without_gain_claims_none() -> None:
 
 
 def test_a_user_s_workload_without_settings_or_flops() -> None:
-    def bare(row: Record) -> Record:
+    def bare(row: Row) -> Row:
         case = {
             name: None if name in ("batch", "context", "attention", "loss") else row.case[name] for name in row.case
         }
@@ -168,7 +169,7 @@ def test_sizes_and_names_carry_units() -> None:
     ],
 )
 def test_a_peak_that_was_measured_once_is_not_shown_as_unchanged(known: tuple[bool, bool], tile: str) -> None:
-    baseline = of_kind(sample.cpu_analysis(), "rung")[0]
+    baseline = of_kind(sample.cpu_analysis(), RungRow)[0]
     peaks = [peak if is_known else None for peak, is_known in zip((0.223, 0.1115), known, strict=True)]
     first, last = (dataclasses.replace(baseline, values={**baseline.values, "peak_gib": peak}) for peak in peaks)
 
@@ -178,9 +179,9 @@ def test_a_peak_that_was_measured_once_is_not_shown_as_unchanged(known: tuple[bo
 
 
 def test_only_a_page_with_measured_times_explains_medians() -> None:
-    machine = Record("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
+    machine = row_of("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
 
-    def footer(records: list[Record]) -> str:
+    def footer(records: list[Row]) -> str:
         return render(records).partition("<footer>")[2].partition("</footer>")[0]
 
     assert "Times are medians" not in footer([machine])

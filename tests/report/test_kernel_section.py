@@ -12,9 +12,10 @@ from tests.report import sample
 from tests.report.browsing import complaints, hover, open_page, requests, wait_for
 from tests.report.page import Page
 from trainstep.bench.kernel_rows import profile_rows, summary_values
+from trainstep.kinds import FamilyRow, row_of
 from trainstep.measure.kernel_families import Family
 from trainstep.measure.kernels import Kernel, Lane, Profile
-from trainstep.records import Record, of_kind
+from trainstep.records import Row, of_kind
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
 
@@ -62,22 +63,22 @@ def gpu_profile() -> Profile:
     return Profile(tuple(step.kernels), 1, True, False, 0.0)
 
 
-def ceilings() -> list[Record]:
+def ceilings() -> list[Row]:
     rows = {"matmul bf16": {"tflops": 800.0}, "matmul fp32": {"tflops": 51.0}, "copy": {"gb_s": 4200.0}}
-    return [Record("ceiling", {"what": what}, values) for what, values in rows.items()]
+    return [row_of("ceiling", {"what": what}, values) for what, values in rows.items()]
 
 
-def records(profile: Profile, **values: Any) -> list[Record]:
+def records(profile: Profile, **values: Any) -> list[Row]:
     summary = summary_values(profile) | TIMES | values
-    return [*ceilings(), Record("profile", CASE, summary), *profile_rows(profile, CASE, "bf16", {})]
+    return [*ceilings(), row_of("profile", CASE, summary), *profile_rows(profile, CASE, "bf16", {})]
 
 
-def sentences(rows: list[Record]) -> list[str]:
+def sentences(rows: list[Row]) -> list[str]:
     return [each.sentence for each in findings(rows) if each.topic == "kernels"]
 
 
-def rung(name: str, **values: Any) -> Record:
-    return Record("rung", {"rung": name}, {"verdict": "faster", "kept": False, "gain": 1.27, **values})
+def rung(name: str, **values: Any) -> Row:
+    return row_of("rung", {"rung": name}, {"verdict": "faster", "kept": False, "gain": 1.27, **values})
 
 
 def test_sentences_say_what_dominates_by_time_and_not_by_count() -> None:
@@ -116,7 +117,7 @@ def test_softmax_is_held_against_the_scores_and_the_ladder_proves_it() -> None:
         "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
     )
     others = [each for each in records(gpu_profile()) if each.case.get("what") != "copy"]
-    faster = Record("ceiling", {"what": "copy"}, {"gb_s": 9000.0})
+    faster = row_of("ceiling", {"what": "copy"}, {"gb_s": 9000.0})
     assert any(
         "its arithmetic is not what takes the time (it moves 3,200 GB/s, 36%" in each
         for each in sentences([*others, faster])
@@ -181,7 +182,7 @@ def test_a_profiler_that_costs_nothing_warns_of_nothing(cost: float, said: bool)
     assert ("compare kernel times with one another" in told) is not said
 
 
-def with_settings(rows: list[Record], **settings: Any) -> list[Record]:
+def with_settings(rows: list[Row], **settings: Any) -> list[Row]:
     return [row if row.kind == "ceiling" else dataclasses.replace(row, case={**row.case, **settings}) for row in rows]
 
 
@@ -234,7 +235,7 @@ def test_tables_hold_the_rows() -> None:
     page = Page(render(rows))
     assert "#kernels" in page.anchors
     shown = page.values["families"]
-    for row in of_kind(rows, "family"):
+    for row in of_kind(rows, FamilyRow):
         if row.case["phase"] == "step":
             assert float(shown[f"step: {row.case['family']}"]["ms"]) == row.values["ms"]
     assert float(shown["step: optimizer"]["of_limit"]) == pytest.approx(400 / 0.12 / 4200)
@@ -245,7 +246,7 @@ def test_tables_hold_the_rows() -> None:
 
 
 def test_a_profile_that_did_not_run_says_why() -> None:
-    failed = Record("profile", CASE, status="out of memory", reason="no room for it")
+    failed = row_of("profile", CASE, status="out of memory", reason="no room for it")
     assert "no room for it" in render([failed])
     assert sentences([failed]) == []
 

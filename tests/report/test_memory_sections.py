@@ -13,10 +13,11 @@ from tests.report.browsing import complaints, hover, open_page, requests, set_sc
 from tests.report.page import Page
 from trainstep.bench.allocations import allocation_records, imported_records
 from trainstep.config import ModelConfig, StepConfig
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, row_of
 from trainstep.measure.allocations.snapshot import snapshot_of
 from trainstep.measure.allocations.snapshot_file import write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
-from trainstep.records import Record, of_kind, read_records
+from trainstep.records import Row, of_kind, read_records
 from trainstep.report.findings import findings
 from trainstep.report.html import render, write_html
 from trainstep.workload import builtin_source
@@ -27,32 +28,32 @@ LINE = Frame(f"/me/{HOSTILE}.py", 1, "$$\\frac$$")
 
 
 @pytest.fixture(scope="module")
-def toy_records() -> list[Record]:
+def toy_records() -> list[Row]:
     config = StepConfig(batch=2, context=64, device="cpu", optimizer="sgd")
     return list(allocation_records(builtin_source("toy", MODEL, Path(__file__)), config))
 
 
-def test_the_rows_of_a_step_add_up(toy_records: list[Record]) -> None:
-    (timeline,) = of_kind(toy_records, "memory-timeline")
-    owners = [row for row in of_kind(toy_records, "owner") if row.case["part"] == "all"]
+def test_the_rows_of_a_step_add_up(toy_records: list[Row]) -> None:
+    (timeline,) = of_kind(toy_records, MemoryTimelineRow)
+    owners = [row for row in of_kind(toy_records, OwnerRow) if row.case["part"] == "all"]
     assert sum(row.values["mib"] for row in owners) / 1024 == pytest.approx(timeline.values["peak_gib"])
     assert sum(row.values["share"] for row in owners) == pytest.approx(1)
-    sizes = [row.values["mib"] for row in of_kind(toy_records, "allocation")]
+    sizes = [row.values["mib"] for row in of_kind(toy_records, AllocationRow)]
     assert sizes == sorted(sizes, reverse=True)
     series = timeline.series
     assert len({len(series[name]) for name in ("start", "end", "bytes", "group", "what", "stack")}) == 1
     assert max(series["total"]) / 2**30 == timeline.values["peak_gib"]
 
 
-def test_rows_survive_the_file(toy_records: list[Record], tmp_path: Path) -> None:
+def test_rows_survive_the_file(toy_records: list[Row], tmp_path: Path) -> None:
     lines = [json.dumps(dataclasses.asdict(row)) for row in toy_records]
     (tmp_path / "results.jsonl").write_text("\n".join(lines))
     assert "Who owns the peak" in render(read_records(tmp_path / "results.jsonl"))
 
 
-def test_the_sentence_names_owners_and_the_largest_line(toy_records: list[Record]) -> None:
+def test_the_sentence_names_owners_and_the_largest_line(toy_records: list[Row]) -> None:
     rungs = [
-        Record("rung", {"rung": name}, {"peak_gib": peak, "kept": True, "verdict": "faster"})
+        row_of("rung", {"rung": name}, {"peak_gib": peak, "kept": True, "verdict": "faster"})
         for name, peak in (("baseline", 4.0), ("bf16 autocast", 3.95), ("fused attention", 3.0), ("compiled", 2.9))
     ]
     sentences = [each.sentence for each in findings(toy_records) if each.topic == "memory"]
@@ -81,7 +82,7 @@ def test_a_large_snapshot_makes_a_small_page(tmp_path: Path) -> None:
     timeline = large_timeline()
     write_snapshot(snapshot_of(timeline), tmp_path / "snapshot.pickle")
     records = list(imported_records(tmp_path / "snapshot.pickle"))
-    (row,) = of_kind(records, "memory-timeline")
+    (row,) = of_kind(records, MemoryTimelineRow)
     assert row.values["allocations"] == 12_000
     assert row.values["drawn"] == 2500
     assert row.values["peak_gib"] == timeline.peak / 2**30
@@ -98,12 +99,12 @@ def test_owners_of_a_foreign_snapshot_are_its_lines(tmp_path: Path) -> None:
         event.pop("category")
     write_snapshot(content, tmp_path / "foreign.pickle")
     records = list(imported_records(tmp_path / "foreign.pickle"))
-    assert {row.case["owner"] for row in of_kind(records, "owner")} == {str(LINE)}
+    assert {row.case["owner"] for row in of_kind(records, OwnerRow)} == {str(LINE)}
     assert records[0].case == {"workload": "foreign.pickle", "device": 0}
 
 
 def test_a_step_that_was_not_recorded_says_why() -> None:
-    failed = Record("memory-timeline", {"workload": "w"}, status="out of memory", reason="no room for it")
+    failed = row_of("memory-timeline", {"workload": "w"}, status="out of memory", reason="no room for it")
     assert "no room for it" in render([failed])
 
 
@@ -112,19 +113,19 @@ def case(**changes: Any) -> dict[str, Any]:
 
 
 STUDY = [
-    Record("peak", case(), {"peak_gib": 10.0, "predicted_gib": 9.9, "prediction_error": -0.01}),
-    Record("peak", case(context=256), {"predicted_gib": 200.0}, status="out of memory", reason="tried to allocate"),
-    Record("residual", case(part="first block", what="1. blocks.*.attention", compile="off"),
+    row_of("peak", case(), {"peak_gib": 10.0, "predicted_gib": 9.9, "prediction_error": -0.01}),
+    row_of("peak", case(context=256), {"predicted_gib": 200.0}, status="out of memory", reason="tried to allocate"),
+    row_of("residual", case(part="first block", what="1. blocks.*.attention", compile="off"),
            {"mib": 512.0, "share": 0.5, "operation": "Softmax", "tensor": "fp32 4×32×512×512", "storages": 1}),
-    Record("residual", case(part="first block", what="all", compile="off"), {"mib": 1024.0, "share": 1.0}),
-    Record("residual", case(part="step", what="all", compile="off"), {"mib": 4096.0, "share": 1.0, "storages": 9}),
-    Record("residual", case(part="step", what="all", compile="model"), {"mib": 2048.0, "share": 1.0, "storages": 5}),
-    Record("checkpointing", case(checkpointing="every-1"), {"peak_gib": 4.0, "prediction_error": 0.07}),
-    Record("dtype", case(module="fc"), {"parameters": "fp32", "gradients": "fp32", "outputs": "fp16"}),
-    Record("dtype", case(module="(forward's result)"), {"outputs": "fp16"}),
-    Record("dtype", case(module="(loss)"), {"outputs": "fp32"}),
-    Record("accumulation", {"accumulator": "fp16", "addend": "fp16"}, {"total": 9.9531, "why": "rounding"}),
-    Record("accumulation", {"accumulator": "fp32", "addend": "fp16"}, {"total": 10.0021, "why": "rounding"}),
+    row_of("residual", case(part="first block", what="all", compile="off"), {"mib": 1024.0, "share": 1.0}),
+    row_of("residual", case(part="step", what="all", compile="off"), {"mib": 4096.0, "share": 1.0, "storages": 9}),
+    row_of("residual", case(part="step", what="all", compile="model"), {"mib": 2048.0, "share": 1.0, "storages": 5}),
+    row_of("checkpointing", case(checkpointing="every-1"), {"peak_gib": 4.0, "prediction_error": 0.07}),
+    row_of("dtype", case(module="fc"), {"parameters": "fp32", "gradients": "fp32", "outputs": "fp16"}),
+    row_of("dtype", case(module="(forward's result)"), {"outputs": "fp16"}),
+    row_of("dtype", case(module="(loss)"), {"outputs": "fp32"}),
+    row_of("accumulation", {"accumulator": "fp16", "addend": "fp16"}, {"total": 9.9531, "why": "rounding"}),
+    row_of("accumulation", {"accumulator": "fp32", "addend": "fp16"}, {"total": 10.0021, "why": "rounding"}),
 ]  # fmt: skip
 
 
@@ -149,8 +150,8 @@ def test_every_kind_has_its_section_and_sentence() -> None:
     }
 
 
-def policy(name: str, peak: float, *times: float) -> Record:
-    return Record("checkpointing", case(checkpointing=name), {"peak_gib": peak}, {"step": times} if times else {})
+def policy(name: str, peak: float, *times: float) -> Row:
+    return row_of("checkpointing", case(checkpointing=name), {"peak_gib": peak}, {"step": times} if times else {})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ FIGURE = "const source = Bokeh.documents.map((doc) => doc.get_model_by_name('all
 
 
 @pytest.fixture(scope="module")
-def allocations_page(page_folder: Path, toy_records: list[Record]) -> str:
+def allocations_page(page_folder: Path, toy_records: list[Row]) -> str:
     path = page_folder / "allocations.html"
     write_html(toy_records, path)
     return path.as_uri()
@@ -217,7 +218,7 @@ def top_of_stack(browser: Any) -> float:
 
 @pytest.mark.browser
 def test_the_slider_hides_small_allocations_and_loses_none(
-    browser: Any, allocations_page: str, toy_records: list[Record]
+    browser: Any, allocations_page: str, toy_records: list[Row]
 ) -> None:
     open_page(browser, allocations_page)
     row = toy_records[0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import CASE, rung, said, step
-from trainstep.records import Record
+from trainstep.kinds import row_of
 from trainstep.report.html import render
 
 SETTINGS = {name: value for name, value in CASE.items() if name not in ("mode", "repeat")}
@@ -13,7 +13,7 @@ SUMMARY = {"module_coverage": 1.0, "phase_coverage": 1.0}
 
 
 def profile(*samples, case=SETTINGS, **values):
-    return Record("profile", case, {"step_ms": sorted(samples)[len(samples) // 2], **values}, {"step": samples})
+    return row_of("profile", case, {"step_ms": sorted(samples)[len(samples) // 2], **values}, {"step": samples})
 
 
 def baseline(low, median, high):
@@ -52,12 +52,12 @@ def test_what_noise_or_other_settings_explain_is_not(rows):
 
 def family(name, phase, tflops, share=0.5, gb_s=None):
     case = {**SETTINGS, "phase": phase, "family": name}
-    return Record("family", case, {"tflops": tflops, "gb_s": gb_s, "share": share, "ms": 1.0, "calls": 1.0,
+    return row_of("family", case, {"tflops": tflops, "gb_s": gb_s, "share": share, "ms": 1.0, "calls": 1.0,
                                    "ceiling": "matmul fp32"})  # fmt: skip
 
 
-CEILINGS = [Record("ceiling", {"what": "matmul fp32"}, {"tflops": 100.0}),
-            Record("ceiling", {"what": "copy"}, {"gb_s": 10.0})]  # fmt: skip
+CEILINGS = [row_of("ceiling", {"what": "matmul fp32"}, {"tflops": 100.0}),
+            row_of("ceiling", {"what": "copy"}, {"gb_s": 10.0})]  # fmt: skip
 
 
 def test_more_than_all_of_the_arithmetic_is_told():

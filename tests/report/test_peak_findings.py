@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import said, step
-from trainstep.records import Record
+from trainstep.kinds import row_of
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip
@@ -19,11 +19,11 @@ def analysed(case, **values):
 def timeline(case, shares, phase="backward"):
     own = {**CASE, **case}
     rows = [
-        Record("owner", {**own, "owner": name.partition("/")[0], "part": name.partition("/")[2] or "all"},
+        row_of("owner", {**own, "owner": name.partition("/")[0], "part": name.partition("/")[2] or "all"},
                {"share": share})
         for name, share in shares.items()
     ]  # fmt: skip
-    return [Record("memory-timeline", own, {"peak_phase": phase, "peak_gib": 4.0}), *rows]
+    return [row_of("memory-timeline", own, {"peak_phase": phase, "peak_gib": 4.0}), *rows]
 
 
 def owned(case, shares, phase="backward", **values):

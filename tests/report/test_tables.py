@@ -4,12 +4,15 @@ import itertools
 
 from markdown_it import MarkdownIt
 
-from trainstep.records import Record
+from trainstep.kinds import KINDS, row_of
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
-from trainstep.report.tables import Table, make_table, make_tables
+from trainstep.report.subjects import TABLES, make_tables
+from trainstep.report.tables import make_table, text_table
 
 NASTY = r"""a|b *c* _d_ `e` [f](g) <h> {i} \j 50% $k$ l&m #n ~o ^p @q "r", 's' // t /* u */ - v + w = x"""
-TABLE = Table("nasty", f"caption {NASTY}", ("first", NASTY), ((NASTY, "1.5 ± 0.1"), ("[start of a row", "2×\n3–4 …")))
+TABLE = text_table(
+    "nasty", f"caption {NASTY}", ("first", NASTY), ((NASTY, "1.5 ± 0.1"), ("[start of a row", "2×\n3–4 …"))
+)
 
 
 def unfolded(text):
@@ -60,7 +63,7 @@ def test_latex_parses_strictly():
 def test_latex_keeps_the_columns():
     from pylatexenc.latex2text import LatexNodes2Text
 
-    table = Table("plain", "c", ("a & b", "100%"), (("x_1", "$5"), ("{y}", "~z^2")))
+    table = text_table("plain", "c", ("a & b", "100%"), (("x_1", "$5"), ("{y}", "~z^2")))
     text = LatexNodes2Text().latex_to_text(to_latex(table))
     for cell in ("a & b", "100%", "x_1", "$5", "{y}"):
         assert cell in text
@@ -70,7 +73,7 @@ def test_the_terminal_shows_markup_instead_of_obeying_it():
     import rich.console
 
     console = rich.console.Console(file=io.StringIO(), width=400)
-    console.print(to_terminal(Table("t", "c", ("[bold]x[/bold]",), (("[red]y",),))))
+    console.print(to_terminal(text_table("t", "c", ("[bold]x[/bold]",), (("[red]y",),))))
     assert "[bold]x[/bold]" in console.file.getvalue()
     assert "[red]y" in console.file.getvalue()
 
@@ -78,12 +81,12 @@ def test_the_terminal_shows_markup_instead_of_obeying_it():
 def step(precision, step_ms, **changes):
     values = {"step_ms": step_ms, "step_mean_ms": step_ms, "step_std_ms": 0.5, "forward_ms": 1.0, "n": 10}
     case = {"workload": "tiny", "precision": precision, "batch": 4, "mode": "step", "warmup": 5}
-    return Record("step", case, values, **changes)
+    return row_of("step", case, values, **changes)
 
 
 def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
-    failed = Record("step", step("tf32", 0).case, status="unsupported", reason="needs a GPU")
-    table = make_table("step", [step("fp32", 20.0), step("bf16", 10.0), failed])
+    failed = row_of("step", step("tf32", 0).case, status="unsupported", reason="needs a GPU")
+    table = make_table(TABLES[KINDS["step"]], [step("fp32", 20.0), step("bf16", 10.0), failed])
     assert "workload tiny" in table.caption
     assert "batch 4" in table.caption
     assert table.columns[0] == "precision"
@@ -93,7 +96,7 @@ def test_shared_settings_move_to_the_caption_and_failures_stay_rows():
 
 
 def test_brief_tables_have_fewer_columns():
-    (full,), (brief,) = make_tables([step("fp32", 20.0)]), make_tables([step("fp32", 20.0)], brief=True)
+    (full,), (brief,) = make_tables([step("fp32", 20.0)]), make_tables([step("fp32", 20.0)], "terminal")
     assert set(brief.columns) < set(full.columns)
 
 
@@ -105,10 +108,10 @@ def test_every_format_is_written(tmp_path):
 
 def test_a_single_row_in_a_terminal_has_its_settings_in_the_caption_and_its_failure_in_the_row():
     case = {"workload": "m", "precision": "bf16", "compile": "off", "mode": "step"}
-    (measured,) = make_tables([Record("step", case, {"step_ms": 5.0})], brief=True)
+    (measured,) = make_tables([row_of("step", case, {"step_ms": 5.0})], "terminal")
     assert measured.caption == "Time of one step and its phases, ms (precision bf16, compile off, mode step)"
     assert (measured.columns[0], measured.rows[0][0]) == ("workload", "m")
     assert "precision" not in measured.columns
-    failed = Record("step", case, status="failed", reason="no room")
-    assert make_table("step", [failed], brief=True).rows == (("m", "failed: no room"),)
-    assert "precision" in make_table("step", [failed]).columns, "files keep them as columns"
+    failed = row_of("step", case, status="failed", reason="no room")
+    assert make_table(TABLES[KINDS["step"]], [failed], "terminal").rows == (("m", "failed: no room"),)
+    assert "precision" in make_table(TABLES[KINDS["step"]], [failed]).columns, "files keep them as columns"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.train.runs import config
-from trainstep.commands.train import Train, train_defaults
+from trainstep.commands.train import Train
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.train.config import MAY_CHANGE, TrainConfig, differences, learning_rate
 
@@ -92,15 +92,15 @@ def test_every_field_that_may_change_exists():
 def test_a_toml_file_describes_a_whole_run(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nd_ff = 64\n[step]\ncontext = 32\n[train]\nsteps = 7\ntensorboard = false\n")
-    command = Train(**train_defaults(None, path))
-    assert (command.model.d_ff, command.step.context) == (64, 32)
-    assert (command.train.checked().steps, command.train.tensorboard) == (7, False)
+    run = Train(config=path).run_config()
+    assert (run.model.d_ff, run.step.context) == (64, 32)
+    assert (run.train.steps, run.train.tensorboard) == (7, False)
     path.write_text("[train]\nsteps = 7.5\n")
     with pytest.raises(UsageError, match=r"run.toml \[train\] steps is 7.5; expected a value of type int"):
-        train_defaults(None, path)
+        Train(config=path).run_config()
     path.write_text("[train]\nstep = 7\n")
     with pytest.raises(UsageError, match="unknown key 'step'"):
-        train_defaults(None, path)
+        Train(config=path).run_config()
 
 
 def test_warm_up_then_half_a_cosine():

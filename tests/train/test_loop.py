@@ -53,7 +53,7 @@ def test_a_run_learns_and_leaves_its_files(finished):
     assert record.kind == "train"
     assert (record.case["scheme"], record.case["world_size"], record.case["steps"]) == ("single", 1, 12)
     assert record.values["last_loss"] == pytest.approx(curve[-1], rel=1e-5)
-    assert record.values["utilisation"] is None
+    assert record.utilisation is None
     assert record.values["tokens"] == 12 * 8 * 32
     assert record.series["step"] == list(range(1, 13))
 

@@ -1,5 +1,6 @@
 """metrics.jsonl has every update once; the terminal shows some; a record's speed is the last start's."""
 
+import dataclasses
 import io
 import json
 
@@ -7,7 +8,9 @@ import torch
 from rich.console import Console
 
 from tests.train.runs import config
+from trainstep.kinds import TrainRow
 from trainstep.parallel.process import Process
+from trainstep.records import Times
 from trainstep.train.metrics import WARMUP, MetricsWriter, Show, as_summary, read_metrics, run_record
 
 ROW = {"loss": 2.5, "learning_rate": 3e-4, "gradient_norm": 1.25, "tokens_per_s": 12345.6, "utilisation": None,
@@ -89,14 +92,10 @@ def test_other_ranks_are_silent(capsys):
 
 
 def test_a_summary_leaves_out_what_was_not_measured():
-    values = {"validation_loss": 2.0, "n": 7, "step_ms": 123.456, "tokens_per_s": 5000.0, "utilisation": None}
-    assert as_summary(values | {"peak_gib": None}) == (
-        "validation loss 2.0000  median of 7 updates: 123.5 ms, 5,000 tokens/s"
-    )
-    assert (
-        as_summary({"validation_loss": 2.0, "n": 0, "utilisation": None, "peak_gib": None}) == "validation loss 2.0000"
-    )
-    assert as_summary(values | {"utilisation": 0.4, "peak_gib": 12.3}).endswith(
+    record = TrainRow(validation_loss=2.0, n=7, times={"step": Times(123.456)}, tokens_per_s=5000.0)
+    assert as_summary(record) == "validation loss 2.0000  median of 7 updates: 123.5 ms, 5,000 tokens/s"
+    assert as_summary(TrainRow(validation_loss=2.0, n=0)) == "validation loss 2.0000"
+    assert as_summary(dataclasses.replace(record, utilisation=0.4, peak_gib=12.3)).endswith(
         "utilisation 40.0 %  peak 12.3 GiB on a rank"
     )
 
@@ -123,14 +122,12 @@ def test_updates_of_earlier_starts_are_in_the_curve_and_not_in_the_speed():
 
 
 def test_a_last_start_within_its_first_updates_has_those():
-    values = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None).values
-    assert (values["n"], values["step_ms"], values["peak_gib"]) == (3, 1000.0, None)
+    record = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None)
+    assert (record.n, record.times["step"].median, record.peak_gib) == (3, 1000.0, None)
 
 
 def test_a_start_after_the_last_update_measured_nothing():
     record = run_record(config(), ALONE, rows_of((40, 8.0)), 40, 2**30)
-    assert record.values["n"] == 0
-    assert record.values.get("step_ms") is None
-    assert record.values["tokens_per_s"] is None
-    assert record.values["peak_gib"] is None
-    assert record.values["validation_loss"] == 2.0
+    assert (record.n, record.times) == (0, {})
+    assert (record.tokens_per_s, record.peak_gib) == (None, None)
+    assert record.validation_loss == 2.0

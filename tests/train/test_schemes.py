@@ -3,8 +3,8 @@
 import pytest
 
 from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
+from tests.workers import WorkerError
 from trainstep.errors import UsageError
-from trainstep.parallel.workers import WorkerError
 
 pytestmark = pytest.mark.distributed
 

@@ -26,14 +26,14 @@ WORDS = [
 def torchrun(*words):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     return subprocess.Popen(
-        [*command, "-m", "trainstep.cli", *WORDS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "-m", "trainstep", *WORDS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 def workers(pid):
     """The processes that torchrun has started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"trainstep.cli" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [int(child) for child in children if b"\0-m\0trainstep\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def wait_for(condition, running):

@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainstep.attention.api import IMPLEMENTATIONS, attention
-    from trainstep.attention.choice import choose
-    from trainstep.attention.flash_reference import FlashAttentionReference
-    from trainstep.attention.triton.function import FlashAttentionTriton, flash_attention
+    from trainstep.attention.api import IMPLEMENTATIONS, attention, choose
+    from trainstep.attention.flash import FlashAttentionTriton, flash_attention
+    from trainstep.attention.reference import FlashAttentionReference
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -25,10 +24,10 @@ __all__ = [
 _HOME = {
     "IMPLEMENTATIONS": "trainstep.attention.api",
     "attention": "trainstep.attention.api",
-    "choose": "trainstep.attention.choice",
-    "FlashAttentionReference": "trainstep.attention.flash_reference",
-    "FlashAttentionTriton": "trainstep.attention.triton.function",
-    "flash_attention": "trainstep.attention.triton.function",
+    "choose": "trainstep.attention.api",
+    "FlashAttentionReference": "trainstep.attention.reference",
+    "FlashAttentionTriton": "trainstep.attention.flash",
+    "flash_attention": "trainstep.attention.flash",
 }
 
 

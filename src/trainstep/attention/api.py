@@ -1,53 +1,57 @@
-"""`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back."""
+"""`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-from collections.abc import Callable
+A new implementation is a function of checked inputs (`Implementation`), its entry in `_BY_NAME` and its name in
+`config.AttentionImpl`, from which flags are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from trainstep.attention import native
-from trainstep.attention.choice import choose
+from trainstep.attention import sdpa, tuned
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.inputs import as_autocast, check_inputs, resolve_scale
-from trainstep.errors import UsageError
+from trainstep.attention.inputs import prepare
+from trainstep.errors import UnsupportedError, UsageError
 
 Implementation = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
+"""q, k, v, is_causal, scale → o in q's shape. Raises UsageError for what it cannot run here."""
 
 
 def _flash_reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    from trainstep.attention.flash_reference import FlashAttentionReference
+    from trainstep.attention.reference import FlashAttentionReference
 
     return cast(Tensor, FlashAttentionReference.apply(q, k, v, is_causal, scale))  # type: ignore[no-untyped-call]
 
 
 def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    from trainstep.attention.triton.function import flash_attention
+    from trainstep.attention.flash import attention_flash
 
-    return flash_attention(q, k, v, is_causal=is_causal, scale=scale)
+    return attention_flash(q, k, v, is_causal, scale)
 
 
 _BY_NAME: dict[str, Implementation] = {
     "eager": attention_eager,
-    "eager-compiled": native.attention_eager_compiled,
+    "eager-compiled": sdpa.attention_eager_compiled,
     "flash-reference": _flash_reference,
     "flash-triton": _flash_triton,
-    "sdpa": native.attention_sdpa,
-    **{name: partial(native.attention_sdpa_backend, impl=name) for name in native.BACKENDS},
-    "flex": native.attention_flex,
+    "sdpa": sdpa.attention_sdpa,
+    **{name: partial(sdpa.attention_sdpa_backend, impl=name) for name in sdpa.BACKENDS},
+    "flex": sdpa.attention_flex,
 }
 
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, impl: str = "auto"
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) V.
 
@@ -63,8 +67,62 @@ def attention(
     """
     if impl != "auto" and impl not in _BY_NAME:
         raise UsageError(f"unknown attention implementation {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    q, k, v = as_autocast(q, k, v)
-    sizes = check_inputs(q, k, v)
-    factor = resolve_scale(scale, sizes.head_dim)
+    q, k, v, factor = prepare(q, k, v, scale)
     name = choose(q, k, v, is_causal) if impl == "auto" else impl
     return _BY_NAME[name](q, k, v, is_causal, factor)
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
+    """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
+
+    The table (`choice.json`) holds self-attention: one length, as many key heads as query heads. Whatever it does not
+    hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two lengths) is left to PyTorch: "sdpa".
+    """
+    if q.device.type != "cuda" or torch.version.hip is not None or q.shape != k.shape or k.shape != v.shape:
+        return "sdpa"
+    gpu = tuned.gpu_name(torch.cuda.get_device_capability(q.device))
+    case = (gpu, str(q.dtype).removeprefix("torch."), q.shape[-1], is_causal)
+    fastest = "sdpa"
+    for from_length, impl in tuned.FASTEST.get(case, ()):
+        if q.shape[-2] >= from_length:
+            fastest = impl
+    return fastest
+
+
+@dataclass
+class Replaced:
+    """How many calls the replacement has received."""
+
+    calls: int = 0
+
+
+@contextmanager
+def sdpa_replaced(impl: str) -> Iterator[Replaced]:
+    """While entered, `torch.nn.functional.scaled_dot_product_attention` runs `attention(..., impl=impl)`.
+
+    A module that took the function itself (`from torch.nn.functional import scaled_dot_product_attention`) is not
+    reached: `calls` stays 0. Not for use from several threads.
+
+    Raises:
+        UnsupportedError: from the call, if it has a mask or dropout, which our implementations do not take.
+    """
+    seen = Replaced()
+    original = F.scaled_dot_product_attention
+
+    def replacement(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is not None or dropout_p:
+            raise UnsupportedError(
+                f"the model calls scaled_dot_product_attention with {'a mask' if dropout_p == 0 else 'dropout'}, which "
+                f"impl={impl!r} does not take; causal attention without dropout it does (is_causal=True)"
+            )
+        seen.calls += 1
+        return attention(query, key, value, is_causal=is_causal, scale=scale, impl=impl)
+
+    F.scaled_dot_product_attention = replacement
+    try:
+        yield seen
+    finally:
+        F.scaled_dot_product_attention = original

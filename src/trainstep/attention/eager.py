@@ -3,8 +3,22 @@
 O = softmax(scale · QKᵀ + mask) V. Every score is materialised, so memory grows with n_queries · n_keys.
 """
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+
+PIECES = {
+    "scores": "attention_scores",
+    "softmax": "attention_weights",
+    "weighted sum": "weighted_sum",
+}
+"""Name of each piece of eager attention → the function of this module that computes it."""
 
 
 def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
@@ -44,3 +58,29 @@ def _per_query_head(t: Tensor, q: Tensor) -> Tensor:
     if q.ndim < 4 or t.shape[-3] == q.shape[-3]:
         return t
     return t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3)
+
+
+@contextmanager
+def pieces_announced(announce: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While entered, each piece of `attention_eager` runs inside `announce(name)`.
+
+    The module's functions are replaced, so outside of this there is no overhead. Not for code under torch.compile,
+    which would be compiled anew, and not for use from several threads.
+    """
+    originals = {function: globals()[function] for function in PIECES.values()}
+    globals().update({function: _announced(originals[function], piece, announce) for piece, function in PIECES.items()})
+    try:
+        yield
+    finally:
+        globals().update(originals)
+
+
+def _announced(
+    function: Callable[..., Any], piece: str, announce: Callable[[str], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inside_range(*args: Any) -> Any:
+        with announce(piece):
+            return function(*args)
+
+    return inside_range

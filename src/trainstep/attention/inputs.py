@@ -7,29 +7,11 @@ Shapes
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainstep.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one attention call; `batch` is the product of all dimensions before heads."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    n_queries: int
-    n_keys: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one key head."""
-        return self.heads // self.kv_heads
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -40,13 +22,47 @@ def describe(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    """Return the sizes of a well-formed call.
-
-    Raises TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do not
-    fit together.
-    """
+def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The inputs as autocast casts them, checked as `check_inputs` does, and the factor on QKᵀ."""
     _require_tensors(q, k, v)
+    q, k, v = _as_autocast(q, k, v)
+    _check_dtypes_and_shapes(q, k, v)
+    return q, k, v, resolve_scale(scale, q.shape[-1])
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do
+    not fit together."""
+    _require_tensors(q, k, v)
+    _check_dtypes_and_shapes(q, k, v)
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError unless it is finite."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not math.isfinite(scale):
+        raise UsageError(f"scale must be a finite number, got {scale}")
+    return float(scale)
+
+
+def _require_tensors(*inputs: Tensor) -> None:
+    for name, t in zip("qkv", inputs, strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def _check_dtypes_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise TypeError(f"q, k and v must share one floating-point dtype: got {describe(q, k, v)}")
     if not q.device == k.device == v.device:
@@ -67,37 +83,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     matched = slice(None, -3 if grouped else -2)
     if q.shape[matched] != k.shape[matched]:
         raise UsageError(f"q and k must have the same leading (batch) dimensions: got {describe(q, k, v)}")
-    heads, kv_heads = (q.shape[-3], k.shape[-3]) if grouped else (1, 1)
-    if heads % kv_heads:
+    if grouped and q.shape[-3] % k.shape[-3]:
         raise UsageError(
-            f"q's heads must be a multiple of k's (grouped-query attention), got {heads} and {kv_heads}: "
+            f"q's heads must be a multiple of k's (grouped-query attention), got {q.shape[-3]} and {k.shape[-3]}: "
             f"{describe(q, k, v)}"
         )
-    batch = math.prod(q.shape[matched])
-    return Sizes(batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1])
-
-
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError unless it is finite."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not math.isfinite(scale):
-        raise UsageError(f"scale must be a finite number, got {scale}")
-    return float(scale)
-
-
-def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
-    _require_tensors(q, k, v)
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
-    return q, k, v
-
-
-def _require_tensors(*inputs: Tensor) -> None:
-    for name, t in zip("qkv", inputs, strict=True):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from trainstep.blocks import without_numbers
+from trainstep.kinds import row_of
 from trainstep.measure.allocations.outline import Group, interned, outline
 from trainstep.measure.allocations.timeline import Allocation, Frame, Timeline, bytes_by
 from trainstep.measure.memory import GIB, MIB
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 
 BANDS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "activations", "temporaries")
 """Owners from the lowest up: what stays lies below what comes and goes."""
@@ -33,7 +34,7 @@ def timeline_rows(
     case: Mapping[str, Scalar],
     extra: Mapping[str, Scalar],
     environment: Mapping[str, Scalar],
-) -> Iterator[Record]:
+) -> Iterator[Row]:
     """The timeline, who owns its peak, and its largest allocations.
 
     Args:
@@ -44,9 +45,9 @@ def timeline_rows(
     yield _timeline_record(timeline, group_of, case, extra, environment)
     at_peak = timeline.alive(timeline.peak_state)
     for row in _owners(at_peak, timeline.peak):
-        yield Record("owner", {**case, **row[0]}, row[1], environment=environment)
+        yield row_of("owner", {**case, **row[0]}, row[1], environment=environment)
     for row in _largest(timeline):
-        yield Record("allocation", {**case, **row[0]}, row[1], environment=environment)
+        yield row_of("allocation", {**case, **row[0]}, row[1], environment=environment)
 
 
 def _timeline_record(
@@ -55,7 +56,7 @@ def _timeline_record(
     case: Mapping[str, Scalar],
     extra: Mapping[str, Scalar],
     environment: Mapping[str, Scalar],
-) -> Record:
+) -> Row:
     drawn = outline(timeline, group_of)
     peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
     values: dict[str, Scalar] = {
@@ -93,7 +94,7 @@ def _timeline_record(
     for place, rest in enumerate(drawn.rest):
         if rest.any():
             series[f"rest_{place}"] = rest.tolist()
-    return Record("memory-timeline", case, values, environment=environment, series=series)
+    return row_of("memory-timeline", case, values, environment=environment, series=series)
 
 
 def _what(each: Allocation) -> str:
@@ -141,13 +142,13 @@ def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
     return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 
-Row = tuple[dict[str, Scalar], dict[str, Scalar]]
+_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
 
 
-def _owners(at_peak: Sequence[Allocation], peak: int) -> list[Row]:
+def _owners(at_peak: Sequence[Allocation], peak: int) -> list[_Columns]:
     """Owners of the peak, the largest first, each with its largest parts."""
 
-    def row(owner: str, part: str, members: Sequence[Allocation]) -> Row:
+    def row(owner: str, part: str, members: Sequence[Allocation]) -> _Columns:
         size = sum(each.block.bytes for each in members)
         values: dict[str, Scalar] = {
             "mib": size / MIB, "share": size / peak if peak else None, "allocations": len(members)
@@ -174,7 +175,7 @@ def _part_and_phase(owner: str, each: Allocation) -> str:
     return f"{part_of(each.what)}, {made_in}" if each.what else made_in
 
 
-def _largest(timeline: Timeline) -> list[Row]:
+def _largest(timeline: Timeline) -> list[_Columns]:
     """The largest allocations that were made while the log was kept, alike ones as one row."""
     alike: dict[tuple[Scalar, ...], list[Allocation]] = {}
     for each in timeline.allocations:
@@ -182,7 +183,7 @@ def _largest(timeline: Timeline) -> list[Row]:
             key = (each.block.bytes, each.owner, without_numbers(each.what), each.phase, each.operation, each.line)
             alike.setdefault(key, []).append(each)
     ranked = sorted(alike.values(), key=lambda group: (-group[0].block.bytes, group[0].block.start))
-    rows: list[Row] = []
+    rows: list[_Columns] = []
     for rank, group in enumerate(ranked[:LARGEST], start=1):
         first = group[0]
         values: dict[str, Scalar] = {

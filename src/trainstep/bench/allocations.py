@@ -17,6 +17,7 @@ from trainstep.bench.peaks import UNFOLLOWED, WARMUP
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.measure.allocations.attribution import StepWatch
 from trainstep.measure.allocations.cpu import record_on_cpu
 from trainstep.measure.allocations.cuda import record_on_cuda
@@ -25,7 +26,7 @@ from trainstep.measure.allocations.snapshot_file import load_snapshot, write_sna
 from trainstep.measure.allocations.timeline import Timeline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -68,7 +69,7 @@ def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
     return RecordedStep(timeline, snapshot_of(timeline), None)
 
 
-def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Record]:
+def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Row]:
     """The timeline of one step, who owns its peak, and the largest allocations.
 
     Args:
@@ -77,7 +78,7 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(record_step, source, config))
     if isinstance(found, Failure):
-        yield Record("memory-timeline", case, {}, {}, found.status, found.reason, environment)
+        yield row_of("memory-timeline", case, {}, {}, found.status, found.reason, environment)
         return
     extra: dict[str, Scalar] = {}
     if found.allocator_peak is not None:
@@ -88,7 +89,7 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), case, extra, environment)
 
 
-def imported_records(path: Path) -> Iterator[Record]:
+def imported_records(path: Path) -> Iterator[Row]:
     """The same of anyone's snapshot, one device after the other; owners are its categories, or lines of code.
 
     Raises:

@@ -1,6 +1,6 @@
 """`trainstep bench attention`: time and memory of attention, forward and backward, case by case over a grid.
 
-Each case is first checked (see `attention_check`); a wrong one gets no time. Before every pass the L2 cache is
+Each case is first checked (see `check.attention`); a wrong one gets no time. Before every pass the L2 cache is
 overwritten, which also keeps the device busy while the host launches the pass. Compilation is timed apart, and a
 compilation that happens during the timed passes is counted and shown.
 """
@@ -18,17 +18,18 @@ from torch._dynamo.utils import counters
 
 from trainstep.attention import attention
 from trainstep.bench.attention_cases import AttentionCase
-from trainstep.bench.attention_check import Errors, check, random_inputs
+from trainstep.bench.check.attention import Errors, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
+from trainstep.kinds import AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
-from trainstep.records import Record, Scalar
+from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device
 
@@ -42,23 +43,28 @@ COMPILED_IMPLS = ("eager-compiled", "flex")
 """Made by torch.compile, so that on a CPU their allocations cannot be followed."""
 
 
-def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[Record]:
+def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[AttentionRow]:
     """Measure case by case and yield each row when it is known; one that fails, or is wrong, is a row too."""
     if warmup < 1 or passes < 1:
         raise UsageError(f"warmup is {warmup} and passes {passes}; expected at least one of each")
     target = resolve_device(device)
     for case in cases:
         result = attempt(partial(_measure, case, target, warmup, passes))
-        record = partial(Record, "attention", asdict(case), environment=describe(target))
-        if isinstance(result, Failure):
-            yield record(_predicted(case, target), status=result.status, reason=result.reason)
+        row = partial(make_row, AttentionRow, asdict(case), environment=describe(target))
+        if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
+            yield row(_predicted(case, target), status=result.status, reason=result.reason)
         elif isinstance(result, Errors):
-            reason = ", ".join(f"{name} off by {result.found[name]:.2g} of {result.allowed[name]:.2g}"
-                               for name in result.found)  # fmt: skip
-            yield record(status="wrong", reason=reason)
+            reason = ", ".join(f"{name} off by {found:.2g} of {result.allowed[name]:.2g}"
+                               for name, found in result.found.items())  # fmt: skip
+            allowed = {f"{name}_allowed": error for name, error in result.allowed.items()}
+            yield row(_error_values(result) | allowed, status="wrong", reason=reason)
         else:
             values, samples = result
-            yield record(values | _predicted(case, target), samples)
+            yield row(values | _predicted(case, target), samples=samples)
+
+
+def _error_values(errors: Errors) -> dict[str, Scalar]:
+    return {f"{name}_error": error for name, error in errors.found.items()}
 
 
 def _measure(
@@ -90,7 +96,7 @@ def _measure(
         "check_s": check_s,
         "compilations": compiled,
         "recompilations_timed": _compilations() - compiled_before,
-        **{f"{name}_error": error for name, error in errors.found.items()},
+        **_error_values(errors),
         **gpu_state(device),
     }
     return values, samples

@@ -10,13 +10,14 @@ import torch
 
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.casting import check_precision
+from trainstep.kinds import row_of
 from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
 from trainstep.precision import Rate
-from trainstep.records import Record
+from trainstep.records import Row
 
 
-def ceiling_records(device: torch.device) -> Iterator[Record]:
+def ceiling_records(device: torch.device) -> Iterator[Row]:
     """One row per precision that the device has, and one for the copy."""
     environment = describe(device)
     supported = [
@@ -25,8 +26,8 @@ def ceiling_records(device: torch.device) -> Iterator[Record]:
     measured = attempt(partial(measure_ceilings, device, supported))
     if isinstance(measured, Failure):
         case = {"what": "all"}
-        yield Record("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
+        yield row_of("ceiling", case, status=measured.status, reason=measured.reason, environment=environment)
         return
     for precision, rate in measured.matmul_tflops.items():
-        yield Record("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
-    yield Record("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)
+        yield row_of("ceiling", {"what": f"matmul {precision}"}, {"tflops": rate}, environment=environment)
+    yield row_of("ceiling", {"what": "copy"}, {"gb_s": measured.copy_gb_s}, environment=environment)

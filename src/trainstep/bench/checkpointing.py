@@ -14,10 +14,11 @@ from trainstep.bench.step import StepMeasurement, case_columns, measure_step
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB
 from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -43,7 +44,7 @@ def checkpointing_records(
     memory_gib: float | None = None,
     warmup: int = 2,
     steps: int = 10,
-) -> Iterator[Record]:
+) -> Iterator[Row]:
     """One row per policy, in the order given.
 
     Args:
@@ -61,11 +62,11 @@ def checkpointing_records(
             values |= {"predicted_gib": predicted.peak / GIB, "predicted_moment": predicted.moment}
         found = attempt(partial(measure_step, source, each, "step", warmup, steps))
         if isinstance(found, Failure):
-            yield Record("checkpointing", case, values, {}, found.status, found.reason, describe(device))
+            yield row_of("checkpointing", case, values, {}, found.status, found.reason, describe(device))
             continue
         samples = {"step": [sample.wall_ms for sample in found.timing.samples]}
         values |= _measured(found, predicted, samples["step"])
-        yield Record("checkpointing", case, values, samples, environment=describe(device))
+        yield row_of("checkpointing", case, values, samples, environment=describe(device))
 
 
 def _predict(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:

@@ -9,26 +9,26 @@ and bandwidth is fitted for every collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.bench.collective_cases import CollectiveCase
-from trainstep.bench.collective_fit import fit_link
-from trainstep.bench.outcome import Failure, classify
+from trainstep.bench.outcome import Failure, classify, failed_row
 from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
+from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
-from trainstep.plan.communication import bus_factor
-from trainstep.records import Record, Scalar
+from trainstep.plan.communication import CollectiveName, Link, bus_factor
+from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize
 
 
@@ -42,21 +42,23 @@ class _Part:
     failure: Failure | None = None
 
 
-def run_cases(cases: Sequence[CollectiveCase], process: Process, *, warmup: int, steps: int) -> Iterator[Record]:
-    """Measure case by case. All ranks must iterate; rank 0 gets the records, each when it is known, the others none."""
+def run_cases(
+    cases: Sequence[CollectiveCase], process: Process, *, warmup: int, steps: int
+) -> Iterator[CollectiveRow | CollectiveFitRow]:
+    """Measure case by case. All ranks must iterate; rank 0 gets the rows, each when it is known, the others none."""
     if warmup < 0 or steps < 1:
         raise UsageError(f"warmup is {warmup} and steps {steps}; expected at least 0 and 1")
     groups = {size: _first_ranks(size, process) for size in dict.fromkeys(case.world_size for case in cases)}
-    records = []
+    rows = []
     for case in cases:
         part = _take_part(case, process, groups[case.world_size], warmup, steps)
         parts: list[_Part | None] = [None] * process.world_size
         dist.all_gather_object(parts, part, group=process.group)
         if process.rank == 0:
-            records.append(_record(case, process, [each for each in parts if each is not None]))
-            yield records[-1]
+            rows.append(_row(case, process, [each for each in parts if each is not None]))
+            yield rows[-1]
     if process.rank == 0:
-        yield from _fits(records)
+        yield from _fits(rows)
 
 
 def _first_ranks(size: int, process: Process) -> dist.ProcessGroup | None:
@@ -153,49 +155,91 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
     return bool((even == number).all()) and bool((odd == 2 * number).all())
 
 
-def _record(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> Record:
+def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
-    record = partial(Record, "collective", asdict(case) | {"backend": backend}, environment=describe(process.device))
+    columns, environment = {**asdict(case), "backend": backend}, describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:
-        return record(status=failure.status, reason=failure.reason)
-    wrong = [rank for rank, part in enumerate(parts) if part.wrong]
+        return failed_row(CollectiveRow, columns, failure, environment)
+    wrong = tuple(rank for rank, part in enumerate(parts) if part.wrong)
     if wrong:
-        return record(status="wrong", reason=f"rank {', '.join(map(str, wrong))} did not get what it should")
+        reason = f"rank {', '.join(map(str, wrong))} did not get what it should"
+        return make_row(
+            CollectiveRow, columns, {"wrong_ranks": wrong}, status="wrong", reason=reason, environment=environment
+        )
     slowest = [max(times) for times in zip(*(part.milliseconds for part in parts), strict=True)]
     by_rank = [median(part.milliseconds) for part in parts]
     summary = summarize(slowest)
-    seconds = summary.median / 1e3
-    values: dict[str, Scalar] = {
+    bytes_per_s = case.payload_bytes / (summary.median / 1e3)
+    values = {
         "n": summary.n,
         "payload_bytes": case.payload_bytes,
-        **summary.columns("time"),
-        "time_mean_ms": summary.mean,
-        "time_std_ms": summary.std,
         "fastest_rank_ms": min(by_rank),
         "slowest_rank_ms": max(by_rank),
         "slowest_rank": by_rank.index(max(by_rank)),
-        "algorithm_gb_s": case.payload_bytes / seconds / 1e9,
-        "bus_gb_s": case.payload_bytes * bus_factor(case.collective, case.world_size) / seconds / 1e9,
+        "algorithm_gb_s": bytes_per_s / 1e9,
+        "bus_gb_s": bytes_per_s * bus_factor(case.collective, case.world_size) / 1e9,
         **gpu_state(process.device),
     }
     samples = {"time": slowest} | {f"rank {rank}": part.milliseconds for rank, part in enumerate(parts)}
-    return record(values, samples)
+    row = make_row(CollectiveRow, columns, values, samples=samples, environment=environment)
+    return replace(row, times={"time": Times.of(summary)})
 
 
-def _fits(records: Sequence[Record]) -> Iterator[Record]:
+@dataclass(frozen=True)
+class Fit:
+    """A latency–bandwidth line through measured times."""
+
+    link: Link
+    worst_error: float
+    """The largest relative difference between the line and a measured time."""
+
+
+def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple[int, float]]) -> Fit | None:
+    """Least squares of relative errors: t = overhead + bytes on a link / bus bandwidth.
+
+    Relative, so that a microsecond counts as much at a megabyte as a millisecond at a gigabyte. An overhead below zero
+    is no overhead: then the line goes through zero.
+
+    Args:
+        collective: which.
+        world_size: ranks, at least 2.
+        points: (payload bytes, seconds).
+
+    Returns:
+        None for fewer than two sizes, or where larger payloads are not slower, so that there is no bandwidth.
+    """
+    if len({size for size, _ in points}) < 2 or world_size < 2:
+        return None
+    on_link = np.array([size * bus_factor(collective, world_size) for size, _ in points])
+    seconds = np.array([time for _, time in points])
+    columns = np.stack([np.ones_like(on_link), on_link], axis=1) / seconds[:, None]
+    overhead, per_byte = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)[0]
+    if overhead < 0:
+        overhead = 0.0
+        per_byte = np.linalg.lstsq(columns[:, 1:], np.ones_like(seconds), rcond=None)[0][0]
+    if per_byte <= 0:
+        return None
+    errors = np.abs((overhead + per_byte * on_link) / seconds - 1)
+    return Fit(Link(float(overhead), float(1 / per_byte)), float(errors.max()))
+
+
+def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
     """One line of overhead and bandwidth for each collective, number of ranks and type."""
-    keys = list(dict.fromkeys(tuple((k, v) for k, v in row.case.items() if k != "size_mb") for row in records))
-    for key in keys:
-        case = dict(key)
-        rows = [row for row in records if row.status == "ok" and dict(key).items() <= row.case.items()]
-        points = [(int(str(row.values["payload_bytes"])), float(str(row.values["time_ms"])) / 1e3) for row in rows]
-        fit = fit_link(case["collective"], int(str(case["world_size"])), points)  # type: ignore[arg-type]
+    for group in by_case(rows, "size_mb"):
+        measured = [row for row in group if row.status == "ok"]
+        points = [(row.payload_bytes or 0, row.times["time"].median / 1e3) for row in measured]
+        first = group[0]
+        fit = fit_link(first.collective, first.world_size, points)  # type: ignore[arg-type]  # a row has it as text
         if fit is not None:
-            values: dict[str, Scalar] = {
-                "sizes": len(points),
-                "overhead_us": fit.link.overhead_s * 1e6,
-                "bus_gb_s": fit.link.bus_bytes_per_s / 1e9,
-                "worst_error": fit.worst_error,
-            }
-            yield Record("collective fit", case, values, environment=rows[0].environment)
+            yield CollectiveFitRow(
+                collective=first.collective,
+                world_size=first.world_size,
+                dtype=first.dtype,
+                backend=first.backend,
+                sizes=len(points),
+                overhead_us=fit.link.overhead_s * 1e6,
+                bus_gb_s=fit.link.bus_bytes_per_s / 1e9,
+                worst_error=fit.worst_error,
+                environment=first.environment,
+            )

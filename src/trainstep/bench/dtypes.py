@@ -13,9 +13,10 @@ from trainstep.bench.step import case_columns
 from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -43,19 +44,19 @@ def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
     return watch.found()
 
 
-def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[Record]:
+def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iterator[Row]:
     """One row for every module, or group of alike modules, under every configuration; then the result and the loss."""
     for config in configs:
         case, environment = case_columns(source, config), describe(resolve_device(config.device))
         found = attempt(partial(observe_dtypes, source, config))
         if isinstance(found, Failure):
-            yield Record("dtype", case | {"module": "all"}, {}, {}, found.status, found.reason, environment)
+            yield row_of("dtype", case | {"module": "all"}, {}, {}, found.status, found.reason, environment)
             continue
         for module, count in alike(found.modules):
-            yield Record("dtype", case | {"module": module.name or "(root)"}, _values(module, count), {}, "ok", "",
+            yield row_of("dtype", case | {"module": module.name or "(root)"}, _values(module, count), {}, "ok", "",
                          environment)  # fmt: skip
         for name, dtypes in ((RESULT, found.result), (LOSS, found.loss)):
-            yield Record("dtype", case | {"module": name}, {"outputs": _text(dtypes)}, environment=environment)
+            yield row_of("dtype", case | {"module": name}, {"outputs": _text(dtypes)}, environment=environment)
 
 
 def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:
@@ -84,9 +85,9 @@ def _text(dtypes: Sequence[str]) -> str | None:
     return ", ".join(dtypes) or None
 
 
-def accumulation_records() -> Iterator[Record]:
+def accumulation_records() -> Iterator[Row]:
     """0.01 added a thousand times: one row for each mixture of dtypes, computed here and now on the CPU."""
     environment = describe(torch.device("cpu"))
     for each in accumulate():
         case: dict[str, Scalar] = {"accumulator": each.accumulator, "addend": each.addend}
-        yield Record("accumulation", case, {"total": each.total, "why": each.why}, environment=environment)
+        yield row_of("accumulation", case, {"total": each.total, "why": each.why}, environment=environment)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from trainstep.bench.timeline_rows import UNKNOWN, timeline_values
 from trainstep.blocks import without_numbers
+from trainstep.kinds import row_of
 from trainstep.measure.chrome_trace import ENGINE
 from trainstep.measure.intervals import length
 from trainstep.measure.kernel_families import MATMULS, short_name
@@ -15,7 +16,7 @@ from trainstep.measure.operator_cost import COUNTED
 from trainstep.measure.overlap import overlap_of
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 
 STEP = "step"
 """The name of the whole step among the phases."""
@@ -24,11 +25,11 @@ Key = TypeVar("Key", bound=Hashable)
 Case = Mapping[str, Scalar]
 
 
-def profile_rows(profile: Profile, case: Case, precision: str | None, environment: Case) -> list[Record]:
+def profile_rows(profile: Profile, case: Case, precision: str | None, environment: Case) -> list[Row]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
 
-    def record(kind: str, more: Case, values: Case, series: Mapping[str, Sequence[Scalar]] | None = None) -> Record:
-        return Record(kind, {**case, **more}, values, environment=environment, series=series or {})
+    def record(kind: str, more: Case, values: Case, series: Mapping[str, Sequence[Scalar]] | None = None) -> Row:
+        return row_of(kind, {**case, **more}, values, environment=environment, series=series or {})
 
     rows = [record("family", *row) for row in _families(profile, precision)]
     rows += [record("attention piece", *row) for row in _pieces(profile)]
@@ -140,12 +141,12 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
     }
 
 
-Row = tuple[dict[str, Scalar], dict[str, Scalar]]
+_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
 
 
-def _families(profile: Profile, precision: str | None) -> list[Row]:
+def _families(profile: Profile, precision: str | None) -> list[_Columns]:
     """One row per family of the whole step and of each phase, the most time first."""
-    rows: list[Row] = []
+    rows: list[_Columns] = []
     for phase in (STEP, *PHASES):
         kernels = list(profile.kernels) if phase == STEP else _of_phase(profile, phase)
         total = _us(kernels)
@@ -170,9 +171,9 @@ def _ceiling(family: str, precision: str | None) -> str | None:
     return None
 
 
-def _pieces(profile: Profile) -> list[Row]:
+def _pieces(profile: Profile) -> list[_Columns]:
     """Scores, softmax and weighted sum, in forward and in backward: all of each piece, and its main kernels alone."""
-    rows: list[Row] = []
+    rows: list[_Columns] = []
     groups = _grouped(
         (each for each in profile.kernels if each.piece is not None), lambda each: (each.phase, each.piece)
     )
@@ -185,14 +186,14 @@ def _pieces(profile: Profile) -> list[Row]:
     return rows
 
 
-def _kernels(profile: Profile) -> list[Row]:
+def _kernels(profile: Profile) -> list[_Columns]:
     """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
     total = _us(profile.kernels)
     groups = _grouped(
         profile.kernels,
         lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
     )
-    rows: list[Row] = []
+    rows: list[_Columns] = []
     for (phase, module, name, family), group in sorted(groups.items(), key=lambda item: -_us(item[1])):
         calls = sum(each.is_call for each in group)
         operators = _grouped(group, lambda each: each.operator)

@@ -21,8 +21,9 @@ from trainstep.bench.gradient_check import GradientCheck, Verdict
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, phase_samples, timing_values
 from trainstep.config import OptimizerImpl, StepConfig
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.noise_findings import WILD_INTERVAL
 from trainstep.stats import RUN_SPREAD, Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
@@ -81,7 +82,7 @@ class Climbed:
         )
 
 
-def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10) -> Iterator[Record]:
+def climb(source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10) -> Iterator[Row]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
     Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
@@ -104,7 +105,7 @@ class _Ladder:
         self.first: Climbed | None = None
         self.kept: Climbed | None = None
 
-    def try_rung(self, rung: Rung, config: StepConfig) -> Record:
+    def try_rung(self, rung: Rung, config: StepConfig) -> Row:
         case = {"rung": rung.name} | case_columns(self.source, config)
         environment = describe(self.device)
         result, attempts = attempt(partial(self._measure, config)), 1
@@ -112,7 +113,7 @@ class _Ladder:
             result, attempts = attempt(partial(self._measure, config)), 2  # which counts, whatever it finds
         if isinstance(result, Failure):
             values: dict[str, Scalar] = {"verdict": result.status, "kept": False}
-            return Record("rung", case, values, status=result.status, reason=result.reason, environment=environment)
+            return row_of("rung", case, values, status=result.status, reason=result.reason, environment=environment)
         if not result.check.is_right:
             off = result.check.deviation
             values = _deviation_values(result) | {"verdict": "wrong", "kept": False}
@@ -120,21 +121,21 @@ class _Ladder:
                 f"off by {off.gradient:.2g} in the gradients, {off.loss:.2g} in the loss and {off.worst:.2g} in "
                 f"{off.worst_name}; the budget is {result.check.budget:.2g}"
             )
-            return Record("rung", case, values, status="wrong", reason=reason, environment=environment)
+            return row_of("rung", case, values, status="wrong", reason=reason, environment=environment)
         values = self._judge(result) | {"attempts": attempts}
         samples = phase_samples(result.measurement.timing) | {"training_loss": result.measurement.losses}
-        return Record("rung", case, values, samples, environment=environment)
+        return row_of("rung", case, values, samples, environment=environment)
 
-    def control(self, first: Climbed) -> Record:
+    def control(self, first: Climbed) -> Row:
         """The first rung again, at the end of the climb."""
         case, environment = case_columns(self.source, first.config), describe(self.device)
         again = attempt(partial(self._measure, first.config))
         if isinstance(again, Failure):
-            return Record("control", case, status=again.status, reason=again.reason, environment=environment)
+            return row_of("control", case, status=again.status, reason=again.reason, environment=environment)
         ratio = ratio_of_medians(again.wall_ms, first.wall_ms)
         medians = {"first_ms": statistics.median(first.wall_ms), "again_ms": statistics.median(again.wall_ms)}
         values = medians | _ratio_values("ratio", ratio)
-        return Record("control", case, values, {"step": again.wall_ms}, environment=environment)
+        return row_of("control", case, values, {"step": again.wall_ms}, environment=environment)
 
     def _measure(self, config: StepConfig) -> Climbed:
         step = build_step(self.source, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.parallel.process import Process
-from trainstep.records import Status
+from trainstep.records import AnyRow, Scalar, Status, make_row
 
 Result = TypeVar("Result")
 
@@ -26,6 +26,13 @@ class Failure:
     status: Status
     reason: str
     """One line."""
+
+
+def failed_row(
+    kind: type[AnyRow], case: Mapping[str, Scalar], failure: Failure, environment: Mapping[str, Scalar]
+) -> AnyRow:
+    """The row of a case that has no result: its settings, and why."""
+    return make_row(kind, case, {}, status=failure.status, reason=failure.reason, environment=environment)
 
 
 def attempt(work: Callable[[], Result]) -> Result | Failure:

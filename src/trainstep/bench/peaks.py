@@ -9,10 +9,11 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns, memory_values, step_peaks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.plan.memory import peak_bytes
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -36,7 +37,7 @@ def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) ->
     return peaks
 
 
-def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[Record]:
+def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[Row]:
     """One row per configuration and mode; one that does not fit is a row too."""
     for config in configs:
         environment = describe(resolve_device(config.device))
@@ -46,12 +47,12 @@ def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: S
             values: dict[str, Scalar] = {} if predicted is None else {"predicted_gib": predicted / GIB}
             found = attempt(partial(measure_peaks, source, config, mode))
             if isinstance(found, Failure):
-                yield Record("peak", case, values, {}, found.status, found.reason, environment)
+                yield row_of("peak", case, values, {}, found.status, found.reason, environment)
                 continue
             values |= memory_values(found) | {"peak_phase": max(found.by_phase, key=found.by_phase.__getitem__)}
             if predicted is not None:
                 values["prediction_error"] = predicted / found.peak - 1
-            yield Record("peak", case, values, environment=environment)
+            yield row_of("peak", case, values, environment=environment)
 
 
 def _predicted(source: WorkloadSource, config: StepConfig) -> int | None:

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainstep.attention.pieces import pieces_announced
+from trainstep.attention.eager import pieces_announced
 from trainstep.bench.kernel_rows import profile_rows, summary_values
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.step import case_columns, phase_samples
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
+from trainstep.kinds import row_of
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.environment import describe
 from trainstep.measure.kernels import Profile, profile_of
@@ -27,7 +28,7 @@ from trainstep.measure.profiler import record_steps, run_under_nvtx
 from trainstep.measure.ranges import announce
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import RUN_SPREAD, summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
@@ -50,7 +51,7 @@ def profile_records(
     steps: int = 10,
     profiled_steps: int = 3,
     trace: Path | None = None,
-) -> Iterator[Record]:
+) -> Iterator[Row]:
     """Rows of kind "profile" (one), "family", "attention piece", "kernel" and "timeline".
 
     Args:
@@ -64,12 +65,12 @@ def profile_records(
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(measure_profile, source, config, warmup, steps, profiled_steps, trace))
     if isinstance(found, Failure):
-        yield Record("profile", case, {}, {}, found.status, found.reason, environment)
+        yield row_of("profile", case, {}, {}, found.status, found.reason, environment)
         return
     values = timing_values(found) | {"trace": trace.name if trace is not None else None}
     samples = {"step": [sample.wall_ms for sample in found.plain.samples]}
     samples |= {"profiled_step": [sample.wall_ms for sample in found.profiled.samples]}
-    yield Record("profile", case, values, samples, environment=environment)
+    yield row_of("profile", case, values, samples, environment=environment)
     yield from profile_rows(found.profile, case, config.precision, environment)
 
 
@@ -116,7 +117,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
         )
 
 
-def records_from_file(path: Path) -> Iterator[Record]:
+def records_from_file(path: Path) -> Iterator[Row]:
     """The same rows, from a trace that was recorded elsewhere: an nsys SQLite export or torch.profiler's JSON.
 
     Raises:
@@ -128,7 +129,7 @@ def records_from_file(path: Path) -> Iterator[Record]:
         raise UsageError(f"{path} holds no kernels and no operators; profile with CUDA tracing on")
     case: dict[str, Scalar] = {"workload": path.name}
     environment: dict[str, Scalar] = {"device": trace.device} if trace.device else {}
-    yield Record("profile", case, summary_values(profile), environment=environment)
+    yield row_of("profile", case, summary_values(profile), environment=environment)
     yield from profile_rows(profile, case, None, environment)
 
 

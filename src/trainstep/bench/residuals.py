@@ -16,11 +16,12 @@ from trainstep.bench.step import case_columns
 from trainstep.blocks import find_blocks, without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
+from trainstep.kinds import row_of
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, map_tensors, resolve_device
 
@@ -97,7 +98,7 @@ def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residu
     return found
 
 
-def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Record]:
+def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Row]:
     """The largest groups of the whole step and of the first block, eager and compiled, and the residual stream."""
     environment = describe(resolve_device(config.device))
     for compile in dict.fromkeys((config.compile, "model")):
@@ -105,7 +106,7 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Rec
         case = case_columns(source, each)
         kept = attempt(partial(measure_residuals, source, each))
         if isinstance(kept, Failure):
-            yield Record("residual", case | {"part": "step", "what": "all"}, {}, {}, kept.status, kept.reason,
+            yield row_of("residual", case | {"part": "step", "what": "all"}, {}, {}, kept.status, kept.reason,
                          environment)  # fmt: skip
             continue
         rows = _groups("step", kept.whole)
@@ -114,21 +115,21 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Rec
         if kept.stream is not None:
             rows.append(_stream(source, each, kept.stream))
         for what, values in rows:
-            yield Record("residual", case | what, values, environment=environment)
+            yield row_of("residual", case | what, values, environment=environment)
     case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
     block = attempt(partial(measure_compiled_block, source, config))
     if isinstance(block, Failure):
-        yield Record("residual", case | {"part": "first block", "what": "all"}, {}, {}, block.status, block.reason,
+        yield row_of("residual", case | {"part": "first block", "what": "all"}, {}, {}, block.status, block.reason,
                      environment)  # fmt: skip
         return
     for what, values in _groups("first block", block):
-        yield Record("residual", case | what, values, environment=environment)
+        yield row_of("residual", case | what, values, environment=environment)
 
 
-Row = tuple[dict[str, Scalar], dict[str, Scalar]]
+_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
 
 
-def _groups(part: str, found: Residuals) -> list[Row]:
+def _groups(part: str, found: Residuals) -> list[_Columns]:
     """The largest groups of alike residuals, the rest, and all, with their share."""
     groups: dict[tuple[str, str, str], list[Residual]] = {}
     for each in found.kept:
@@ -139,7 +140,7 @@ def _groups(part: str, found: Residuals) -> list[Row]:
     size: Callable[[Sequence[Residual]], int] = lambda members: sum(each.bytes for each in members)  # noqa: E731
     ordered = sorted(groups.items(), key=lambda item: -size(item[1]))
 
-    def row(what: str, operation: str | None, tensor: str | None, members: Sequence[Residual]) -> Row:
+    def row(what: str, operation: str | None, tensor: str | None, members: Sequence[Residual]) -> _Columns:
         values: dict[str, Scalar] = {
             "operation": operation,
             "tensor": tensor,
@@ -156,7 +157,7 @@ def _groups(part: str, found: Residuals) -> list[Row]:
     return [*rows, row("all", None, None, found.kept)]
 
 
-def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> Row:
+def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> _Columns:
     """The residual stream that the first block got, beside batch · context · d_model · bytes per element."""
     formula = None
     if source.model is not None:

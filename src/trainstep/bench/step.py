@@ -18,6 +18,7 @@ from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
+from trainstep.kinds import row_of
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flop_count import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
@@ -25,7 +26,7 @@ from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device, tensors_of
@@ -99,7 +100,7 @@ def step_cases(
     ]
 
 
-def run_cases(cases: Iterable[StepCase]) -> Iterator[Record]:
+def run_cases(cases: Iterable[StepCase]) -> Iterator[Row]:
     """Measure case by case and yield each row when it is known; a case that fails is a row too.
 
     Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
@@ -255,13 +256,13 @@ def phase_samples(timing: Timing) -> dict[str, list[float]]:
     return columns
 
 
-def _record(case: StepCase, result: StepMeasurement | Failure) -> Record:
+def _record(case: StepCase, result: StepMeasurement | Failure) -> Row:
     environment = describe(resolve_device(case.config.device))
     if isinstance(result, Failure):
-        return Record("step", case.columns(), status=result.status, reason=result.reason, environment=environment)
+        return row_of("step", case.columns(), status=result.status, reason=result.reason, environment=environment)
     window = result.timing.window(case.warmup, case.steps)
     assert set(window.samples[0].laps) == set(PHASES_OF_MODE[case.mode]), "a phase went unmeasured"
-    return Record(
+    return row_of(
         kind="step",
         case=case.columns(),
         values=timing_values(result, window, case.config.precision),

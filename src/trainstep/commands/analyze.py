@@ -17,9 +17,8 @@ class Analyze(OneModel):
     """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        records = analysis_records(source, self.step.checked(), steps=self.steps, trace=self.out / "trace.json.gz")
+        records = analysis_records(source, self.step_config(), steps=self.steps, trace=self.out / "trace.json.gz")
         return run_and_report(records, self.out, f"analyze {source.name}")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff
+from tyro.conf import FlagCreatePairsOff, subcommand
 
-from trainstep.bench import collective_cases
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
-from trainstep.commands.grids import commas, grid_of
-from trainstep.commands.options import Common, OneModel, short_name
+from trainstep.bench.collective_cases import DEFAULTS, CollectiveCase, collective_cases
+from trainstep.commands.options import Common, OneModel, StepGrid, axes_of, commas, flags_of, shown, sources
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig, StepMode, resolve_size
-from trainstep.errors import UsageError
+from trainstep.config import StepConfig, StepMode
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 
-StepGrid: Any = grid_of(StepConfig)
-AttentionGrid: Any = grid_of(AttentionCase)
-CollectiveGrid: Any = grid_of(collective_cases.CollectiveCase)
+if TYPE_CHECKING:
+    from trainstep.parallel.process import Process
+    from trainstep.records import Row
+
+_OF_GRIDS = {
+    name: "; ".join([shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items())])
+    for name, value in vars(AttentionCase()).items()
+}
+AttentionGrid: Any = flags_of(AttentionCase, several=True, defaults=_OF_GRIDS)
+CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=DEFAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class BenchStep(Common):
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
-    grid: StepGrid = field(default_factory=StepGrid)
+    grid: StepGrid = field(default_factory=dict)
     """How the steps are taken; every combination of the values is a case."""
     mode: commas(StepMode) = ("step",)  # type: ignore[valid-type]
     """forward (without gradients), forward-backward, or the whole step with the optimizer."""
@@ -47,19 +52,11 @@ class BenchStep(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         from trainstep.bench.step import run_cases, step_cases
-        from trainstep.workload import builtin_source, factory_source
 
-        if self.workload is None:
-            models = [(name, resolve_size(name)) for name in self.size or ("tiny",)]
-            sources = [builtin_source(short_name(name), model, self.data) for name, model in models]
-        elif self.size or self.data is not None:
-            raise UsageError("--workload brings its own model and data; leave out --size and --data")
-        else:
-            sources = [factory_source(self.workload)]
-        axes = {each.name: getattr(self.grid, each.name) for each in dataclasses.fields(StepGrid)}
-        cases = step_cases(sources, axes, modes=self.mode, warmups=self.warmup, steps=self.steps, repeat=self.repeat)
+        models = sources(self.size, self.workload, self.data)
+        axes = axes_of(self.grid, StepConfig())
+        cases = step_cases(models, axes, modes=self.mode, warmups=self.warmup, steps=self.steps, repeat=self.repeat)
         return run_and_report(run_cases(cases), self.out, "bench step", total=len(cases))
 
 
@@ -73,11 +70,10 @@ class BenchLadder(OneModel):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         from trainstep.bench.ladder import climb
 
         source = self.source()
-        records = climb(source, self.step.checked(), warmup=self.warmup, steps=self.steps)
+        records = climb(source, self.step_config(), warmup=self.warmup, steps=self.steps)
         return run_and_report(records, self.out, f"ladder of {source.name}")
 
 
@@ -89,7 +85,7 @@ class BenchAttention(Common):
     """A named grid, as defaults for the axes: naive (eager against compiled) or flash (every implementation)."""
     case: ListName | None = None
     """A named list of shapes instead: leaderboard (CS336's case) or peers; --impl and --dtype still apply."""
-    axes: AttentionGrid = field(default_factory=AttentionGrid)
+    axes: AttentionGrid = field(default_factory=dict)
     """The cases; every combination of the values is one."""
     warmup: int = 5
     """Passes before the timed ones."""
@@ -101,10 +97,9 @@ class BenchAttention(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         from trainstep.bench.attention import run_cases
 
-        axes = {each.name: getattr(self.axes, each.name) for each in dataclasses.fields(AttentionGrid)}
+        axes = axes_of({**(GRIDS[self.grid] if self.grid else {}), **self.axes}, AttentionCase())
         if self.case is None:
             cases = grid_cases(axes)
         else:
@@ -117,7 +112,7 @@ class BenchAttention(Common):
 class BenchCollectives(Common):
     """Time collectives over a grid, started by torchrun: every flag with commas is an axis. Checked before timed."""
 
-    axes: CollectiveGrid = field(default_factory=lambda: CollectiveGrid(**collective_cases.DEFAULTS))
+    axes: CollectiveGrid = field(default_factory=dict)
     """The cases; every combination of the values is one."""
     warmup: int = 5
     """Calls before the timed ones."""
@@ -131,19 +126,14 @@ class BenchCollectives(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Measure on all ranks; the first one prints and writes."""
         from trainstep.bench.collectives import run_cases
         from trainstep.parallel.process import join_group
 
-        axes = {each.name: getattr(self.axes, each.name) for each in dataclasses.fields(CollectiveGrid)}
+        axes = axes_of({**DEFAULTS, **self.axes}, CollectiveCase())
         with join_group(self.device, timeout_s=self.timeout) as process:
-            cases = collective_cases.collective_cases(axes, process.world_size)
+            cases = collective_cases(axes, process.world_size)
             records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
-            if process.rank == 0:
-                return run_and_report(records, self.out, "bench collectives", total=len(cases))
-            for _ in records:
-                raise AssertionError("only rank 0 gets records")
-        return 0
+            return _first_rank_reports(process, records, self.out, "bench collectives", len(cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,24 +153,35 @@ class BenchParallel(OneModel):
     """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
 
     def run(self) -> int:
-        """Measure on all ranks; the first one prints and writes."""
-        from trainstep.bench.parallel.case import ParallelCase
         from trainstep.bench.parallel.run import run_cases
+        from trainstep.bench.parallel_case import ParallelCase
         from trainstep.parallel.process import join_group
 
-        config = self.step.checked()
+        config = self.step_config()
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
             cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
             records = run_cases(cases, process, self.out if self.trace else None)
-            if process.rank == 0:
-                return run_and_report(records, self.out, "bench parallel", total=len(cases) * (1 + self.trace))
-            for _ in records:
-                raise AssertionError("only rank 0 gets records")
-        return 0
+            return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
 
 
-def attention_defaults(grid: str | None) -> BenchAttention:
-    """The command with the axes of a named grid, if there is one of that name, as defaults that other flags change."""
-    axes = {name: values for known, each in GRIDS.items() if known == grid for name, values in each.items()}
-    return BenchAttention(axes=AttentionGrid(**axes))
+def _first_rank_reports(process: Process, records: Iterable[Row], out: Path, title: str, total: int) -> int:
+    """Measure on all ranks; the first one prints and writes."""
+    if process.rank == 0:
+        return run_and_report(records, out, title, total=total)
+    for _ in records:
+        raise AssertionError("only rank 0 gets records")
+    return 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Run an experiment over a grid of cases."""
+
+    experiment: (
+        Annotated[BenchStep, subcommand("step")]
+        | Annotated[BenchLadder, subcommand("ladder")]
+        | Annotated[BenchAttention, subcommand("attention")]
+        | Annotated[BenchCollectives, subcommand("collectives")]
+        | Annotated[BenchParallel, subcommand("parallel")]
+    )

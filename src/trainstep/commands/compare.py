@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from trainstep.commands.grids import commas
-from trainstep.commands.options import Common
+from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
 from trainstep.stats import RUN_SPREAD
 
@@ -23,12 +22,10 @@ class Compare(Common):
     """results.jsonl of the run after."""
     spread: float = RUN_SPREAD
     """Relative difference between runs of one program on one machine; every interval is widened by it."""
-
     across: commas(str) = ()  # type: ignore[valid-type]
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
     def run(self) -> int:
-        """Read, compare and print."""
         from trainstep.records import read_records
         from trainstep.report.compare import compare, comparison_table
         from trainstep.report.formats import to_terminal

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import FlagCreatePairsOff
 
-from trainstep.commands.bench import StepGrid
-from trainstep.commands.options import Common, short_name
+from trainstep.commands.options import Common, axes_of, flags_of, sources
 from trainstep.commands.output import run_and_report
-from trainstep.config import StepConfig, resolve_size
-from trainstep.errors import UsageError
+from trainstep.config import StepConfig
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+StepGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": PRECISIONS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +28,18 @@ class Dtypes(Common):
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
-    grid: StepGrid = field(default_factory=lambda: StepGrid(precision=("fp32", "bf16", "fp16")))
+    grid: StepGrid = field(default_factory=dict)
     """How the step is taken; every combination of the values is shown."""
     out: Path = Path("results/dtypes")
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Run one step per configuration, print and write."""
         from trainstep.bench.dtypes import accumulation_records, dtype_records
         from trainstep.bench.grid import expand
-        from trainstep.workload import builtin_source, factory_source
 
         if self.accumulation:
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
-        if self.workload is not None:
-            if self.size is not None or self.data is not None:
-                raise UsageError("--workload brings its own model and data; leave out --size and --data")
-            source = factory_source(self.workload)
-        else:
-            size = self.size or "tiny"
-            source = builtin_source(short_name(size), resolve_size(size), self.data)
-        axes = {each.name: getattr(self.grid, each.name) for each in dataclasses.fields(StepGrid)}
+        (source,) = sources([self.size] if self.size else [], self.workload, self.data)
+        axes = axes_of({"precision": PRECISIONS} | self.grid, StepConfig())
         configs = [StepConfig(**values) for values in expand(axes)]
         return run_and_report(dtype_records(source, configs), self.out, f"dtypes of {source.name}")

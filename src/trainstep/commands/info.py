@@ -12,7 +12,6 @@ class Info(Common):
     """Print the environment, for bug reports."""
 
     def run(self) -> int:
-        """Print one line per fact."""
         from trainstep.measure.environment import describe, gpu_state
         from trainstep.workload import resolve_device
 

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Fixed, FlagCreatePairsOff, Suppress, arg
+from tyro.conf import FlagCreatePairsOff, arg
 
-from trainstep.commands.grids import commas, grid_of
-from trainstep.commands.options import OneModel
+from trainstep.commands.options import OneModel, axes_of, commas, flags_of
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Record
+    from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
-_Grid: Any = grid_of(StepConfig)
-
-
-@dataclass(frozen=True)
-class MemoryGrid(_Grid):  # type: ignore[misc]
-    """How the steps are taken; the checkpointing policies have a flag of their own."""
-
-    checkpointing: Suppress[Fixed[tuple[str, ...]]] = ("none",)
+MemoryGrid: Any = flags_of(StepConfig, several=True, without=["checkpointing"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +43,12 @@ class Memory(OneModel):
     """What --peaks measures: forward (without gradients), forward-backward, or the whole step with the optimizer."""
     memory_gib: float | None = None
     """GiB that a step may take, for naming the best policy; by default what the GPU has, on a CPU no limit."""
-    step: MemoryGrid = field(default_factory=MemoryGrid)
+    step: MemoryGrid = field(default_factory=dict)
+    """How the steps are taken; the checkpointing policies have a flag of their own."""
     out: Path = Path("results/memory")
     """Folder for results.jsonl, tables/, report.html and snapshot.pickle."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         if self.steps < 1:
             raise UsageError(f"steps is {self.steps}; expected at least 1")
         if self.snapshot is not None:
@@ -70,14 +61,14 @@ class Memory(OneModel):
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")
 
-    def _records(self, source: WorkloadSource) -> Iterator[Record]:
+    def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
         from trainstep.bench.checkpointing import checkpointing_records, default_policies
         from trainstep.bench.peaks import peak_records
         from trainstep.bench.residuals import residual_records
 
         is_plain = not (self.peaks or self.timeline or self.residuals or self.checkpointing)
-        plain = self._configs(self.step.checkpointing)
+        plain = self._configs()
         shown = self._configs(self.policies) if self.policies and not self.checkpointing else plain
         if self.peaks or is_plain:
             yield from peak_records(source, shown, self.mode)
@@ -93,14 +84,9 @@ class Memory(OneModel):
                 names = self.policies or default_policies(source, config)
                 yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
 
-    def _configs(self, policies: Sequence[str]) -> list[StepConfig]:
+    def _configs(self, policies: Sequence[str] = ()) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""
         from trainstep.bench.grid import expand
 
-        axes = {each.name: getattr(self.step, each.name) for each in dataclasses.fields(StepConfig)}
-        return [StepConfig(**values) for values in expand(axes | {"checkpointing": policies})]
-
-
-def memory_grid(step: StepConfig) -> MemoryGrid:
-    """The grid of one case, as defaults that flags change."""
-    return MemoryGrid(**{name: (value,) for name, value in vars(step).items()})
+        given = self.step | ({"checkpointing": policies} if policies else {})
+        return [StepConfig(**values) for values in expand(axes_of(given, self.preset()[1]))]

@@ -1,51 +1,135 @@
-"""What several commands take: the model, the step, and where they come from."""
+"""What commands take: flags made from configurations, and the flags that several commands share."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import textwrap
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff
+import tyro
+from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
-from trainstep.config import ModelConfig, StepConfig, load_toml, resolve_size
+from trainstep.config import SIZES, ModelConfig, StepConfig, check_value, load_toml, resolve_size
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.workload import WorkloadSource
 
-
-@dataclass(frozen=True)
-class ModelFlags(ModelConfig):
-    """The shape of the built-in decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, untied head, no biases."""
-
-    def __post_init__(self) -> None:
-        """Left unchecked while flags are parsed, so that the parser does not wrap our one-line errors."""
-
-    def checked(self) -> ModelConfig:
-        """The configuration, checked."""
-        return ModelConfig(**vars(self))
+DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
 
 
-@dataclass(frozen=True)
-class StepFlags(StepConfig):
-    """How one training step is taken. The defaults are the plain baseline: fp32, eager, nothing fused."""
+def parse_as(commands: Any, words: Sequence[str]) -> Common:
+    """The words as an instance of one of the commands' classes, given as their union.
 
-    def __post_init__(self) -> None:
-        """Left unchecked, as above."""
+    Raises:
+        SystemExit: words that cannot be parsed; what is wrong was printed. Also after --help.
+    """
+    config = (OmitArgPrefixes, DisallowNone)
+    parsed: Any = tyro.cli(commands, args=words, prog="trainstep", description=DESCRIPTION, config=config)
+    command: Common = getattr(parsed, "experiment", parsed)
+    return command
 
-    def checked(self) -> StepConfig:
-        """The configuration, checked."""
-        return StepConfig(**vars(self))
+
+def commas(item: Any) -> Any:
+    """The type of a flag that takes several values with commas between them: a tuple of `item`."""
+    choices = typing.get_args(item) if typing.get_origin(item) is Literal else ()
+    one = "|".join(choices) if choices else item.__name__.upper()
+
+    def parse(words: list[str]) -> tuple[Any, ...]:
+        values = tuple((str if choices else item)(word) for word in words[0].split(","))
+        for value in values:
+            check_value(item, value, where="a value")
+        return values
+
+    return Annotated[
+        tuple[item, ...],
+        PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=f"{one}[,…]",
+            instance_from_str=parse,
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda values: [shown(values)],
+        ),
+    ]
+
+
+def shown(value: object) -> str:
+    """A default as the help shows it and the command line takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            docs[statement.target.id] = " ".join(str(text).split())
+    return docs
+
+
+def flags_of(
+    config: type, *, several: bool = False, defaults: Mapping[str, object] | None = None, without: Sequence[str] = ()
+) -> Any:
+    """Flags with the names, types and docstrings of a configuration's fields.
+
+    They parse to a dictionary of those that were given; the command that takes them knows what the others are.
+
+    Args:
+        config: a dataclass.
+        several: each flag takes several values with commas: the axes of a grid.
+        defaults: what the help says of flags whose default is not the field's.
+        without: fields that are no flags.
+    """
+    types, docs = typing.get_type_hints(config), field_docs(config)
+    values = {each.name: each.default for each in dataclasses.fields(config)} | dict(defaults or {})
+    flags = {
+        name: Annotated[
+            commas(types[name]) if several else types[name],
+            arg(help=docs[name], help_behavior_hint=f"(default: {shown(value)})"),
+        ]
+        for name, value in values.items()
+        if name not in without
+    }
+    typed_dict: Any = typing.TypedDict  # mypy takes only fields written out
+    made = typed_dict(f"{config.__name__}Flags", flags, total=False)
+    made.__doc__ = config.__doc__
+    return made
+
+
+def axes_of(given: Mapping[str, Any], default: object) -> dict[str, Any]:
+    """The values of every axis of a grid: those given, or the one that the field has in `default`."""
+    return {name: given.get(name, (value,)) for name, value in vars(default).items()}
+
+
+_VARIED = [
+    name for name, value in vars(ModelConfig()).items() if any(vars(size)[name] != value for size in SIZES.values())
+]
+ModelFlags: Any = flags_of(ModelConfig, defaults=dict.fromkeys(_VARIED, "the size's"))
+StepFlags: Any = flags_of(StepConfig)
+StepGrid: Any = flags_of(StepConfig, several=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Common:
+class Common(ABC):
     """What every command takes."""
 
     debug: FlagCreatePairsOff[bool] = False
     """Show the traceback of an error, and of every case that fails."""
+
+    @abstractmethod
+    def run(self) -> int:
+        """Do what the flags say, print it and write it; returns the exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +140,31 @@ class BuiltinModel(Common):
     """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table; by default tiny, or
     small where there is a GPU. The model's own flags change it further."""
     config: Path | None = None
-    """TOML file with [model] and [step] tables, as defaults for the flags."""
+    """TOML file with [model] and [step] tables (train reads [train] too), as defaults for the flags."""
     data: Path | None = None
     """Text file, folder of text, or .bin of token ids; by default the Python standard library's source."""
-    model: ModelFlags = field(default_factory=ModelFlags)
-    step: StepFlags = field(default_factory=StepFlags)
+    model: ModelFlags = field(default_factory=dict)
+    step: StepFlags = field(default_factory=dict)
+
+    def preset(self) -> tuple[ModelConfig, StepConfig]:
+        """The model and the step that `--size` and `--config` name, before other flags change them."""
+        return preset(self.size, self.config)
+
+    def model_config(self) -> ModelConfig:
+        """The model, checked."""
+        return dataclasses.replace(self.preset()[0], **self.model)
+
+    def step_config(self) -> StepConfig:
+        """How a step is taken, checked."""
+        return dataclasses.replace(self.preset()[1], **self.step)
 
     def model_name(self) -> str:
         """The size's name, with what other flags changed of it."""
-        base, _ = preset(self.size, self.config)
+        base = self.preset()[0]
         changed = [
-            f"{each.name}={getattr(self.model, each.name)}"
-            for each in dataclasses.fields(ModelConfig)
-            if getattr(self.model, each.name) != getattr(base, each.name)
+            f"{name}={self.model[name]}" for name, value in vars(base).items() if self.model.get(name, value) != value
         ]
-        name = short_name(self.size or (str(self.config) if self.config else default_size()))
-        return " ".join([name, *changed])
+        return " ".join([short_name(self.size or self.config or default_size()), *changed])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,49 +178,60 @@ class OneModel(BuiltinModel):
 
     def source(self) -> WorkloadSource:
         """The workload these flags name."""
-        from trainstep.workload import builtin_source, factory_source
+        from trainstep.workload import builtin_source
 
-        if self.workload is not None:
-            if self.size is not None or self.data is not None:
-                raise UsageError("--workload brings its own model and data; leave out --size and --data")
-            if changed := _changed(self.model, preset(None, self.config)[0]):
-                raise UsageError(f"--workload brings its own model; leave out --{changed[0].replace('_', '-')}")
-            return factory_source(self.workload)
-        return builtin_source(self.model_name(), self.model.checked(), self.data)
+        if self.workload is None:
+            return builtin_source(self.model_name(), self.model_config(), self.data)
+        (source,) = sources([self.size] if self.size else [], self.workload, self.data, list(self.model))
+        return source
 
     def require_nothing_to_run(self, flag: str) -> None:
         """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""
-        given = [name for name in ("size", "config", "workload", "data") if getattr(self, name) is not None]
-        if not given:
-            model, step = preset(None, None)
-            given = _changed(self.model, model) + _changed(self.step, step)
-        if given:
+        named = [name for name in ("size", "config", "workload", "data") if getattr(self, name) is not None]
+        if given := [*named, *self.model, *self.step]:
             raise UsageError(
                 f"{flag} reads a file and measures nothing, so --{given[0].replace('_', '-')} has nothing to change; "
                 "leave it out"
             )
 
 
-def preset(size: str | None, config: Path | None) -> tuple[ModelConfig, StepConfig]:
-    """The model and the step that `--size` and `--config` name, before other flags change them."""
-    loaded = load_toml(config) if config is not None else None
-    if size is not None or loaded is None:
-        model = resolve_size(size or default_size())
-    else:
-        model = loaded.model
-    return model, loaded.step if loaded is not None else StepConfig()
+def sources(
+    sizes: Sequence[str], workload: str | None, data: Path | None, model: Sequence[str] = ()
+) -> list[WorkloadSource]:
+    """Our models of these sizes, by default the tiny one, or the user's own workload.
+
+    Raises:
+        UsageError: an unknown size; or a size, data or flags of a model beside a workload, which brings its own.
+    """
+    from trainstep.workload import builtin_source, factory_source
+
+    if workload is None:
+        models = [(short_name(size), resolve_size(size)) for size in sizes or ("tiny",)]
+        return [builtin_source(name, model, data) for name, model in models]
+    if sizes or data is not None:
+        raise UsageError("--workload brings its own model and data; leave out --size and --data")
+    if model:
+        raise UsageError(f"--workload brings its own model; leave out --{model[0].replace('_', '-')}")
+    return [factory_source(workload)]
+
+
+def preset(
+    size: str | None, config: Path | None, default: str | None = None, step: StepConfig | None = None
+) -> tuple[ModelConfig, StepConfig]:
+    """The model and the step that `--size` and `--config` name; without them the default size and `step`."""
+    if config is None:
+        return resolve_size(size or default or default_size()), step or StepConfig()
+    loaded = load_toml(config)
+    return loaded.model if size is None else resolve_size(size), loaded.step
 
 
 def default_size() -> str:
+    """The size of a model that nothing names."""
     import torch
 
     return "small" if torch.cuda.is_available() else "tiny"
 
 
-def short_name(size: str) -> str:
-    return Path(size).stem if size.endswith(".toml") else size
-
-
-def _changed(flags: object, base: object) -> list[str]:
-    """Names of the fields whose value, or only value where there may be several, is not the base's."""
-    return [name for name, value in vars(base).items() if getattr(flags, name) not in (value, (value,))]
+def short_name(size: str | Path) -> str:
+    """What tables call a size or a file that describes one."""
+    return Path(size).stem if str(size).endswith(".toml") else str(size)

@@ -13,7 +13,7 @@ from trainstep.guards import StopSignals
 if TYPE_CHECKING:
     import rich.console
 
-    from trainstep.records import Record
+    from trainstep.records import Row
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -25,18 +25,18 @@ BESIDE = ("trace", "snapshot")
 """Values of records that name a file written beside them."""
 
 
-def run_and_report(records: Iterable[Record], out: Path, title: str, total: int | None = None) -> int:
+def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | None = None) -> int:
     """Write each record as it comes, with progress; then print the tables and findings and write the report."""
     from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.formats import to_terminal
     from trainstep.report.report import Report
-    from trainstep.report.tables import make_tables
+    from trainstep.report.subjects import make_tables
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}", markup=False, highlight=False)
-    taken: list[Record] = []
+    taken: list[Row] = []
     code = 0
     try:
         with StopSignals(signal.SIGINT, raises=True) as signals:
@@ -51,7 +51,7 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
     finally:
         writer.close()
     report = Report(taken)
-    tables = make_tables(taken, brief=True)
+    tables = make_tables(taken, "terminal")
     if passes := repeatability(taken):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
@@ -74,25 +74,12 @@ def run_and_report(records: Iterable[Record], out: Path, title: str, total: int 
 
 
 def _with_progress(
-    records: Iterable[Record], console: rich.console.Console, title: str, total: int | None
-) -> Iterator[Record]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    records: Iterable[Row], console: rich.console.Console, title: str, total: int | None
+) -> Iterator[Row]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
+    times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=total)
         for record in records:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Fixed, Suppress
-
-from trainstep.commands.grids import commas
-from trainstep.commands.options import Common, ModelFlags, StepFlags, short_name
+from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -21,15 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
 """What people train with, where no file says otherwise."""
-
-
-@dataclass(frozen=True)
-class PlannedStep(StepFlags):
-    """How the step is taken. The batch is what each GPU brings."""
-
-    learning_rate: Suppress[Fixed[float]] = StepConfig.learning_rate
-    device: Suppress[Fixed[str]] = StepConfig.device
-    seed: Suppress[Fixed[int]] = StepConfig.seed
+PlannedStep: Any = flags_of(StepConfig, defaults=vars(DEFAULT_STEP), without=["learning_rate", "device", "seed"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +48,26 @@ class Plan(Common):
     """GiB of a GPU, in place of the datasheet's or the calibration's."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
-    model: ModelFlags = field(default_factory=ModelFlags)
-    step: PlannedStep = field(default_factory=PlannedStep)
+    model: ModelFlags = field(default_factory=dict)
+    step: PlannedStep = field(default_factory=dict)
+    """How the step is taken. The batch is what each GPU brings."""
     out: Path = Path("results/plan")
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        """Predict, print and write."""
-        from trainstep.bench.planned import PlanRequest, plan_records
         from trainstep.plan.machine import Cluster
+        from trainstep.plan.rows import PlanRequest, plan_records
 
+        model, step = preset(self.size, self.config, DEFAULT_SIZE, DEFAULT_STEP)
         machine = self._machine()
         if self.memory_gib is not None:
             if not 0 < self.memory_gib < 1e6:
                 raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
             machine = dataclasses.replace(machine, memory_bytes=int(self.memory_gib * 2**30))
         request = PlanRequest(
-            name=short_name(self.size or (str(self.config) if self.config else DEFAULT_SIZE)),
-            model=self.model.checked(),
-            step=self.step.checked(),
+            name=short_name(self.size or self.config or DEFAULT_SIZE),
+            model=dataclasses.replace(model, **self.model),
+            step=dataclasses.replace(step, **self.step),
             cluster=Cluster(machine, self.gpus_per_node, self.nodes, self.network_gb_s * 1e9),
             tensor_parallel=self.tensor_parallel,
             policies=self.policies,
@@ -86,8 +76,8 @@ class Plan(Common):
         return run_and_report(records, self.out, f"plan of {request.name}")
 
     def _machine(self) -> Machine:
-        from trainstep.bench.calibration import calibrated
         from trainstep.hardware import require_device
+        from trainstep.plan.calibration import calibrated
         from trainstep.plan.machine import machine_of
         from trainstep.records import read_records
 

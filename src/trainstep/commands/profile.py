@@ -17,7 +17,7 @@ from trainstep.commands.output import run_and_report
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.records import Record
+    from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
 
@@ -30,7 +30,7 @@ class Profile(OneModel):
     profiled_steps: int = 3
     """Steps that the profiler records, after as many of its own warm-ups as it needs."""
     nsys: FlagCreatePairsOff[bool] = False
-    """Record with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
+    """Row with NVIDIA Nsight Systems instead, warm-ups left out; where it is missing, say the command to run."""
     nvtx: FlagCreatePairsOff[bool] = False
     """Only run the steps, with their ranges announced to NVTX and the profiled ones between cudaProfilerStart and Stop:
     what runs under nsys or ncu."""
@@ -40,7 +40,6 @@ class Profile(OneModel):
     """Folder for results.jsonl, tables/, report.html and the trace (trace.json.gz opens in ui.perfetto.dev)."""
 
     def run(self) -> int:
-        """Measure, print and write."""
         if self.steps < 1 or self.profiled_steps < 1 or self.warmup < 0:
             raise UsageError(
                 f"steps is {self.steps}, profiled-steps {self.profiled_steps}, warmup {self.warmup}; expected at least "
@@ -57,16 +56,16 @@ class Profile(OneModel):
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
 
-            run_nvtx(source, self.step.checked(), warmup=self.warmup, steps=self.profiled_steps)
+            run_nvtx(source, self.step_config(), warmup=self.warmup, steps=self.profiled_steps)
             return 0
         return run_and_report(self._records(source), self.out, f"profile of {source.name}")
 
-    def _records(self, source: WorkloadSource) -> Iterator[Record]:
+    def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.ceilings import ceiling_records
         from trainstep.bench.profile import profile_records
         from trainstep.workload import resolve_device
 
-        config = self.step.checked()
+        config = self.step_config()
         yield from ceiling_records(resolve_device(config.device))
         yield from profile_records(
             source,
@@ -88,9 +87,9 @@ class Profile(OneModel):
         from trainstep.workload import resolve_device
 
         flags = ["--nvtx" if word == "--nsys" else word for word in sys.argv[1:]]
-        command = nsys_command([sys.executable, "-m", "trainstep.cli", *flags], self.out / "profile")
+        command = nsys_command([sys.executable, "-m", "trainstep", *flags], self.out / "profile")
         require_nsys(command)
-        if resolve_device(self.step.checked().device).type != "cuda":
+        if resolve_device(self.step_config().device).type != "cuda":
             raise UsageError("--nsys profiles a GPU, and this would run on the CPU; use a machine with a GPU")
         self.out.mkdir(parents=True, exist_ok=True)
         print(shlex.join(command), flush=True)

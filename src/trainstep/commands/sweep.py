@@ -9,18 +9,25 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from trainstep.commands.options import Common
+from trainstep.commands.analyze import Analyze
+from trainstep.commands.bench import Bench
+from trainstep.commands.memory import Memory
+from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import run_and_report
+from trainstep.commands.plan import Plan
+from trainstep.commands.profile import Profile
 from trainstep.errors import UsageError
-from trainstep.report.sweep_axes import named
 
 if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
-    from trainstep.records import Record, Status
+    from trainstep.records import Row, Status
+
+SWEPT: Any = Union[Analyze, Bench, Memory, Plan, Profile]  # noqa: UP007 - a value here, not an annotation
+"""The commands that a sweep's file may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +61,9 @@ class Sweep(Common):
     """Folder for results.jsonl, tables/, report.html and cases/; by default results/sweep-NAME of NAME.toml."""
 
     def run(self) -> int:
-        """Run what is not finished, print and write."""
         from trainstep.bench.sweep.grid_file import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
-        from trainstep.bench.sweep.resume import RETRIED, is_finished, places_of, sweep_records
-        from trainstep.cli import parse
+        from trainstep.bench.sweep.rows import RETRIED, sweep_records
         from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
@@ -68,13 +73,13 @@ class Sweep(Common):
             )
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
-        grid = load_grid(self.file, parse)
+        grid = load_grid(self.file, lambda words: parse_as(SWEPT, words))
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         retried = RETRIED if self.retry == "failed" else ()
-        places = places_of(grid, out)
+        places = grid.places(out)
         if self.dry_run:
             for place in places:
-                print("finished" if is_finished(place, retried) else "to run", shlex.join(place.case.words), sep="  ")
+                print("finished" if place.is_finished(retried) else "to run", shlex.join(place.case.words), sep="  ")
             print(_count(places, retried))
             return 0
         if self.executor == "slurm":
@@ -93,8 +98,8 @@ class Sweep(Common):
                 )
 
     def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
-        from trainstep.bench.sweep.here import run_here, visible_gpus
         from trainstep.bench.sweep.jobs import Resources, run_jobs
+        from trainstep.bench.sweep.processes import run_here, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1
@@ -105,15 +110,15 @@ class Sweep(Common):
 
 def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
     """How many cases there are, and how many of them are left."""
-    from trainstep.bench.sweep.resume import is_finished
-
-    finished = sum(is_finished(place, retried) for place in places)
+    finished = sum(place.is_finished(retried) for place in places)
     to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
     return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"
 
 
-def _told(records: Iterator[Record], axes: Sequence[str], total: int) -> Iterator[Record]:
+def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[Row]:
     """The rows, each said in a line where no progress bar is shown, as in the log of a long run."""
+    from trainstep.report.subjects.sweep import named
+
     for record in records:
         if not sys.stdout.isatty():
             point = {name: record.case[name] for name in (*axes, "row") if record.case.get(name) is not None}

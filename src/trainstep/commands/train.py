@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.commands.options import BuiltinModel, ModelFlags, StepFlags, preset
+from trainstep.commands.options import BuiltinModel, flags_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
 from trainstep.config import load_toml, replace_checked
 from trainstep.train.config import RunConfig, TrainConfig
 
-
-@dataclass(frozen=True)
-class TrainFlags(TrainConfig):
-    """How a run trains: its length, its batch, its schedule, its scheme, and what it keeps."""
-
-    def __post_init__(self) -> None:
-        """Left unchecked while flags are parsed, so that the parser does not wrap our one-line errors."""
-
-    def checked(self) -> TrainConfig:
-        """The configuration, checked."""
-        return TrainConfig(**vars(self))
+TrainFlags: Any = flags_of(TrainConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(BuiltinModel):
     """Train a model on text or token ids, alone or under torchrun; started again, it goes on where it was."""
 
-    train: TrainFlags = field(default_factory=TrainFlags)
+    train: TrainFlags = field(default_factory=dict)
     resume_from: str | None = None
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
@@ -39,12 +30,11 @@ class Train(BuiltinModel):
     already goes on; another one is never overwritten."""
 
     def run(self) -> int:
-        """Train; the first rank prints."""
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
 
-        config = RunConfig(self.model_name(), self.model.checked(), self.step.checked(), self.train.checked())
+        config = self.run_config()
         mistake: AgreedError | None = None
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
@@ -64,15 +54,10 @@ class Train(BuiltinModel):
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return INTERRUPTED if by is signal.SIGINT else 0
 
-
-def train_defaults(size: str | None, config: Path | None) -> dict[str, Any]:
-    """The command's model, step and run that `--size` and `--config` name, before other flags change them."""
-    model, step = preset(size, config)
-    train = TrainConfig()
-    if config is not None:
-        train = replace_checked(train, load_toml(config).train, where=f"{config} [train]")
-    return {
-        "model": ModelFlags(**vars(model)),
-        "step": StepFlags(**vars(step)),
-        "train": TrainFlags(**vars(train)),
-    }
+    def run_config(self) -> RunConfig:
+        """The run that these flags describe, checked."""
+        train = TrainConfig()
+        if self.config is not None:
+            train = replace_checked(train, load_toml(self.config).train, where=f"{self.config} [train]")
+        train = dataclasses.replace(train, **self.train)
+        return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)

@@ -1,4 +1,4 @@
-"""`trainstep tune attention`: measure this GPU and rewrite the tables that our kernels and `impl="auto"` look up."""
+"""`trainstep tune attention`: measure this GPU for our kernels and for `impl="auto"`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from trainstep.commands.grids import commas
-from trainstep.commands.options import Common
+from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
 from trainstep.errors import UsageError
 
@@ -18,7 +17,7 @@ Part = Literal["tiles", "choice"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Common):
-    """Measure this GPU and rewrite the tables of tile sizes and of the fastest implementation per shape."""
+    """Measure tile sizes and the fastest implementation per shape on this GPU, and write them to your cache folder."""
 
     what: Positional[Literal["attention"]] = "attention"
     """What to tune."""
@@ -29,12 +28,11 @@ class Tune(Common):
     dtype: commas(Dtype) = ("bf16", "fp32", "tf32")  # type: ignore[valid-type]
     """Types to measure. 16-bit types share their tiles; tf32 is float32 on TF32 units, for tiles only."""
     dry_run: FlagCreatePairsOff[bool] = False
-    """Measure and print, and leave the tables as they are."""
+    """Measure and print, and write nothing."""
 
     def run(self) -> int:
-        """Measure, print and write."""
-        from trainstep.attention import measure_choice
-        from trainstep.attention.triton import tune
+        from trainstep.attention.tune import tune_choice, tune_tiles
+        from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES
         from trainstep.casting import DTYPES
 
         chosen = [name for name in self.dtype if name != "tf32"]
@@ -43,8 +41,9 @@ class Tune(Common):
                 "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
             )
         console = console_for_output()
+        written = []
         if "tiles" in self.part:
-            tune.tune(
+            tune_tiles(
                 head_dims=self.head_dim,
                 dtypes=self.dtype,
                 progress=lambda done: console.print(
@@ -53,13 +52,17 @@ class Tune(Common):
                     markup=False,
                     highlight=False,
                 ),
-                write=None if self.dry_run else tune.TABLES,
+                save=not self.dry_run,
             )
+            written += [TILES.user_file(), HOPPER_TILES.user_file()]
         if "choice" in self.part:
-            measure_choice.measure(
+            tune_choice(
                 head_dims=self.head_dim,
                 dtypes=[DTYPES[name] for name in chosen],
                 progress=lambda line: console.print(line, markup=False, highlight=False),
-                write=None if self.dry_run else measure_choice.TABLE,
+                save=not self.dry_run,
             )
+            written.append(CHOICES.user_file())
+        if not self.dry_run:
+            console.print(f"written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
         return 0

@@ -1,6 +1,37 @@
 """What happens between ranks: data parallel training of any `nn.Module`, with torch.distributed.
 
-`join_group` starts a process that torchrun launched; the wrappers and the optimizer are imported on first use.
+`join_group` starts a process that torchrun launched (`process`). Three ways to train, each opening with its schedule:
+`ddp` averages gradients; `zero` divides the optimizer's state and work as well; `fsdp` divides everything. They stand
+on `collectives`. The names below are imported on first use.
+
+One word for one thing, here and in the names of the code:
+
+rank, world size
+    One process of a process group, and how many there are.
+share
+    A rank's part of the global batch.
+slice
+    One of `world size` equal stretches of a tensor's memory: what a reduce-scatter leaves on a rank and an all-gather
+    takes from it (`collectives.slice_of`). The sharded optimizer updates slices of parameters.
+shard
+    The rows of a parameter that a rank keeps under FSDP; in the module its place is taken by the whole while gathered.
+replicated
+    The same on every rank: parameters that FSDP does not cut.
+piece
+    A parameter, and what of it this rank's sharded optimizer updates: its slice, all of it, or nothing.
+bucket
+    Tensors that travel in one call: a `GradientBucket` in backward, a `ParameterBucket` in the sharded optimizer's
+    step.
+group
+    In `process`, `collectives`, `ddp` and `fsdp.transport` the *process group*: the ranks that communicate. In `zero` a
+    *parameter group*, as in torch.optim: parameters with hyper-parameters of their own. In `fsdp` a *gather group*:
+    parameters that are gathered and freed together, for the calls of its *units*, usually one block.
+buffer
+    Memory that FSDP's gradients are copied into to be sent, by destination.
+flat
+    A tensor's elements in the order of their memory, as a one-dimensional view.
+transport
+    What carries FSDP's parameters and gradients: collectives, or copies between the memories of one host's ranks.
 """
 
 from importlib import import_module
@@ -8,10 +39,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainstep.parallel.ddp import DistributedDataParallel
-    from trainstep.parallel.fsdp import FullyShardedDataParallel
+    from trainstep.parallel.fsdp.checkpoint import load_checkpoint, save_checkpoint
+    from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
     from trainstep.parallel.process import Process, join_group
-    from trainstep.parallel.sharded_optimizer import ShardedOptimizer
-    from trainstep.parallel.sharding.checkpoint import load_checkpoint, save_checkpoint
+    from trainstep.parallel.zero.optimizer import ShardedOptimizer
 
 __all__ = [
     "DistributedDataParallel",
@@ -25,12 +56,12 @@ __all__ = [
 
 _HOME = {
     "DistributedDataParallel": "trainstep.parallel.ddp",
-    "FullyShardedDataParallel": "trainstep.parallel.fsdp",
+    "FullyShardedDataParallel": "trainstep.parallel.fsdp.wrapper",
     "Process": "trainstep.parallel.process",
-    "ShardedOptimizer": "trainstep.parallel.sharded_optimizer",
+    "ShardedOptimizer": "trainstep.parallel.zero.optimizer",
     "join_group": "trainstep.parallel.process",
-    "load_checkpoint": "trainstep.parallel.sharding.checkpoint",
-    "save_checkpoint": "trainstep.parallel.sharding.checkpoint",
+    "load_checkpoint": "trainstep.parallel.fsdp.checkpoint",
+    "save_checkpoint": "trainstep.parallel.fsdp.checkpoint",
 }
 
 

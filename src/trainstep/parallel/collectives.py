@@ -1,19 +1,24 @@
-"""Collectives over lists of tensors, each list in one call, in place and asynchronous.
+"""Collectives over lists of tensors, which tensors share one, and the side stream that runs beside computation.
 
-The tensors stay where they are: NCCL runs a list as one group of operations in one launch; for Gloo they are packed and
-unpacked. On a GPU a call runs on the group's own stream, after what the current stream was given before it; `wait()` on
-what is returned makes the current stream, not the host, wait for the result. All tensors of a call share dtype and
-device, and every rank gives the same sizes in the same order.
+A collective takes a list in one call, in place and asynchronous. The tensors stay where they are: NCCL runs a list as
+one group of operations in one launch; for Gloo they are packed and unpacked. On a GPU a call runs on the group's own
+stream, after what the current stream was given before it; `wait()` on what is returned makes the current stream, not
+the host, wait for the result. All tensors of a call share dtype and device, and every rank gives the same sizes in the
+same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+MB = 10**6
+"""Bytes in a megabyte, as networks count them."""
 
 
 class Waitable(Protocol):
@@ -92,6 +97,132 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
         target.copy_(dense)
 
 
+def clip_gradients_(
+    divided: Sequence[Tensor],
+    replicated: Sequence[Tensor],
+    *,
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+    Args:
+        divided: this rank's part of the gradients, which may be none; no other rank has these elements.
+        replicated: gradients that are the same on every rank, and so counted once.
+        max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
+        group: the ranks; all of them call.
+        device: of the gradients.
+    """
+    of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
+    if norm_type == float("inf"):
+        dist.all_reduce(of_divided, op=dist.ReduceOp.MAX, group=group)
+        total = torch.maximum(of_divided, of_replicated)
+    else:
+        powers = of_divided**norm_type
+        dist.all_reduce(powers, group=group)
+        total = (powers + of_replicated**norm_type) ** (1 / norm_type)
+    if gradients := [*divided, *replicated]:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float) -> list[list[int]]:
+    """Cut a sequence into buckets.
+
+    Args:
+        items: (index, bytes, kind) in the order in which the tensors become ready. Each kind fills buckets of its own.
+        bucket_mb: a bucket is closed as soon as it holds this much, so that small tensors travel with large ones. 0
+            makes one bucket per tensor, infinity one per kind.
+
+    Returns:
+        The indices of each bucket, ordered by when its last tensor becomes ready.
+    """
+    limit = bucket_mb * MB
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[tuple[int, list[int]]] = []  # (position of the last tensor, indices)
+    last: dict[Hashable, int] = {}
+    for position, (index, size, kind) in enumerate(items):
+        bucket, filled = open_buckets.pop(kind, ([], 0))
+        bucket.append(index)
+        if filled + size >= limit:
+            closed.append((position, bucket))
+        else:
+            open_buckets[kind] = (bucket, filled + size)
+        last[kind] = position
+    closed += [(last[kind], bucket) for kind, (bucket, _) in open_buckets.items()]
+    return [bucket for _, bucket in sorted(closed)]
+
+
+@dataclass
+class Pending:
+    """Work under way on a side stream."""
+
+    event: torch.cuda.Event | None = None
+    work: Waitable | None = None
+    then: Callable[[], None] | None = None
+    holds: object = None
+    """What must not be freed before the wait."""
+
+    def wait(self) -> None:
+        """Let the current stream (on a CPU: the caller) wait for the end of the work."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        if self.work is not None:
+            self.work.wait()  # for NCCL's the current stream waits, too
+        if self.then is not None:
+            self.then()
+        self.event = self.work = self.then = self.holds = None
+
+
+class SideStream:
+    """Runs communication and the copies around it beside computation: on a GPU a stream, on a CPU Gloo's threads.
+
+    The rule that keeps memory safe without the host ever waiting: every buffer is allocated and freed in the order of
+    the computation's stream. A side stream starts after what the computation has been given so far, so a buffer is
+    there before it is used; and the computation waits for the side stream's event before the buffer is freed, so it is
+    there until then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(
+        self,
+        start: Callable[[], Waitable | None] | None,
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Run `before`, what `start` starts, and `after`, behind all that the current stream has so far.
+
+        `start` returns a collective under way, or None if it has given the current stream all there is to do. On a CPU
+        `after` runs when the collective is waited for.
+        """
+        if self._stream is None:
+            if before is not None:
+                before()
+            work = None if start is None else start()
+            if work is not None:
+                return Pending(work=work, then=after, holds=start)
+            if after is not None:
+                after()
+            return Pending()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if before is not None:
+                before()
+            work = None if start is None else start()
+            if work is not None and after is None:
+                return Pending(work=work, holds=start)  # so that what is run here next does not wait for it
+            if work is not None:
+                work.wait()  # this stream waits for the group's own; the host does not
+            if after is not None:
+                after()
+            return Pending(event=self._stream.record_event(), holds=(start, after))
+
+
 class _PackedGather:
     """An all-gather of several tensors over Gloo, packed into one here and unpacked when it is waited for.
 
@@ -138,3 +269,10 @@ def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
     if group.size() > 1:
         torch._foreach_div_(list(tensors), group.size())
     return dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    present = [gradient for gradient in gradients if gradient.numel() > 0]
+    of_each = torch._foreach_norm(present, norm_type) if present else ()
+    norms = torch.stack([torch.zeros((), device=device), *(norm.float() for norm in of_each)])
+    return torch.linalg.vector_norm(norms, norm_type)

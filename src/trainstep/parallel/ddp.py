@@ -20,6 +20,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +28,56 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.buckets import assign_buckets
-from trainstep.parallel.collectives import broadcast_from_first
+from trainstep.parallel.collectives import (
+    all_reduce_mean,
+    assign_buckets,
+    broadcast_from_first,
+    reduce_scatter_mean,
+    slice_of,
+)
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.reduction import Bucket, Reduction
+
+
+@dataclass
+class GradientBucket:
+    """Parameters, by number, whose gradients are averaged in one call."""
+
+    numbers: tuple[int, ...]
+    scattered: bool
+    """Whether each rank gets only its slice of the mean."""
+    waiting: set[int] = field(default_factory=set)
+    """Those whose gradient has not come yet in this step."""
+    started: bool = False
+    """Whether this step's call was made."""
+
+
+class BucketReduction:
+    """A bucket's call under way. `gradients` are overwritten; they are sent in `dtype` (None: in their own)."""
+
+    def __init__(
+        self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
+    ) -> None:
+        self.bucket = bucket
+        self._gradients = gradients
+        self._group = group
+        self._sent = gradients
+        if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
+            self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
+            torch._foreach_copy_(self._sent, gradients)
+        reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
+        self._work = reduce(self._sent, group)
+
+    def wait(self) -> list[Tensor]:
+        """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
+        self._work.wait()
+        sent, means = self._sent, self._gradients
+        if self.bucket.scattered:
+            rank, world_size = self._group.rank(), self._group.size()
+            sent = [slice_of(tensor, rank, world_size) for tensor in sent]
+            means = [slice_of(tensor, rank, world_size) for tensor in means]
+        if self._sent is not self._gradients:
+            torch._foreach_copy_(means, sent)
+        return means
 
 
 class DistributedDataParallel(nn.Module):
@@ -47,8 +94,8 @@ class DistributedDataParallel(nn.Module):
         bucket_mb: megabytes (10^6 bytes) of gradients per call. 0 makes one call per parameter, infinity a single one.
         overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
         process_group: the ranks; by default all.
-        reduce_dtype: cast gradients to this type for the journey (bfloat16 halves the bytes and rounds each gradient
-            twice more); by default they travel as they are.
+        reduce_dtype: cast gradients to this type to send them (bfloat16 halves the bytes and rounds each gradient
+            twice more); by default they are sent as they are.
         allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
             rank keep none. Costs one more small collective and a wait of the host in each step.
 
@@ -70,31 +117,22 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         group = resolve_group(process_group)
         _check_arguments(module, bucket_mb, reduce_dtype)
-        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        check_ranks_agree(type(self).__name__, tensors, group, settings=settings | {"allow_unused": allow_unused})
+        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
+        settings["allow_unused"] = allow_unused
+        check_ranks_agree(type(self).__name__, tensors, group, settings=settings)
         broadcast_from_first([tensor for _, tensor in tensors], group)
-        self._attach(module, group, bucket_mb, overlap, reduce_dtype, allow_unused)
-
-    def _attach(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        bucket_mb: float,
-        overlap: bool,
-        reduce_dtype: torch.dtype | None,
-        allow_unused: bool,
-    ) -> None:
-        self.module = module
         self.process_group = group
-        self.bucket_mb = bucket_mb
-        self.overlap = overlap
-        self.reduce_dtype = reduce_dtype
-        self.allow_unused = allow_unused
+        self.bucket_mb, self.overlap = bucket_mb, overlap
+        self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
+        self._attach(module)
+
+    def _attach(self, module: nn.Module) -> None:
+        self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in named]
         self._trained = [parameter for _, parameter in named]
-        self._pieces: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
+        self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
         self._make_buckets(list(reversed(range(len(named)))))
@@ -126,7 +164,9 @@ class DistributedDataParallel(nn.Module):
             absent = [number for number in range(len(self._trained)) if number not in self._came]
             if absent and not self.allow_unused:
                 raise UsageError(self._unused_message(absent))
-            self._fill_in(absent)
+            for number in absent:
+                if self._trained[number].grad is None:
+                    self._trained[number].grad = torch.zeros_like(self._trained[number])
             while self._next < len(self._buckets):
                 self._start_next()
             for reduction in self._underway:
@@ -147,18 +187,18 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._synchronizing = before
 
-    def scatter_gradients(self, pieces: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def scatter_gradients(self, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
-        After `finish_gradient_synchronization()`, `piece.grad` is this rank's slice (see `collectives.slice_of`) and
+        After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`) and
         `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`.
 
         Args:
-            pieces: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
+            slices: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
         """
         assert not self._came, "called between backward and finish_gradient_synchronization()"
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
-        self._pieces = {numbers[id(parameter)]: piece for parameter, piece in pieces.items()}
+        self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
         self._make_buckets(self._order or list(reversed(range(len(self._trained)))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -166,8 +206,10 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        module = copy.deepcopy(self.module, memo)
-        twin._attach(module, self.process_group, self.bucket_mb, self.overlap, self.reduce_dtype, self.allow_unused)
+        twin.process_group = self.process_group
+        twin.bucket_mb, twin.overlap = self.bucket_mb, self.overlap
+        twin.reduce_dtype, twin.allow_unused = self.reduce_dtype, self.allow_unused
+        twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
 
     def _make_buckets(self, order: list[int]) -> None:
@@ -175,10 +217,10 @@ class DistributedDataParallel(nn.Module):
         for number in order:
             parameter = self._trained[number]
             dtype = self.reduce_dtype or parameter.dtype
-            kind = (parameter.dtype, parameter.device, number in self._pieces)
+            kind = (parameter.dtype, parameter.device, number in self._slices)
             items.append((number, parameter.numel() * dtype.itemsize, kind))
         self._buckets = [
-            Bucket(tuple(numbers), scattered=numbers[0] in self._pieces)
+            GradientBucket(tuple(numbers), scattered=numbers[0] in self._slices)
             for numbers in assign_buckets(items, self.bucket_mb)
         ]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
@@ -186,7 +228,7 @@ class DistributedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
-        self._underway: list[Reduction] = []
+        self._underway: list[BucketReduction] = []
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.started = set(bucket.numbers), False
@@ -214,14 +256,14 @@ class DistributedDataParallel(nn.Module):
         self._next += 1
         bucket.started = True
         gradients = [self._gradient(number) for number in bucket.numbers]
-        self._underway.append(Reduction(bucket, gradients, self.reduce_dtype, self.process_group))
+        self._underway.append(BucketReduction(bucket, gradients, self.reduce_dtype, self.process_group))
 
-    def _settle(self, reduction: Reduction) -> None:
+    def _settle(self, reduction: BucketReduction) -> None:
         """Wait for a bucket, and put slices where they belong."""
         results = reduction.wait()
         if reduction.bucket.scattered:
             for number, result in zip(reduction.bucket.numbers, results, strict=True):
-                self._pieces[number].grad = result
+                self._slices[number].grad = result
                 self._trained[number].grad = None
 
     def _gradient(self, number: int) -> Tensor:
@@ -235,12 +277,6 @@ class DistributedDataParallel(nn.Module):
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
         return gradient.detach()
 
-    def _fill_in(self, absent: list[int]) -> None:
-        for number in absent:
-            parameter = self._trained[number]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
     def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
         used = torch.ones(len(self._trained), dtype=torch.uint8)
         used[absent] = 0
@@ -248,8 +284,8 @@ class DistributedDataParallel(nn.Module):
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
         for number in (used == 0).nonzero().flatten().tolist():
             self._trained[number].grad = None
-            if number in self._pieces:
-                self._pieces[number].grad = None
+            if number in self._slices:
+                self._slices[number].grad = None
 
     def _rebuild_buckets(self) -> None:
         """After the first step: fill buckets in the order in which rank 0's gradients came."""

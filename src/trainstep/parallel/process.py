@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +21,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from trainstep.errors import UsageError
-from trainstep.parallel.fresh_store import fresh_store
 
 Result = TypeVar("Result")
 
 TIMEOUT_S = 600.0
 """How long a collective waits for the other ranks before it is an error."""
+
+_POLL_S = 0.01
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -115,6 +118,49 @@ def joined(
     dist.destroy_process_group()
 
 
+def fresh_store(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Store:
+    """The part of `store` under a name that all ranks of this start, and no others, know.
+
+    Ranks find each other through a key-value store, where each leaves its address. torchrun keeps that store when it
+    starts its workers again after one was killed (seen in torch 2.13; the number of the start, which it tells them, may
+    differ between hosts). Then a rank that is early finds the address of a process that is dead, and waits for it in
+    vain. So before anything else the ranks agree on a new name, under which they then keep all they write.
+
+    Rank 0 makes the name. Every other rank asks for it with a token that it has just made; rank 0 answers each token
+    with the name; the rank that made the token, and no other, confirms. Rank 0 answers again when a rank's token
+    changes, as it does when the first one was a dead process's.
+
+    Raises:
+        TimeoutError: some rank has not come in time.
+    """
+    token = uuid.uuid4().hex
+    if rank == 0:
+        _answer_all(store, token, world_size, time.monotonic() + timeout_s)
+        return PrefixStore(f"start/{token}", store)
+    store.set(f"call/{rank}", token)
+    store.wait([f"answer/{token}"], timedelta(seconds=timeout_s))
+    name = store.get(f"answer/{token}").decode()
+    store.set(f"confirm/{name}/{rank}", "")
+    return PrefixStore(f"start/{name}", store)
+
+
+def _answer_all(store: Store, name: str, world_size: int, deadline: float) -> None:
+    waiting = set(range(1, world_size))
+    answered: dict[int, str] = {}
+    while waiting:
+        for rank in sorted(waiting):
+            if store.check([f"confirm/{name}/{rank}"]):
+                waiting.discard(rank)
+            elif store.check([f"call/{rank}"]):
+                token = store.get(f"call/{rank}").decode()
+                if answered.get(rank) != token:
+                    answered[rank] = token
+                    store.set(f"answer/{token}", name)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {', '.join(map(str, sorted(waiting)))} did not come to the rendezvous in time")
+        time.sleep(_POLL_S)
+
+
 def bind_device(device: str, local_rank: int) -> torch.device:
     """The device of a local rank; a GPU becomes torch's current device.
 
@@ -140,13 +186,13 @@ def bind_device(device: str, local_rank: int) -> torch.device:
 
 
 def is_restart() -> bool:
-    """Whether torchrun gives this command again, to all processes, because one of them died."""
+    """Whether torchrun has started all processes again because one of them died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def torchrun_command(processes: int = 2) -> str:
     """The command that starts this very command line under torchrun."""
-    return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep.cli", *sys.argv[1:]])
+    return shlex.join(["torchrun", f"--nproc-per-node={processes}", "-m", "trainstep", *sys.argv[1:]])
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.plan.communication import collective_seconds, passes, sticking_out_s
 from trainstep.plan.flops import step_flops
-from trainstep.plan.layout import Layout
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
-from trainstep.plan.strategy_memory import MOST_GPUS, MemorySplit, shared_bytes, strategy_memory
+from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, shared_bytes, strategy_memory
 from trainstep.precision import PRECISIONS, Precision
 
 BUCKET_BYTES = 25e6

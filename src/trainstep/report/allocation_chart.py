@@ -13,7 +13,7 @@ from bokeh.core.properties import value
 from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
 from bokeh.plotting import figure
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report import plots
 from trainstep.report.numbers import numeric
 from trainstep.report.plots import COLOURS
@@ -42,7 +42,7 @@ def roles(groups: Sequence[str]) -> list[str]:
     return [_ROLES[name] if name in _ROLES else next(left, "neutral") for name in groups]
 
 
-def allocation_chart(row: Record, unit: str, scale: float) -> figure:
+def allocation_chart(row: Row, unit: str, scale: float) -> figure:
     """The chart of a `memory-timeline` record, its allocations still to be laid out.
 
     Args:
@@ -97,7 +97,7 @@ def allocation_chart(row: Record, unit: str, scale: float) -> figure:
     return plot
 
 
-def layout_data(row: Record, unit: str, scale: float) -> dict[str, Any]:
+def layout_data(row: Row, unit: str, scale: float) -> dict[str, Any]:
     """What the page's script lays out: the record's series, the groups' colours, and how to write sizes."""
     series = row.series
     names = ("start", "end", "bytes", "group", "what", "stack", "groups", "bands", "whats", "stacks", "edges")

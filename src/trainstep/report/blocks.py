@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from bokeh.plotting import figure
 
-from trainstep.records import Scalar
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One value: as text for the reader, and as it is in the record for a program that reads the page."""
-
-    text: str
-    value: Scalar = None
-    """Written to the cell's `data-value`; None writes none."""
-    column: str = ""
-    """The record's name of it, in `data-column`."""
-    low: Cell | None = None
-    high: Cell | None = None
-    of: Cell | None = None
-    """What the value is a part of."""
-    note: str = ""
-    """Smaller, on a line of its own."""
-    tone: Literal["", "good", "bad", "quiet"] = ""
-    is_text: bool = False
-    """Set as words, not as a number."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a table."""
-
-    cells: Sequence[Cell]
-    """The first is the row's header."""
-    key: str = ""
-    """Tells rows apart for a program, in `data-row`."""
-    is_strong: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table; its last word on numbers is the records, so cells carry the raw values."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Row]
-    name: str = ""
-    kind: str = field(default="table", init=False)
+from trainstep.report.columns import Cell
+from trainstep.report.tables import Table, TableRow
 
 
 @dataclass(frozen=True)
@@ -60,7 +19,7 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: figure
+    plot: figure | Callable[[], figure]
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `plots.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
@@ -127,3 +86,18 @@ class Section:
     title: str
     lead: str
     blocks: Sequence[Block]
+
+
+__all__ = [
+    "Block",
+    "Cell",
+    "Chart",
+    "Charts",
+    "Facts",
+    "Flags",
+    "Headline",
+    "Section",
+    "Sentences",
+    "Table",
+    "TableRow",
+]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report import numbers
-from trainstep.report.blocks import Cell
+from trainstep.report.columns import Cell
 from trainstep.report.numbers import NONE, as_float
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -39,7 +39,7 @@ def gib(value: Scalar) -> str:
     return f"{number(size)} GiB" if size >= 1 else f"{number(size * 1024)} MiB"
 
 
-def get(row: Record, name: str) -> float | None:
+def get(row: Row, name: str) -> float | None:
     """A record's value if it is a number."""
     return as_float(row.values.get(name))
 
@@ -49,37 +49,37 @@ def times(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}×"
 
 
-def cell_of(row: Record, name: str, text: Callable[[Scalar], str] = number, note: str = "") -> Cell:
+def cell_of(row: Row, name: str, text: Callable[[Scalar], str] = number, note: str = "") -> Cell:
     """A record's value."""
     value = row.values.get(name)
     return Cell(text(value), value, name, note=note)
 
 
-def _with_interval(row: Record, name: str, low: str, high: str, text: Callable[[Scalar], str] = number) -> Cell:
+def _with_interval(row: Row, name: str, low: str, high: str, text: Callable[[Scalar], str] = number) -> Cell:
     cell = cell_of(row, name, text)
     if row.values.get(low) is None or row.values.get(high) is None:
         return cell
     return dataclasses.replace(cell, low=cell_of(row, low, text), high=cell_of(row, high, text))
 
 
-def median_of(row: Record, name: str) -> Cell:
+def median_of(row: Row, name: str) -> Cell:
     """The median of a phase, with its interval."""
     return _with_interval(row, f"{name}_ms", f"{name}_low_ms", f"{name}_high_ms")
 
 
-def ratio_of(row: Record, name: str) -> Cell:
+def ratio_of(row: Row, name: str) -> Cell:
     """A ratio, with its interval."""
     cell = _with_interval(row, name, f"{name}_low", f"{name}_high", lambda value: f"{as_float(value) or 0:.2f}")
     return dataclasses.replace(cell, text=times(get(row, name)))
 
 
-def span(row: Record, name: str) -> str:
+def span(row: Row, name: str) -> str:
     """`146 ms [138–152]`, for hovering."""
     cell = median_of(row, name)
     return f"{cell.text} ms [{cell.low.text}–{cell.high.text}]" if cell.low and cell.high else f"{cell.text} ms"
 
 
-def told_apart(row: Record, rows: Sequence[Record]) -> str:
+def told_apart(row: Row, rows: Sequence[Row]) -> str:
     """The settings that tell a row from the others; of a row alone, its workload."""
     different = [name for name in row.case if len({each.case.get(name) for each in rows}) > 1]
     told = ", ".join(f"{name} {number(row.case[name])}" for name in different)

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.errors import UsageError
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table
+from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
 
 MATCHED_BY = {
@@ -45,7 +45,7 @@ class Comparison:
 
 
 def compare(
-    old: Sequence[Record], new: Sequence[Record], spread: float = RUN_SPREAD, across: Collection[str] = ()
+    old: Sequence[Row], new: Sequence[Row], spread: float = RUN_SPREAD, across: Collection[str] = ()
 ) -> list[Comparison]:
     """Compare the step times of every case that ran in both.
 
@@ -77,11 +77,11 @@ def compare(
     return [_compare_case(key, before[key], after[key], spread) for key in shared]
 
 
-def _cases(records: Sequence[Record], across: Collection[str]) -> dict[CaseKey, list[Record]]:
+def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, list[Row]]:
     """Case → its passes, the columns in `across` left out of the case."""
     if unknown := sorted(set(across) - set(ACROSS)):
         raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
-    found: dict[CaseKey, list[Record]] = {}
+    found: dict[CaseKey, list[Row]] = {}
     for key, passes in _passes(records).items():
         kept = tuple((name, value) for name, value in key if name not in across)
         if kept in found:
@@ -93,7 +93,7 @@ def _cases(records: Sequence[Record], across: Collection[str]) -> dict[CaseKey, 
     return found
 
 
-def _differing(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
+def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """The columns that have one value in each file, and another in the other, if leaving them out makes cases match."""
     before, after = ([dict(key) for key in _passes(records)] for records in (old, new))
     values = {name: ({case.get(name) for case in before}, {case.get(name) for case in after}) for name in ACROSS}
@@ -105,7 +105,7 @@ def _differing(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
     return apart if rest(before) & rest(after) else []
 
 
-def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list[Comparison]:
+def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Comparison]:
     """Every later pass over a case against its first: ratios whose interval should contain 1."""
     return [
         _compare_case(key, passes[:1], [later], spread)
@@ -114,8 +114,8 @@ def repeatability(records: Sequence[Record], spread: float = RUN_SPREAD) -> list
     ]
 
 
-def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Record]]:
-    found: dict[CaseKey, list[Record]] = {}
+def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
+    found: dict[CaseKey, list[Row]] = {}
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
             names = MATCHED_BY[record.kind] or sorted(record.case)
@@ -124,7 +124,7 @@ def _passes(records: Iterable[Record]) -> dict[CaseKey, list[Record]]:
     return found
 
 
-def _compare_case(key: CaseKey, old: Sequence[Record], new: Sequence[Record], spread: float) -> Comparison:
+def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
     before, after = ([row.samples["step"] for row in rows] for rows in (old, new))
     everything = ratio_of_medians([x for each in before for x in each], [x for each in after for x in each], spread)
     pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
@@ -149,7 +149,7 @@ def _median(passes: Sequence[Sequence[float]]) -> float:
     return statistics.median(sample for each in passes for sample in each)
 
 
-def _loss_difference(old: Record, new: Record) -> float | None:
+def _loss_difference(old: Row, new: Row) -> float | None:
     """Of one seed, steps see the same batches from the same weights, warm-up included.
 
     Infinite if a loss is not finite. None where a file has no losses, or where the seeds differ.
@@ -178,21 +178,18 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     def interval(ratio: Ratio) -> str:
         return f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}]" if ratio.interval else "needs 7 samples a side"
 
-    return Table(
-        name="compare",
-        caption=caption,
-        columns=("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict"),
-        rows=tuple(
-            (
-                each.kind,
-                *(number(each.case.get(name)) for name in shown),
-                number(each.old_ms, 4),
-                number(each.new_ms, 4),
-                f"{each.speedup.value:.3f}×",
-                interval(each.speedup),
-                *([number(each.loss_difference, 2)] if losses else []),
-                each.verdict,
-            )
-            for each in comparisons
-        ),
-    )
+    rows = [
+        (
+            each.kind,
+            *(number(each.case.get(name)) for name in shown),
+            number(each.old_ms, 4),
+            number(each.new_ms, 4),
+            f"{each.speedup.value:.3f}×",
+            interval(each.speedup),
+            *([number(each.loss_difference, 2)] if losses else []),
+            each.verdict,
+        )
+        for each in comparisons
+    ]
+    columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict")
+    return text_table("compare", caption, columns, rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from trainstep.records import Scalar
 from trainstep.report.numbers import number, numeric
 
 
@@ -14,6 +15,10 @@ class Finding:
 
     topic: str
     sentence: str
+    id: str = ""
+    """Which rule found what, as `gain.faster`."""
+    figures: Mapping[str, Scalar] = field(default_factory=dict)
+    """What the sentence is made from, units in the names."""
 
 
 def in_ms(value: object) -> str:

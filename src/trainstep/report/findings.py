@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from trainstep.kinds import CeilingRow, RungRow
 from trainstep.precision import PRECISIONS
-from trainstep.records import Record, of_kind
+from trainstep.records import Row, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.finding import Finding, in_gib, in_ms, listed
 from trainstep.report.formula_findings import formula_findings
@@ -14,11 +15,11 @@ from trainstep.report.kernel_findings import kernel_findings
 from trainstep.report.memory_findings import memory_findings
 from trainstep.report.noise_findings import noise_findings
 from trainstep.report.numbers import number, numeric
-from trainstep.report.parallel_findings import parallel_findings
 from trainstep.report.peak_findings import peak_findings
 from trainstep.report.phase_findings import phase_findings
-from trainstep.report.plan_findings import plan_findings
-from trainstep.report.sweep_findings import sweep_findings
+from trainstep.report.subjects import parallel
+from trainstep.report.subjects.plan import findings as plan_findings
+from trainstep.report.subjects.sweep import findings as sweep_findings
 
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
@@ -28,18 +29,18 @@ LOW_UTILISATION = 0.35
 """Below this share of the matmul ceiling a step leaves much to win."""
 
 
-def findings(records: Sequence[Record]) -> list[Finding]:
+def findings(records: Sequence[Row]) -> list[Finding]:
     """All that the rules find, the most important first."""
     found = [rule(records) for rule in _RULES]
     return [finding for each in found for finding in each]
 
 
-def kept_rungs(records: Sequence[Record]) -> list[Record]:
+def kept_rungs(records: Sequence[Row]) -> list[Row]:
     """The rungs the ladder was built on, the baseline first."""
-    return [row for row in of_kind(records, "rung") if row.values.get("kept")]
+    return [row for row in of_kind(records, RungRow) if row.values.get("kept")]
 
 
-def recommended_flags(records: Sequence[Record]) -> str:
+def recommended_flags(records: Sequence[Row]) -> str:
     """The settings of the last kept rung that differ from the baseline's, as flags to paste; empty if none was kept."""
     kept = kept_rungs(records)
     if not kept:
@@ -49,7 +50,7 @@ def recommended_flags(records: Sequence[Record]) -> str:
     return " ".join(f"--{name} {end[name]}" for name in names if end.get(name) != start.get(name))
 
 
-def _gain(records: Sequence[Record]) -> list[Finding]:
+def _gain(records: Sequence[Row]) -> list[Finding]:
     kept = kept_rungs(records)
     if not kept:
         return []
@@ -80,9 +81,9 @@ def _gain(records: Sequence[Record]) -> list[Finding]:
     return [Finding("gain", sentence)]
 
 
-def _diverged(records: Sequence[Record]) -> list[Finding]:
+def _diverged(records: Sequence[Row]) -> list[Finding]:
     """The first row whose training loss stops being a number; records have None for such a loss."""
-    for row in [*full_steps(records), *of_kind(records, "rung")]:
+    for row in [*full_steps(records), *of_kind(records, RungRow)]:
         losses = row.samples.get("training_loss", ())
         broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
         if broken is not None:
@@ -95,8 +96,8 @@ def _diverged(records: Sequence[Record]) -> list[Finding]:
     return []
 
 
-def _utilisation(records: Sequence[Record]) -> list[Finding]:
-    step, ceilings = analysed_step(records), of_kind(records, "ceiling")
+def _utilisation(records: Sequence[Row]) -> list[Finding]:
+    step, ceilings = analysed_step(records), of_kind(records, CeilingRow)
     if step is None or step.values.get("achieved_tflops") is None:
         return []
     achieved = numeric(step.values["achieved_tflops"])
@@ -122,7 +123,7 @@ def _utilisation(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _launch_bound(records: Sequence[Record]) -> list[Finding]:
+def _launch_bound(records: Sequence[Row]) -> list[Finding]:
     """Told by the forward phase, which starts with an empty queue; later ones start when the host is already ahead."""
     step = analysed_step(records)
     if step is None or step.values.get("forward_issue_ms") is None:
@@ -140,7 +141,7 @@ def _launch_bound(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _warmup(records: Sequence[Record]) -> list[Finding]:
+def _warmup(records: Sequence[Row]) -> list[Finding]:
     rows = {row.case["warmup"]: row for row in full_steps(records)}
     if len(rows) < 2 or 0 not in rows:
         return []
@@ -158,9 +159,9 @@ def _warmup(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _rejected(records: Sequence[Record]) -> list[Finding]:
+def _rejected(records: Sequence[Row]) -> list[Finding]:
     found = []
-    for row in of_kind(records, "rung"):
+    for row in of_kind(records, RungRow):
         name, called = row.case["rung"], row.values.get("verdict")
         if row.status != "ok":
             found.append(Finding("ladder", f"Not used: {name} ({row.status}): {row.reason}."))
@@ -172,7 +173,7 @@ def _rejected(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-_RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
+_RULES: tuple[Callable[[Sequence[Row]], list[Finding]], ...] = (
     _gain,
     _diverged,
     lambda records: phase_findings(analysed_step(records), records),
@@ -180,7 +181,7 @@ _RULES: tuple[Callable[[Sequence[Record]], list[Finding]], ...] = (
     _launch_bound,
     formula_findings,
     kernel_findings,
-    parallel_findings,
+    *parallel.RULES,
     sweep_findings,
     lambda records: peak_findings(analysed_step(records), records),
     _warmup,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainstep.records import Record
-from trainstep.report.tables import Table, make_tables
+from trainstep.records import Row
+from trainstep.report.subjects import make_tables
+from trainstep.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas
@@ -63,7 +64,7 @@ WRITERS: Mapping[str, Callable[[Table], str]] = {
 """File ending → writer."""
 
 
-def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
+def write_tables(records: Sequence[Row], folder: Path) -> list[Path]:
     """Write every table in every format into `folder`; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -86,7 +87,7 @@ def to_terminal(table: Table) -> rich.table.Table:
     )
     for title in table.columns:
         drawn.add_column(rich.text.Text(title), overflow="fold")
-    for row in table.rows:
+    for row in table.texts():
         cells = (cell if len(cell) <= TERMINAL_CELL else cell[: TERMINAL_CELL - 1] + "…" for cell in row)
         drawn.add_row(*map(rich.text.Text, cells))
     return drawn

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, belonging, of_kind
+from trainstep.kinds import KernelRow, PieceRow, ProfileRow
+from trainstep.records import Row, belonging, of_kind
 from trainstep.report.finding import Finding, listed
 from trainstep.report.numbers import numeric
 
@@ -27,17 +28,17 @@ _NOT_FUSED = (
 )
 
 
-def formula_findings(records: Sequence[Record]) -> list[Finding]:
+def formula_findings(records: Sequence[Row]) -> list[Finding]:
     """Attention and cross-entropy written out in the first profile's model."""
-    profile = next((row for row in of_kind(records, "profile") if row.status == "ok"), None)
+    profile = next((row for row in of_kind(records, ProfileRow) if row.status == "ok"), None)
     if profile is None:
         return []
-    kernels = belonging(records, "kernel", profile)
-    found = [] if belonging(records, "attention piece", profile) else _attention(kernels)  # ours has a flag for it
+    kernels = belonging(records, KernelRow, profile)
+    found = [] if belonging(records, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
     return [Finding(TOPIC, sentence) for sentence in [*found, *_cross_entropy(kernels)]]
 
 
-def _attention(kernels: Sequence[Record]) -> list[str]:
+def _attention(kernels: Sequence[Row]) -> list[str]:
     """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
     named = {
         module: operators
@@ -53,7 +54,7 @@ def _attention(kernels: Sequence[Record]) -> list[str]:
     return found
 
 
-def _cross_entropy(kernels: Sequence[Record]) -> list[str]:
+def _cross_entropy(kernels: Sequence[Row]) -> list[str]:
     """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
     operators = _operators(kernels, LOSS, "loss")
     share = _share(kernels, LOSS)
@@ -66,7 +67,7 @@ def _cross_entropy(kernels: Sequence[Record]) -> list[str]:
     ]
 
 
-def _operators(kernels: Sequence[Record], module: str, phase: str) -> set[str]:
+def _operators(kernels: Sequence[Row], module: str, phase: str) -> set[str]:
     return {
         str(row.values.get("operator"))
         for row in kernels
@@ -74,6 +75,6 @@ def _operators(kernels: Sequence[Record], module: str, phase: str) -> set[str]:
     }
 
 
-def _share(kernels: Sequence[Record], module: str) -> float:
+def _share(kernels: Sequence[Row], module: str) -> float:
     """Of the step's kernel time, forward and backward."""
     return sum(numeric(row.values["share"]) for row in kernels if row.case["module"] == module)

@@ -17,19 +17,21 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainstep.errors import UsageError
-from trainstep.records import Record, of_kind
+from trainstep.kinds import WorkloadRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Charts
 from trainstep.report.sections import SECTIONS
 
 
-def render(records: Sequence[Record]) -> str:
+def render(records: Sequence[Row]) -> str:
     """The page of these records; kinds that are absent have no section."""
     sections = [section for make in SECTIONS if (section := make(records)) is not None]
     drawn = [
         chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
     ]
-    charts = {chart.name: plots.embedded(chart.plot) for chart in drawn}
+    figures = {chart.name: chart.plot() if callable(chart.plot) else chart.plot for chart in drawn}
+    charts = {name: plots.embedded(figure) for name, figure in figures.items()}
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     environment = Environment(
         loader=PackageLoader("trainstep.report", "."),
@@ -43,6 +45,7 @@ def render(records: Sequence[Record]) -> str:
         title=_title(records),
         subtitle=_subtitle(records),
         sections=sections,
+        heights={name: figure.height for name, figure in figures.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
         charts=_packed(json.dumps({"colours": plots.COLOURS, "items": charts, "allocations": allocations})),
         library=_packed(_library()) if charts else "",
@@ -51,7 +54,7 @@ def render(records: Sequence[Record]) -> str:
     )
 
 
-def write_html(records: Sequence[Record], path: Path) -> None:
+def write_html(records: Sequence[Row], path: Path) -> None:
     """Write the page of these records.
 
     Raises:
@@ -65,18 +68,18 @@ def write_html(records: Sequence[Record], path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
 
 
-def _title(records: Sequence[Record]) -> str:
+def _title(records: Sequence[Row]) -> str:
     names = dict.fromkeys(str(row.case["workload"]) for row in records if row.case.get("workload") is not None)
     return ", ".join(names) or ", ".join(dict.fromkeys(record.kind for record in records)) or "no results"
 
 
-def _subtitle(records: Sequence[Record]) -> list[str]:
+def _subtitle(records: Sequence[Row]) -> list[str]:
     """Device, batch and date, as far as they are known."""
     parts = []
     environment = next((row.environment for row in records if row.environment), {})
     if environment.get("device"):
         parts.append(str(environment["device"]))
-    facts = of_kind(records, "workload")
+    facts = of_kind(records, WorkloadRow)
     if facts and facts[0].case.get("batch") is not None:
         parts.append(f"batch {facts[0].case['batch']} × context {facts[0].case['context']}")
     if facts and isinstance(count := facts[0].values.get("parameters"), int):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainstep.kinds import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
 from trainstep.precision import PRECISIONS
-from trainstep.records import Record, Scalar, of_kind
+from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import number, numeric
 from trainstep.stats import RUN_SPREAD
@@ -26,9 +27,9 @@ _COMPILED = ("compiled blocks", "compiled model")
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
 
 
-def kernel_findings(records: Sequence[Record]) -> list[Finding]:
+def kernel_findings(records: Sequence[Row]) -> list[Finding]:
     """The findings of the first profile."""
-    profile = next((row for row in of_kind(records, "profile") if row.status == "ok"), None)
+    profile = next((row for row in of_kind(records, ProfileRow) if row.status == "ok"), None)
     if profile is None:
         return []
     own = [row for row in records if profile.case.items() <= row.case.items()]
@@ -45,7 +46,7 @@ def kernel_findings(records: Sequence[Record]) -> list[Finding]:
     return [Finding(TOPIC, sentence) for sentence in sentences]
 
 
-def _trust(profile: Record) -> list[str]:
+def _trust(profile: Row) -> list[str]:
     """What limits the other sentences; nothing where all is well."""
     found = []
     coverage = numeric(profile.values["module_coverage"])
@@ -81,7 +82,7 @@ def _percent(share: float) -> str:
     return f"{abs(share):.0%}" if abs(share) >= 0.1 else f"{abs(share):.1%}"
 
 
-def _top(profile: Record) -> list[str]:
+def _top(profile: Row) -> list[str]:
     """The longest kernel of forward and of the step, each beside the one that is called most often."""
     found = []
     for where, words in (("forward", "the forward pass"), ("step", "the whole step")):
@@ -113,15 +114,15 @@ def brief_name(kernel: Scalar) -> str:
     return f"{name}<{telling}>" if telling else name
 
 
-def _families(own: Sequence[Record]) -> dict[str, Record]:
+def _families(own: Sequence[Row]) -> dict[str, Row]:
     """Family → its row of the whole step."""
-    return {str(row.case["family"]): row for row in of_kind(own, "family") if row.case["phase"] == "step"}
+    return {str(row.case["family"]): row for row in of_kind(own, FamilyRow) if row.case["phase"] == "step"}
 
 
-def _where(own: Sequence[Record], names: Sequence[str]) -> str:
+def _where(own: Sequence[Row], names: Sequence[str]) -> str:
     """The phases in which most of these families' time passes: `62% of it in backward and 30% of it in loss`."""
     times: dict[str, float] = {}
-    for row in of_kind(own, "family"):
+    for row in of_kind(own, FamilyRow):
         if row.case["phase"] != "step" and row.case["family"] in names:
             times[str(row.case["phase"])] = times.get(str(row.case["phase"]), 0) + numeric(row.values["ms"])
     total = sum(times.values())
@@ -129,7 +130,7 @@ def _where(own: Sequence[Record], names: Sequence[str]) -> str:
     return listed([f"{times[phase] / total:.0%} of it in {phase}" for phase in most]) if total else ""
 
 
-def _matmuls(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+def _matmuls(profile: Row, own: Sequence[Row], records: Sequence[Row]) -> list[str]:
     found = []
     if profile.values.get("matmul_share_forward") is not None:
         forward, step = (numeric(profile.values[f"matmul_share_{where}"]) for where in ("forward", "step"))
@@ -152,9 +153,9 @@ def _matmuls(profile: Record, own: Sequence[Record], records: Sequence[Record]) 
     return found
 
 
-def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[str]:
     """Softmax's kernel against the score product's, in forward."""
-    pieces = {str(row.case["piece"]): row for row in of_kind(own, "attention piece") if row.case["phase"] == "forward"}
+    pieces = {str(row.case["piece"]): row for row in of_kind(own, PieceRow) if row.case["phase"] == "forward"}
     if "softmax" not in pieces or "scores" not in pieces:
         return []
     softmax, scores = pieces["softmax"].values, pieces["scores"].values
@@ -169,7 +170,7 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     if fewer < 2 * ratio:  # as slow as its arithmetic is small
         return [f"{sentence}."]
     moved = numeric(softmax["main_gb_s"]) if softmax.get("main_gb_s") else None
-    copy = next((row for row in of_kind(records, "ceiling") if row.case["what"] == "copy"), None)
+    copy = next((row for row in of_kind(records, CeilingRow) if row.case["what"] == "copy"), None)
     rate, why = "", "it is bound by memory"
     if moved is not None and copy is not None and copy.values.get("gb_s"):
         limit = numeric(copy.values["gb_s"])
@@ -182,7 +183,7 @@ def _softmax(own: Sequence[Record], records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _memory_bound(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
+def _memory_bound(profile: Row, own: Sequence[Row], records: Sequence[Row]) -> list[str]:
     """Kernels that fusing would save; of a step that is compiled already, where they are left."""
     families = _families(own)
     present = [name for name in _FUSABLE if name in families and numeric(families[name].values["share"]) >= 0.01]
@@ -201,13 +202,13 @@ def _memory_bound(profile: Record, own: Sequence[Record], records: Sequence[Reco
     return [f"{sentence}, which torch.compile {saves} by fusing them." + _proof(records, _COMPILED)]
 
 
-def _is_compiled(profile: Record) -> bool:
+def _is_compiled(profile: Row) -> bool:
     return profile.case.get("compile") not in (None, "off")
 
 
-def _optimizer(profile: Record, own: Sequence[Record], records: Sequence[Record]) -> list[str]:
-    rows = [row for row in of_kind(own, "family") if row.case["phase"] == "optimizer"]
-    total = sum(numeric(row.values["ms"]) for row in of_kind(own, "family") if row.case["phase"] == "step")
+def _optimizer(profile: Row, own: Sequence[Row], records: Sequence[Row]) -> list[str]:
+    rows = [row for row in of_kind(own, FamilyRow) if row.case["phase"] == "optimizer"]
+    total = sum(numeric(row.values["ms"]) for row in of_kind(own, FamilyRow) if row.case["phase"] == "step")
     spent = sum(numeric(row.values["ms"]) for row in rows)
     if not rows or not total or spent / total < MUCH:
         return []
@@ -223,7 +224,7 @@ def _optimizer(profile: Record, own: Sequence[Record], records: Sequence[Record]
     return [f"{sentence}{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."]
 
 
-def _idle(profile: Record, records: Sequence[Record]) -> list[str]:
+def _idle(profile: Row, records: Sequence[Row]) -> list[str]:
     if (
         profile.values.get("idle_share") is None
         or profile.values.get("on_cpu")
@@ -238,17 +239,17 @@ def _idle(profile: Record, records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _communication(profile: Record) -> list[str]:
+def _communication(profile: Row) -> list[str]:
     if not profile.values.get("communication_ms"):
         return []
     spent, shared = (numeric(profile.values[f"communication_{name}"]) for name in ("ms", "overlapped_ms"))
     return [f"Communication takes {in_ms(spent)} per step, {shared / spent:.0%} of it beside compute."]
 
 
-def _proof(records: Sequence[Record], names: Sequence[str]) -> str:
+def _proof(records: Sequence[Row], names: Sequence[str]) -> str:
     """What the ladder measured of such a change; empty where it has not."""
     found = []
-    for row in of_kind(records, "rung"):
+    for row in of_kind(records, RungRow):
         if row.case.get("rung") not in names:
             continue
         name, called = row.case["rung"], row.values.get("verdict")

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainstep.records import Record, belonging, by_case, of_kind
+from trainstep.kinds import (
+    AccumulationRow,
+    AllocationRow,
+    CheckpointingRow,
+    DtypeRow,
+    MemoryTimelineRow,
+    OwnerRow,
+    PeakRow,
+    ResidualRow,
+    RungRow,
+)
+from trainstep.records import Row, belonging, by_case, of_kind
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
 from trainstep.stats import RUN_SPREAD, ratio_of_medians
@@ -15,7 +26,7 @@ _OWNERS = 3
 """Owners of the peak that are named."""
 
 
-def memory_findings(records: Sequence[Record]) -> list[Finding]:
+def memory_findings(records: Sequence[Row]) -> list[Finding]:
     """The findings about memory, checkpointing and precision."""
     return [
         *_owners(records),
@@ -28,12 +39,12 @@ def memory_findings(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _owners(records: Sequence[Record]) -> list[Finding]:
+def _owners(records: Sequence[Row]) -> list[Finding]:
     """Who owns the peak of the first recorded step, and what of it can be had back."""
-    step = next((row for row in of_kind(records, "memory-timeline") if row.status == "ok"), None)
+    step = next((row for row in of_kind(records, MemoryTimelineRow) if row.status == "ok"), None)
     if step is None or step.values.get("peak_phase") is None:
         return []
-    own = belonging(records, "owner", step)
+    own = belonging(records, OwnerRow, step)
     owners = [row for row in own if row.case["part"] == "all"]
     if not owners:
         return []
@@ -46,7 +57,7 @@ def _owners(records: Sequence[Record]) -> list[Finding]:
         part, share = parts[0].case["part"], numeric(parts[0].values["share"])
         sentence += f"; of the activations, those of {part} are the most ({share:.0%} of the peak)"
     sentence += "."
-    largest = next(iter(belonging(records, "allocation", step)), None)
+    largest = next(iter(belonging(records, AllocationRow, step)), None)
     if largest is not None and largest.values.get("line"):
         count = numeric(largest.values["count"])
         times = f", {count:.0f} times a step" if count > 1 else ""
@@ -57,11 +68,11 @@ def _owners(records: Sequence[Record]) -> list[Finding]:
     return [Finding("memory", sentence + _proof(records))]
 
 
-def _proof(records: Sequence[Record]) -> str:
+def _proof(records: Sequence[Row]) -> str:
     """The rung of the ladder that made the peak smaller by most, against the rung it was built on, in words."""
-    base: Record | None = None
+    base: Row | None = None
     best: tuple[str, float, float] | None = None
-    for row in of_kind(records, "rung"):
+    for row in of_kind(records, RungRow):
         if row.status != "ok" or row.values.get("peak_gib") is None:
             continue
         if base is not None:
@@ -74,9 +85,9 @@ def _proof(records: Sequence[Record]) -> str:
     return f" On the ladder, {best[0]} took the peak from {in_gib(best[1])} to {in_gib(best[2])}."
 
 
-def _residuals(records: Sequence[Record]) -> list[Finding]:
+def _residuals(records: Sequence[Row]) -> list[Finding]:
     """What one block keeps, and what compilation leaves of it and of the whole step; case by case."""
-    rows = [row for row in of_kind(records, "residual") if row.status == "ok"]
+    rows = [row for row in of_kind(records, ResidualRow) if row.status == "ok"]
     found, cases = [], by_case(rows, "part", "what", "compile")
     for own in cases:
         for sentence in _kept(own):
@@ -85,7 +96,7 @@ def _residuals(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _kept(rows: Sequence[Record]) -> list[str]:
+def _kept(rows: Sequence[Row]) -> list[str]:
     found = []
     blocks = [row for row in rows if row.case["part"] == "first block"]
     alone = {row.case["compile"]: row for row in blocks if row.case["what"] == "all"}
@@ -112,9 +123,9 @@ def _kept(rows: Sequence[Record]) -> list[str]:
     return found
 
 
-def _predictions(records: Sequence[Record]) -> list[Finding]:
+def _predictions(records: Sequence[Row]) -> list[Finding]:
     """How far the plan's peaks are from the measured ones."""
-    rows = [*of_kind(records, "peak"), *of_kind(records, "checkpointing")]
+    rows = [*of_kind(records, PeakRow), *of_kind(records, CheckpointingRow)]
     errors = [(abs(numeric(error)), row) for row in rows if (error := row.values.get("prediction_error")) is not None]
     if not errors:
         return []
@@ -136,10 +147,10 @@ def _predictions(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _does_not_fit(records: Sequence[Record]) -> list[Finding]:
+def _does_not_fit(records: Sequence[Row]) -> list[Finding]:
     """Cases of the grid that ran out of memory, with what they would have needed."""
     found = []
-    for row in of_kind(records, "peak"):
+    for row in of_kind(records, PeakRow):
         if row.status == "out of memory":
             case = ", ".join(f"{name} {row.case[name]}" for name in ("context", "precision") if row.case.get(name))
             needed = row.values.get("predicted_gib")
@@ -148,8 +159,8 @@ def _does_not_fit(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _checkpointing(records: Sequence[Record]) -> list[Finding]:
-    cases = by_case(of_kind(records, "checkpointing"), "checkpointing")
+def _checkpointing(records: Sequence[Row]) -> list[Finding]:
+    cases = by_case(of_kind(records, CheckpointingRow), "checkpointing")
     found = []
     for own in cases:
         told = ", ".join(f"{own[0].case[name]}" for name in ("precision", "attention") if own[0].case.get(name))
@@ -158,7 +169,7 @@ def _checkpointing(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _best_policy(study: Sequence[Record]) -> list[str]:
+def _best_policy(study: Sequence[Row]) -> list[str]:
     """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
     rows = {str(row.case["checkpointing"]): row for row in study}
     peaks = {name: numeric(row.values["peak_gib"]) for name, row in rows.items() if row.values.get("peak_gib")}
@@ -196,7 +207,7 @@ def _best_policy(study: Sequence[Record]) -> list[str]:
     return [f"{sentence}{beside}{against}.{cost}"]
 
 
-def _time_against_none(rows: Mapping[str, Record], size: int) -> str:
+def _time_against_none(rows: Mapping[str, Row], size: int) -> str:
     """What a checkpoint every `size` blocks costs in time; nothing without the samples that an interval needs."""
     policy = f"every-{size}"
     if any(name not in rows or not rows[name].samples.get("step") for name in ("none", policy)):
@@ -211,10 +222,10 @@ def _time_against_none(rows: Mapping[str, Record], size: int) -> str:
     return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}."
 
 
-def _dtypes(records: Sequence[Record]) -> list[Finding]:
+def _dtypes(records: Sequence[Row]) -> list[Finding]:
     """Logits, loss, parameters and gradients under each precision."""
     found = []
-    rows = [row for row in of_kind(records, "dtype") if row.status == "ok"]
+    rows = [row for row in of_kind(records, DtypeRow) if row.status == "ok"]
     for precision in dict.fromkeys(row.case["precision"] for row in rows):
         own = {str(row.case["module"]): row.values for row in rows if row.case["precision"] == precision}
         result, loss = (own.get(name, {}).get("outputs") for name in ("(forward's result)", "(loss)"))
@@ -232,8 +243,8 @@ def _dtypes(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _accumulation(records: Sequence[Record]) -> list[Finding]:
-    rows = {(row.case["accumulator"], row.case["addend"]): row for row in of_kind(records, "accumulation")}
+def _accumulation(records: Sequence[Row]) -> list[Finding]:
+    rows = {(row.case["accumulator"], row.case["addend"]): row for row in of_kind(records, AccumulationRow)}
     half, full = rows.get(("fp16", "fp16")), rows.get(("fp32", "fp16"))
     if half is None or full is None:
         return []

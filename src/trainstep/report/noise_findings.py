@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, ProfileRow, RungRow, SweepRow
+from trainstep.records import Row, of_kind
 from trainstep.report.analysed import is_same_step
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import numeric
@@ -26,20 +27,20 @@ SEEN = 0.01
 """Share of its phase from which a family has a row on the page."""
 
 
-def noise_findings(step: Record | None, records: Sequence[Record]) -> list[Finding]:
+def noise_findings(step: Row | None, records: Sequence[Row]) -> list[Finding]:
     """What to say about noise: of the step that was taken apart, of single rows, and of the baseline measured twice."""
     return [
         *_step(step),
         *_measured_again(records),
-        *_wild_rows(records, "rung", "rungs"),
-        *_wild_rows(records, "sweep", "rows"),
+        *_wild_rows(records, RungRow, "rungs"),
+        *_wild_rows(records, SweepRow, "rows"),
         *_control(records),
         *_same_step_twice(step, records),
         *_beyond_arithmetic(records),
     ]
 
 
-def _step(step: Record | None) -> list[Finding]:
+def _step(step: Row | None) -> list[Finding]:
     if step is None or step.values.get("step_low_ms") is None:
         return []
     width = _width(step)
@@ -58,7 +59,7 @@ def _step(step: Record | None) -> list[Finding]:
     return found
 
 
-def _wild_rows(records: Sequence[Record], kind: str, many: str) -> list[Finding]:
+def _wild_rows(records: Sequence[Row], kind: type[Row], many: str) -> list[Finding]:
     """A disturbance of seconds hits single rows, and may be over when the baseline is measured again."""
     rows = [row for row in of_kind(records, kind) if row.values.get("step_low_ms") is not None]
     widths = [_width(row) for row in rows]
@@ -77,8 +78,8 @@ def _wild_rows(records: Sequence[Record], kind: str, many: str) -> list[Finding]
     ]
 
 
-def _measured_again(records: Sequence[Record]) -> list[Finding]:
-    rungs = of_kind(records, "rung")
+def _measured_again(records: Sequence[Row]) -> list[Finding]:
+    rungs = of_kind(records, RungRow)
     again = [str(row.case["rung"]) for row in rungs if row.values.get("attempts") == 2]
     if not again:
         return []
@@ -90,14 +91,14 @@ def _measured_again(records: Sequence[Record]) -> list[Finding]:
     ]
 
 
-def _width(row: Record) -> float:
+def _width(row: Row) -> float:
     low, median, high = (numeric(row.values[name]) for name in ("step_low_ms", "step_ms", "step_high_ms"))
     return (high - low) / median
 
 
-def _control(records: Sequence[Record]) -> list[Finding]:
+def _control(records: Sequence[Row]) -> list[Finding]:
     found = []
-    for row in of_kind(records, "control"):
+    for row in of_kind(records, ControlRow):
         low, high = row.values.get("ratio_low"), row.values.get("ratio_high")
         if low is None or numeric(low) <= 1 <= numeric(high):
             continue
@@ -112,7 +113,7 @@ def _control(records: Sequence[Record]) -> list[Finding]:
     return found
 
 
-def _same_step_twice(step: Record | None, records: Sequence[Record]) -> list[Finding]:
+def _same_step_twice(step: Row | None, records: Sequence[Row]) -> list[Finding]:
     """The phases' step, the profile's plain one and the ladder's baseline, where their settings are the same.
 
     They disagree where the lowest end of one lies above the highest of another by more than `APART`. The ends are those
@@ -121,8 +122,12 @@ def _same_step_twice(step: Record | None, records: Sequence[Record]) -> list[Fin
     """
     if step is None:
         return []
-    baselines = [row for row in of_kind(records, "rung") if row.values.get("verdict") == "baseline"]
-    rows = {"the phases": [step], "the profile": of_kind(records, "profile"), "the ladder's baseline": baselines}
+    baselines = [row for row in of_kind(records, RungRow) if row.values.get("verdict") == "baseline"]
+    rows: dict[str, Sequence[Row]] = {
+        "the phases": [step],
+        "the profile": of_kind(records, ProfileRow),
+        "the ladder's baseline": baselines,
+    }
     found = {
         name: (numeric(row.values["step_ms"]), *ends)
         for name, candidates in rows.items()
@@ -145,7 +150,7 @@ def _same_step_twice(step: Record | None, records: Sequence[Record]) -> list[Fin
     ]
 
 
-def _enclosed(row: Record) -> tuple[float, float] | None:
+def _enclosed(row: Row) -> tuple[float, float] | None:
     """What the median of a step's times lies between; None where neither an interval nor samples are known."""
     low, high, samples = row.values.get("step_low_ms"), row.values.get("step_high_ms"), row.samples.get("step")
     if low is not None and high is not None:
@@ -153,12 +158,12 @@ def _enclosed(row: Record) -> tuple[float, float] | None:
     return (min(samples), max(samples)) if samples and len(samples) >= FEWEST else None
 
 
-def _beyond_arithmetic(records: Sequence[Record]) -> list[Finding]:
+def _beyond_arithmetic(records: Sequence[Row]) -> list[Finding]:
     """Families of kernels that compute faster than a large product did here; caches excuse bytes, not FLOPs."""
-    limits = {row.case["what"]: row.values.get("tflops") for row in of_kind(records, "ceiling")}
+    limits = {row.case["what"]: row.values.get("tflops") for row in of_kind(records, CeilingRow)}
     parts = {
         f"{row.case['family']} in {row.case['phase']}": numeric(row.values["tflops"]) / numeric(limit)
-        for row in of_kind(records, "family")
+        for row in of_kind(records, FamilyRow)
         if row.case["phase"] != "step" and numeric(row.values.get("share") or 0) >= SEEN
         if row.values.get("tflops") and (limit := limits.get(row.values.get("ceiling")))
     }

@@ -15,6 +15,8 @@ def number(value: Scalar, digits: int = 3) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
+    if isinstance(value, tuple):
+        return ", ".join(value)
     if isinstance(value, int) or abs(value) >= 10**digits:
         return f"{value:,.0f}"
     if value == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainstep.records import Record, belonging, of_kind
+from trainstep.kinds import MemoryTimelineRow, OwnerRow
+from trainstep.records import Row, belonging, of_kind
 from trainstep.report.analysed import PHASE_NAMES, is_same_step
 from trainstep.report.finding import Finding, in_gib, listed
 from trainstep.report.numbers import numeric
@@ -32,7 +33,7 @@ class Owner:
     """Part → share of the peak."""
 
 
-def peak_findings(step: Record | None, records: Sequence[Record]) -> list[Finding]:
+def peak_findings(step: Row | None, records: Sequence[Row]) -> list[Finding]:
     """About the analysed step alone; none where its memory was not measured."""
     if step is None or step.values.get("peak_gib") is None:
         return []
@@ -56,13 +57,13 @@ def peak_findings(step: Record | None, records: Sequence[Record]) -> list[Findin
     return [Finding("memory", f"{sentence}{advice}.")]
 
 
-def _owners(step: Record, phase: str, records: Sequence[Record]) -> list[Owner]:
+def _owners(step: Row, phase: str, records: Sequence[Row]) -> list[Owner]:
     """Who owns the peak, the largest first; empty where no timeline of this step was recorded or it peaks elsewhere."""
-    for timeline in of_kind(records, "memory-timeline"):
+    for timeline in of_kind(records, MemoryTimelineRow):
         if timeline.status != "ok" or timeline.values.get("peak_phase") != phase or not is_same_step(step, timeline):
             continue
         parts: dict[str, dict[str, float]] = {}
-        for row in belonging(records, "owner", timeline):
+        for row in belonging(records, OwnerRow, timeline):
             if row.values.get("share") is not None:
                 parts.setdefault(str(row.case["owner"]), {})[str(row.case["part"])] = numeric(row.values["share"])
         owners = [
@@ -74,7 +75,7 @@ def _owners(step: Record, phase: str, records: Sequence[Record]) -> list[Owner]:
     return []
 
 
-def _owned(owners: Sequence[Owner], step: Record, phase: str) -> str:
+def _owned(owners: Sequence[Owner], step: Row, phase: str) -> str:
     """The owners of most of the peak with their shares, and what shrinks them."""
     named = [owners[0]]
     for owner in owners[1:]:
@@ -88,7 +89,7 @@ def _owned(owners: Sequence[Owner], step: Record, phase: str) -> str:
     return f"{names} {verb} up most of the peak{advice}"
 
 
-def _remedies(owner: Owner, step: Record, phase: str) -> list[str]:
+def _remedies(owner: Owner, step: Row, phase: str) -> list[str]:
     """What shrinks an owner, of what this step does not do already."""
     case = step.case
     match owner.name:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, Scalar, of_kind
+from trainstep.kinds import WorkloadRow
+from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.analysed import PHASE_NAMES
 from trainstep.report.finding import Finding, in_ms
 from trainstep.report.numbers import numeric
@@ -15,7 +16,7 @@ ODD = (0.75, 1.75)
 """A ratio of backward to forward outside of these multiples of the expected one is remarked on."""
 
 
-def phase_findings(step: Record | None, records: Sequence[Record]) -> list[Finding]:
+def phase_findings(step: Row | None, records: Sequence[Row]) -> list[Finding]:
     """The longest phases, with a remark where backward and forward do not fit together."""
     if step is None:
         return []
@@ -32,7 +33,7 @@ def phase_findings(step: Record | None, records: Sequence[Record]) -> list[Findi
     ]
 
 
-def _oddness(ratio: float, step: Record, records: Sequence[Record]) -> str:
+def _oddness(ratio: float, step: Row, records: Sequence[Row]) -> str:
     """A remark where backward takes much more or less of forward's time than its matrix products would."""
     expected = expected_ratio(step, records)
     if expected is None or ODD[0] * expected <= ratio <= ODD[1] * expected:
@@ -49,7 +50,7 @@ def _oddness(ratio: float, step: Record, records: Sequence[Record]) -> str:
     )
 
 
-def expected_ratio(step: Record, records: Sequence[Record]) -> float | None:
+def expected_ratio(step: Row, records: Sequence[Row]) -> float | None:
     """Backward over forward if matrix products took all the time and ran equally fast; None where that is unknown.
 
     A chunked loss moves the head's product from forward to the loss, and backward computes it once more; every-K runs
@@ -71,9 +72,9 @@ def expected_ratio(step: Record, records: Sequence[Record]) -> float | None:
     return backward / (blocks + head * (not is_chunked))
 
 
-def _facts(step: Record, records: Sequence[Record]) -> dict[str, Scalar]:
+def _facts(step: Row, records: Sequence[Row]) -> dict[str, Scalar]:
     """What is known of the workload, with its blocks' FLOPs as one sum; empty where nothing is."""
-    for row in of_kind(records, "workload"):
+    for row in of_kind(records, WorkloadRow):
         if all(row.case.get(name) == step.case.get(name) for name in ("workload", "batch", "context")):
             parts = [row.values.get(f"{name}_tflop") for name in ("projections", "feed_forward", "attention")]
             blocks = None if None in parts else sum(map(numeric, parts))

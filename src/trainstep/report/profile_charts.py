@@ -11,7 +11,7 @@ from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, 
 from bokeh.models import WheelZoomTool as WheelZoom
 from bokeh.plotting import figure
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report import plots
 from trainstep.report.cells import number
 from trainstep.report.numbers import numeric
@@ -112,7 +112,7 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
     return plot
 
 
-def timeline(row: Record) -> figure:
+def timeline(row: Row) -> figure:
     """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it.
 
     Args:

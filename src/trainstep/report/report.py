@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.finding import Finding
 from trainstep.report.findings import findings, recommended_flags
 
@@ -16,7 +16,7 @@ from trainstep.report.findings import findings, recommended_flags
 class Report:
     """The records of one analysis and everything derived from them."""
 
-    records: Sequence[Record]
+    records: Sequence[Row]
 
     @property
     def findings(self) -> list[Finding]:

@@ -1,106 +1,147 @@
-"""Records → tables: formatted cells under the columns that `columns` names for each kind of record."""
+"""Tables: rows under the columns of a definition, ready to be written to files, the terminal or the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from trainstep.records import Record, of_kind
-from trainstep.report.columns import COLUMNS, Column
-from trainstep.report.kernel_columns import BRIEF_ROWS, KERNEL_COLUMNS
-from trainstep.report.memory_columns import MEMORY_COLUMNS
-from trainstep.report.parallel_columns import PARALLEL_COLUMNS
-from trainstep.report.plan_columns import PLAN_COLUMNS
-from trainstep.report.sweep_axes import Axis, Measure, axes_of, in_order, measures_of, shown
-from trainstep.report.sweep_columns import CAPTION, sweep_columns
-from trainstep.report.train_columns import TRAIN_COLUMNS
+from trainstep.records import Row
+from trainstep.report.columns import Cell, Column
 
 if TYPE_CHECKING:
     import pandas
 
-ALL_COLUMNS = {**COLUMNS, **PARALLEL_COLUMNS, **KERNEL_COLUMNS, **MEMORY_COLUMNS, **PLAN_COLUMNS, **TRAIN_COLUMNS}
+Place = Literal["files", "terminal", "page"]
+
+_NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
+_SHORT = 12
+"""Words up to this long are set like numbers, in a narrow column."""
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row of a table."""
+
+    cells: Sequence[Cell]
+    """The first is the row's header."""
+    key: str = ""
+    """Tells rows apart for a program that reads the page, in `data-row`."""
+    is_strong: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table of formatted cells."""
+    """A titled table. Programs should read the rows' values: cells carry them, rounded only in their text."""
 
-    name: str
-    """File name without ending."""
     caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[TableRow]
+    name: str = ""
+    """File name without ending, and the page's `data-table`."""
+    kind: str = field(default="table", init=False)
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """The cells' texts, row by row."""
+        return [tuple(cell.plain for cell in row.cells) for row in self.rows]
 
     def frame(self) -> pandas.DataFrame:
         """As a pandas frame of strings."""
         import pandas
 
-        return pandas.DataFrame(list(self.rows), columns=list(self.columns))
+        return pandas.DataFrame(self.texts(), columns=list(self.columns))
 
 
-def make_tables(records: Sequence[Record], *, brief: bool = False) -> list[Table]:
-    """One table per kind of record that has columns here, and per axis of a sweep; `brief` for the terminal."""
-    kinds = [kind for kind in ALL_COLUMNS if of_kind(records, kind)]
-    tables = [make_table(kind, of_kind(records, kind), brief=brief) for kind in kinds]
-    swept = in_order(of_kind(records, "sweep"))
-    tables += [make_table("sweep", swept, brief=brief)] if swept else []
-    return tables + [axis_table(axis, measure) for axis in axes_of(swept) for measure in measures_of(swept)[:1]]
+@dataclass(frozen=True)
+class Definition:
+    """What a table of one kind of row shows, wherever it is shown."""
+
+    kind: type[Row]
+    caption: str
+    columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
+    """The columns, or what makes them of the rows."""
+    key: Callable[[Row], str] | None = None
+    """A row's `data-row` on the page; by default its place."""
+    is_strong: Callable[[Row], bool] | None = None
+    """Whether the page sets a row in bold."""
+    longest: int | None = None
+    """Rows that the terminal shows; files have all."""
+    name: str = ""
+    """By default the kind's, with hyphens."""
 
 
-def make_table(kind: str, rows: Sequence[Record], *, brief: bool = False) -> Table:
-    """The table of records of one kind, with the columns of that kind."""
-    caption, columns = (CAPTION, sweep_columns(rows)) if kind == "sweep" else ALL_COLUMNS[kind]
+def make_table(definition: Definition, rows: Sequence[Row], place: Place = "files", *, name: str = "") -> Table:
+    """The table of rows of one kind.
+
+    Args:
+        definition: its caption and columns.
+        rows: of the definition's kind.
+        place: where it is shown.
+        name: instead of the definition's.
+    """
+    made = definition.columns
+    columns = made(rows) if callable(made) else made
     table = tabulate(
-        kind.replace(" ", "-"), caption, [column for column in columns if column.brief or not brief], rows, brief=brief
+        name or definition.name or definition.kind.kind.replace(" ", "-"), definition.caption, columns, rows, place
     )
-    longest = BRIEF_ROWS.get(kind, len(rows))
-    if not brief or len(rows) <= longest:
+    key, is_strong = definition.key, definition.is_strong
+    table = replace(
+        table,
+        rows=[
+            replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
+            for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))
+        ],
+    )
+    if place != "terminal" or definition.longest is None or len(rows) <= definition.longest:
         return table
-    caption = f"{table.caption}; the first {longest} of {len(rows)} rows, the others in tables/{table.name}.csv"
-    return replace(table, caption=caption, rows=table.rows[:longest])
+    shown = definition.longest
+    caption = f"{table.caption}; the first {shown} of {len(rows)} rows, the others in tables/{table.name}.csv"
+    return replace(table, caption=caption, rows=table.rows[:shown])
 
 
-def axis_table(axis: Axis, measure: Measure) -> Table:
-    """A sweep's measured values over one axis: a line per combination of all else, a column where those are few."""
-    name = axis.name.replace("_", " ")
-    values = [shown(value) for value in axis.values]
-    cells = [[measure.text(line.rows.get(value)) for value in axis.values] for line in axis.lines]
-    lines = [line.name for line in axis.lines]
-    if len(values) > len(lines):
-        rows = [[value, *row] for value, row in zip(values, zip(*cells, strict=True), strict=True)]
-        columns = [name, *lines]
-    else:
-        rows = [[line, *row] for line, row in zip(lines, cells, strict=True)]
-        columns = ["", *(f"{name} {value}" for value in values)]
-    interval = " [95 %]" if measure.low else ""
-    return Table(
-        name=f"sweep-by-{axis.name.replace('_', '-')}",
-        caption=f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
-        columns=tuple(columns),
-        rows=tuple(tuple(row) for row in rows),
-    )
-
-
-def tabulate(
-    name: str, caption: str, columns: Sequence[Column], rows: Sequence[Record], *, brief: bool = False
-) -> Table:
+def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place = "files") -> Table:
     """The rows' cells under the given columns, without the empty ones; shared settings move to the caption.
 
-    The settings of a single row are columns in a file, where they are looked for. In a terminal (`brief`) they would
-    leave too little width for what was measured: only the first stays, and the outcome of a row that failed.
+    The settings of a single row are columns in a file, where they are looked for. In a terminal they would leave too
+    little width for what was measured: only the first stays, and the outcome of a row that failed.
     """
-    shown = {column: cells for column in columns if set(cells := [column.cell(row) for row in rows]) - {"–", ""}}
-    common = {column: cells[0] for column, cells in shown.items() if column.setting and len(set(cells)) == 1}
+    wanted = [column for column in columns if _is_shown(column, place)]
+    made = {column: [column.of(row) for row in rows] for column in wanted}
+    shown = {column: cells for column, cells in made.items() if {cell.plain for cell in cells} - {"–", ""}}
+    common = {
+        column: cells[0].plain
+        for column, cells in shown.items()
+        if column.setting and len({cell.plain for cell in cells}) == 1
+    }
     if len(rows) == 1:
         is_ok = rows[0].status == "ok"
         common = {column: text for column, text in list(common.items())[1:] if column.title != "outcome" or is_ok}
-        common = common if brief else {}
+        common = common if place == "terminal" else {}
     kept = {column: cells for column, cells in shown.items() if column not in common}
     stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if text != "ok")
+    aligned = [_aligned(cells) for cells in kept.values()]
     return Table(
-        name=name,
         caption=f"{caption} ({stated})" if stated else caption,
-        columns=tuple(column.title for column in kept),
-        rows=tuple(zip(*kept.values(), strict=True)),
+        columns=[column.title for column in kept],
+        rows=[TableRow(cells) for cells in zip(*aligned, strict=True)],
+        name=name,
     )
+
+
+def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of texts that are not one row's values each."""
+    return Table(caption, columns, [TableRow([Cell(text) for text in row], row[0]) for row in rows], name)
+
+
+def _is_shown(column: Column, place: Place) -> bool:
+    if place == "page":
+        return column.page
+    return column.files and (column.brief or place == "files")
+
+
+def _aligned(cells: Sequence[Cell]) -> Sequence[Cell]:
+    """The cells of a column, set as words where one of them is long and not all are numbers."""
+    texts = [cell.text for cell in cells]
+    is_text = max(map(len, texts), default=0) > _SHORT and not all(map(_NUMBER.fullmatch, texts))
+    return [cell if cell.is_text is not None else replace(cell, is_text=is_text) for cell in cells]

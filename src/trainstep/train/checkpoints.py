@@ -22,19 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.fsdp.checkpoint import empty_optimizer, local_part, state_by_name
 from trainstep.parallel.process import AgreedError, Process, on_all_ranks
 from trainstep.schemes import SCHEMES
 from trainstep.training_step import Replica
@@ -198,12 +195,7 @@ def training_state(replica: Replica) -> dict[str, Any]:
     model = _model_state(replica)
     if isinstance(replica.optimizer, ShardedOptimizer):
         return {"model": model, "optimizer": replica.optimizer}
-    state: dict[str, dict[str, Any]] = {}
-    for name, parameter in _trained(replica).items():
-        state[name] = {}
-        for key, value in replica.optimizer.state.get(parameter, {}).items():
-            is_moment = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-            state[name][key] = _part_like(value, model[name]) if is_moment else value  # or a step count
+    state = state_by_name(replica.optimizer, _trained(replica), model)
     return {"model": model, "optimizer": {"state": state}}
 
 
@@ -238,7 +230,9 @@ def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
     model = _model_state(replica)
     in_slices = isinstance(replica.optimizer, ShardedOptimizer)
     try:
-        state: Any = replica.optimizer if in_slices else {"state": _empty_state(path, model)}
+        state: Any = replica.optimizer
+        if not in_slices:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
+            state = {"state": {}} | empty_optimizer(FileSystemReader(str(path)).read_metadata(), model)
         load({"model": model, "optimizer": state}, checkpoint_id=str(path), process_group=group)
         if not in_slices:
             _give_state(replica, state["state"])
@@ -254,9 +248,7 @@ def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> No
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state = {
-        numbers[id(trained[name])]: {
-            key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()
-        }
+        numbers[id(trained[name])]: {key: local_part(value) for key, value in values.items()}
         for name, values in loaded.items()
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -276,34 +268,6 @@ def _trained(replica: Replica) -> dict[str, nn.Parameter]:
     if isinstance(replica.module, FullyShardedDataParallel):
         return {parameter.name: parameter.shard for parameter in replica.module.sharded_parameters()}
     return dict(_plain(replica.module).named_parameters())
-
-
-def _part_like(value: Tensor, weight: Tensor) -> Tensor:
-    """A state of a weight as the part of a whole that the weight is."""
-    if not isinstance(weight, DTensor):
-        return value
-    return DTensor.from_local(
-        value, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
-def _empty_state(path: Path, model: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The checkpoint's optimizer state by parameter name, with memory to read it into."""
-    metadata = FileSystemReader(str(path)).read_metadata()
-    empty: dict[str, Any] = {}
-    for name, where in (metadata.planner_data or {}).items():
-        if where[:2] != ("optimizer", "state"):
-            continue
-        stored = metadata.state_dict_metadata[name]
-        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
-        weight = model[where[2]]
-        if stored.size == weight.shape:
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            value: Tensor = _part_like(torch.empty_like(local, dtype=stored.properties.dtype), weight)
-        else:
-            value = torch.empty(stored.size, dtype=stored.properties.dtype)
-        set_element(empty, where[2:], value)
-    return empty
 
 
 def _last_line(error: BaseException) -> str:

@@ -107,7 +107,7 @@ def train(
             if process.rank == 0:
                 record = run_record(config, process, read_metrics(out / METRICS), start.step, peak)
                 write_whole(out / RESULTS, [record])
-                show.line(f"{as_summary(record.values)} → {out}")
+                show.line(f"{as_summary(record)} → {out}")
         checkpoints.close()
     return Outcome(done, is_finished, signals.received)
 

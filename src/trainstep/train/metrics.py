@@ -13,11 +13,12 @@ import numpy as np
 
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
+from trainstep.kinds import TrainRow
 from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
 from trainstep.plan.flops import step_flops
-from trainstep.records import Record, Scalar
+from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
 from trainstep.train.learner import Reading
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 """The file's name in the run's folder."""
 
-Row = Mapping[str, Any]
+Update = Mapping[str, Any]
 """`step`, `loss`, `learning_rate`, `gradient_norm`, `step_ms`, `tokens_per_s`, `utilisation`, `validation_loss`, …"""
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
@@ -125,7 +126,7 @@ class MetricsWriter:
         cut_metrics(out / METRICS, step)
         self._file = (out / METRICS).open("a", encoding="utf-8")
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Update) -> None:
         """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
@@ -197,23 +198,22 @@ def as_line(row: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def as_summary(values: Mapping[str, Any]) -> str:
+def as_summary(record: TrainRow) -> str:
     """A finished run's record for the terminal."""
-    parts = [f"validation loss {values['validation_loss']:.4f}"]
-    if values["n"]:
-        parts.append(
-            f"median of {values['n']} updates: {values['step_ms']:.4g} ms, {values['tokens_per_s']:,.0f} tokens/s"
-        )
-    if values["utilisation"] is not None:
-        parts.append(f"utilisation {100 * values['utilisation']:.1f} %")
-    if values["peak_gib"] is not None:
-        parts.append(f"peak {values['peak_gib']:.4g} GiB on a rank")
+    parts = [f"validation loss {record.validation_loss:.4f}"]
+    if record.n:
+        step_ms = record.times["step"].median
+        parts.append(f"median of {record.n} updates: {step_ms:.4g} ms, {record.tokens_per_s:,.0f} tokens/s")
+    if record.utilisation is not None:
+        parts.append(f"utilisation {100 * record.utilisation:.1f} %")
+    if record.peak_gib is not None:
+        parts.append(f"peak {record.peak_gib:.4g} GiB on a rank")
     return "  ".join(parts)
 
 
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
-) -> Record:
+) -> TrainRow:
     """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
 
     Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
@@ -243,8 +243,8 @@ def run_record(
     }
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     curve = [rows[at] for at in chosen]
-    return Record(
-        "train",
+    return make_row(
+        TrainRow,
         case_of(config, process.world_size),
         values,
         series={

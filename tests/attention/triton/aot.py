@@ -13,11 +13,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from trainstep.attention.hopper import dkdv as hopper_dkdv
+from trainstep.attention.hopper import dq as hopper_dq
+from trainstep.attention.hopper import forward as hopper_forward
 from trainstep.attention.triton import dkdv, dq, forward
-from trainstep.attention.triton.hopper import dkdv as hopper_dkdv
-from trainstep.attention.triton.hopper import dq as hopper_dq
-from trainstep.attention.triton.hopper import forward as hopper_forward
-from trainstep.attention.triton.tuning import HopperTile, Tile
+from trainstep.attention.tuned import HopperTile, Tile
 
 PORTABLE = {"forward": forward.forward_kernel, "dq": dq.dq_kernel, "dkdv": dkdv.dkdv_kernel}
 HOPPER = {"forward": hopper_forward.forward_kernel, "dq": hopper_dq.dq_kernel, "dkdv": hopper_dkdv.dkdv_kernel}

@@ -15,7 +15,7 @@ from tests.attention.budget import (
 from trainstep.attention.triton.dkdv import launch_dkdv
 from trainstep.attention.triton.dq import launch_dq
 from trainstep.attention.triton.forward import launch_forward
-from trainstep.attention.triton.tuning import Tile
+from trainstep.attention.tuned import Tile
 from trainstep.casting import matmul_precision
 from trainstep.precision import PrecisionName
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.kinds import ParallelTraceRow
 from trainstep.measure.chrome_trace import GLOO, read_chrome_trace
 from trainstep.records import of_kind, read_records
 
@@ -19,7 +20,7 @@ SCHEMES = ("single", "flat", "overlapped")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("traced")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-               "trainstep.cli", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
+               "trainstep", "bench", "parallel", *MODEL, "--device", "cpu", "--steps", "6", "--warmup", "1",
                "--scheme", ",".join(SCHEMES), "--trace", "--out", str(out)]  # fmt: skip
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert found.returncode == 0, found.stderr
@@ -32,7 +33,7 @@ def folder(tmp_path_factory):
 def traced(folder):
     rows = read_records(folder / "results.jsonl")
     assert [row.kind for row in rows] == ["parallel"] * 3 + ["parallel trace"] * 3, "all are timed before any is traced"
-    return {row.case["scheme"]: row for row in of_kind(rows, "parallel trace")}
+    return {row.case["scheme"]: row for row in of_kind(rows, ParallelTraceRow)}
 
 
 def bars(row, beginning):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from trainstep.bench.parallel.case import ParallelCase
+from tests.workers import Workers
 from trainstep.bench.parallel.run import run_cases
+from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.parallel.workers import Workers
+from trainstep.kinds import ParallelTraceRow
 from trainstep.records import of_kind
 from trainstep.schemes import SCHEMES
 from trainstep.workload import builtin_source
@@ -30,7 +31,7 @@ def traced(tmp_path_factory):
         pytest.skip("needs two GPUs")
     with Workers(2, device="cuda", timeout_s=120) as workers:
         rows, _ = workers.run(_records, tmp_path_factory.mktemp("traces"))
-    found = {row.case["scheme"]: row for row in of_kind(rows, "parallel trace")}
+    found = {row.case["scheme"]: row for row in of_kind(rows, ParallelTraceRow)}
     assert {scheme: (row.status, row.reason) for scheme, row in found.items()} == dict.fromkeys(NAMES, ("ok", ""))
     return found
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.bench.sweep import child
+from trainstep.bench.sweep import processes
 from trainstep.bench.sweep.case import Case, Place, flags
 from trainstep.bench.sweep.grid_file import load_grid
-from trainstep.bench.sweep.here import run_here, visible_gpus
 from trainstep.bench.sweep.jobs import Resources, run_jobs
-from trainstep.bench.sweep.resume import is_finished, places_of
+from trainstep.bench.sweep.processes import run_here, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
@@ -78,7 +77,7 @@ def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, 
     assert {"sweep.csv", "sweep-by-mode.md", "sweep-by-seed.tex"} <= tables
     assert "Step by seed" in (out / "report.html").read_text()
 
-    monkeypatch.setattr(child, "command_of", lambda place: pytest.fail("a second run runs nothing"))
+    monkeypatch.setattr(processes, "command_of", lambda place: pytest.fail("a second run runs nothing"))
     assert run("sweep", str(file), "--out", str(out)) == 0
     again = read_records(out / "results.jsonl")
     assert "12 finished before, nothing to run" in capsys.readouterr().out
@@ -113,7 +112,7 @@ def is_alive(pid):
 def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_path):
     file, out = tmp_path / "hangs.toml", tmp_path / "out"
     file.write_text(f'command = "bench step"\n[axes]\nworkload = ["{HERE}:absent", "{HERE}:hangs"]\n')
-    command = [sys.executable, "-m", "trainstep.cli", "sweep", str(file), "--out", str(out)]
+    command = [sys.executable, "-m", "trainstep", "sweep", str(file), "--out", str(out)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
 
     def hanging():
@@ -130,7 +129,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
     assert row.status == "failed"
     assert "absent" in row.reason
     grid = load_grid(file, parse)
-    assert [is_finished(place) for place in places_of(grid, out)] == [True, False]
+    assert [place.is_finished() for place in grid.places(out)] == [True, False]
 
 
 STARVED = json.dumps({"kind": "step", "case": {"workload": "toy"}, "status": "out of memory", "reason": "needed 9"})
@@ -141,7 +140,7 @@ def scripted(monkeypatch, script):
     """Run `script` in place of trainstep; it knows its folder as `out`."""
     program = "import os, signal, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n"
     program += f"row, starved = {STEP!r} + chr(10), {STARVED!r} + chr(10)\n" + textwrap.dedent(script)
-    monkeypatch.setattr(child, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
+    monkeypatch.setattr(processes, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
 
 
 def places(folder, *settings):
@@ -228,6 +227,18 @@ def test_a_case_is_known_by_its_words_alone():
         "2",
         "--peaks",
     ]
+
+
+def test_cases_keep_the_identity_that_folders_of_earlier_sweeps_bear(tmp_path):
+    """Computed at commit a746529: another value would run finished cases again."""
+    grid = load_grid(REPOSITORY / "examples" / "sweep.toml", parse)
+    assert [case.identity for case in grid.cases[:2]] == ["6dd7a9fce731", "720b55cc701e"]
+    file = tmp_path / "memory.toml"
+    file.write_text(
+        'command = "memory"\nprocesses = 2\n[fixed]\npeaks = true\n'
+        '[axes]\nsize = ["small"]\n"learning-rate" = [1.0]\nprecision = ["fp32,bf16"]\ntimeline = [true, false]\n'
+    )
+    assert [case.identity for case in load_grid(file, parse).cases] == ["6e4dc4b47fd8", "ae92d52dbc18"]
 
 
 def test_processes_are_started_by_torchrun(tmp_path):
@@ -363,9 +374,10 @@ BAD = [
     (HEAD + '[axes]\nbatch = ["many"]', "[axes] batch = 'many': Error parsing --batch"),
     (HEAD + '[axes]\nprecision = ["fp32", "fp8"]', "[axes] precision = 'fp8': Error parsing --precision"),
     (HEAD + '[axes]\nsize = ["huge"]', "[axes] size: unknown size 'huge'"),
+    ('command = "analyze"\n[axes]\nconfig = ["absent.toml"]', "[axes] config: cannot read the configuration absent"),
     (HEAD + "[axes]\nbatch = [[1]]", "[axes] batch is [1]; expected a string, a number"),
     (HEAD + "[axes]\nprocesses = [0]", "[axes] processes is 0; expected how many"),
-    (HEAD + '[axes]\nout = ["a"]', "[axes] out is the sweep's own affair"),
+    (HEAD + '[axes]\nout = ["a"]', "[axes] out is set by the sweep itself"),
     (HEAD + "[fixed]\nbatch = 1\n[axes]\nbatch = [1]", "batch is both fixed and an axis"),
     (HEAD + "[fixed]\nbatch = [1]\n[axes]\nseed = [1]", "[fixed] batch is a list; move it to [axes]"),
     (HEAD + "axis = 1\n[axes]\nseed = [1]", "unknown table or key 'axis'"),

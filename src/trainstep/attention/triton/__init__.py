@@ -1,1 +1,1 @@
-"""FlashAttention-2 in Triton: `forward` and `backward` hold the kernels, `function` joins them to PyTorch."""
+"""FlashAttention-2 in Triton, for GPUs since Ampere: `forward`, and the backward in two kernels, `dq` and `dkdv`."""

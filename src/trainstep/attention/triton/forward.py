@@ -13,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.triton.launch import Arguments, Launcher
-from trainstep.attention.triton.multiply import multiply
-from trainstep.attention.triton.schedule import SIZES, load_tile, section_heads, tile_and_head
-from trainstep.attention.triton.tuning import Tile, block_of, multiply_precision
+from trainstep.attention.triton.launch import (
+    SIZES,
+    Arguments,
+    Launcher,
+    load_tile,
+    multiply,
+    section_heads,
+    tile_and_head,
+)
+from trainstep.attention.tuned import Tile, block_of, multiply_precision
 
 
 @triton.jit

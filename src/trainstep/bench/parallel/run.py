@@ -13,20 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from trainstep.bench.check.parallel import Agreement, compare_with_one_process
 from trainstep.bench.outcome import Failure, attempt_on_all_ranks
-from trainstep.bench.parallel.case import ParallelCase
-from trainstep.bench.parallel.check import Agreement, compare_with_one_process
-from trainstep.bench.parallel.measure import measure
-from trainstep.bench.parallel.rows import Result, Timed, row_of, step_ms
-from trainstep.bench.parallel.trace import trace_record, traced_step
+from trainstep.bench.parallel.measure import Result, Timed, measure, parallel_row
+from trainstep.bench.parallel.trace import trace_row, traced_step
+from trainstep.bench.parallel_case import ParallelCase
 from trainstep.errors import UsageError
+from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.parallel.process import Process
 from trainstep.precision import PRECISIONS
-from trainstep.records import Record
 
 
-def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | None = None) -> Iterator[Record]:
-    """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the records.
+def run_cases(
+    cases: Sequence[ParallelCase], process: Process, traces: Path | None = None
+) -> Iterator[ParallelRow | ParallelTraceRow]:
+    """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
 
     Args:
         cases: the schemes.
@@ -47,15 +48,15 @@ def run_cases(cases: Sequence[ParallelCase], process: Process, traces: Path | No
     comparison = compare_with_one_process(cases, process)
     single_ms: float | None = None
     timed: list[ParallelCase] = []
-    rows: dict[ParallelCase, Record] = {}  # on rank 0
+    rows: dict[ParallelCase, ParallelRow] = {}  # on rank 0
     for case in [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]:
         result = _measured(case, comparison.schemes[case.scheme], process)
         if isinstance(result, Timed):
             timed.append(case)
         if process.rank == 0:
-            row = row_of(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
+            row = parallel_row(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
             if not case.scheme.communicates and isinstance(result, Timed):
-                single_ms = step_ms(row)
+                single_ms = row.times["step"].median
             rows[case] = row
             yield row
     if traces is not None:
@@ -71,12 +72,11 @@ def _measured(case: ParallelCase, agreement: Agreement | Failure | None, process
 
 
 def _traced(
-    cases: Sequence[ParallelCase], rows: Mapping[ParallelCase, Record], process: Process, folder: Path
-) -> Iterator[Record]:
+    cases: Sequence[ParallelCase], rows: Mapping[ParallelCase, ParallelRow], process: Process, folder: Path
+) -> Iterator[ParallelTraceRow]:
     """One step of each scheme under the profiler, beside its row."""
     for case in cases:
         file = folder / f"trace-{case.scheme.name}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
-            row = rows[case]
-            yield trace_record(row.case, found, row.environment, step_ms=step_ms(row), trace=file.name)
+            yield trace_row(rows[case], found, trace=file.name)

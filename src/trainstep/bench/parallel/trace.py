@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainstep.bench.outcome import Failure
+from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.timeline_rows import timeline_values
+from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.measure.chrome_trace import read_chrome_trace
 from trainstep.measure.intervals import Interval, length
 from trainstep.measure.kernels import Profile, profile_of
@@ -17,10 +18,9 @@ from trainstep.measure.profiler import record_steps
 from trainstep.measure.timing import device_clock
 from trainstep.measure.trace import Trace
 from trainstep.parallel.process import Process
-from trainstep.records import Record, Scalar
+from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep
 
-KIND = "parallel trace"
 WARMUP = 3
 """Steps before the profiler starts: schemes learn the order of gradients, and allocate, in the first ones."""
 LONGEST = 1_500
@@ -90,25 +90,16 @@ def phases_of(trace: Trace, profile: Profile) -> dict[str, Interval]:
     return found
 
 
-def trace_record(
-    case: Mapping[str, Scalar],
-    found: Sequence[TracedStep | None] | Failure,
-    environment: Mapping[str, Scalar],
-    *,
-    step_ms: float,
-    trace: str,
-) -> Record:
+def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *, trace: str) -> ParallelTraceRow:
     """The row of a traced step: its overlap in milliseconds, and its bars as series.
 
     Args:
-        case: of the scheme.
+        row: of the same scheme, timed without the profiler.
         found: what each rank recorded; the first one's is shown.
-        environment: of the run.
-        step_ms: median of the same scheme's steps without the profiler, on the slowest rank.
         trace: name of the trace's file.
     """
     if isinstance(found, Failure):
-        return Record(KIND, case, status=found.status, reason=found.reason, environment=environment)
+        return failed_row(ParallelTraceRow, row.case, found, row.environment)
     shown = found[0]
     assert shown is not None, "rank 0 records"
     profile = shown.profile
@@ -116,7 +107,7 @@ def trace_record(
     communication = length(overlap.communication)
     values: dict[str, Scalar] = {
         "on_cpu": profile.is_cpu,
-        "step_ms": step_ms,
+        "step_ms": row.times["step"].median,
         "profiled_step_ms": shown.wall_ms,
         "span_ms": overlap.span_us / 1e3,
         "computation_ms": length(overlap.computation) / 1e3,
@@ -134,7 +125,7 @@ def trace_record(
     kept |= _spans("exposed", [(first, last) for first, last in overlap.exposed if last - first >= shortest], start)
     kept |= _spans("phase_span", list(shown.phases.values()), start) | {"phase_span_names": list(shown.phases)}
     values |= drawn | {"exposed_from_us": shortest}
-    return Record(KIND, case, values, series=kept, environment=environment)
+    return make_row(ParallelTraceRow, row.case, values, series=kept, environment=row.environment)
 
 
 def _spans(name: str, intervals: Sequence[Interval], start: float) -> dict[str, Sequence[Scalar]]:

@@ -14,18 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.records import Record, Scalar, read_records, write_whole
+from trainstep.kinds import (
+    AttentionRow,
+    CheckpointingRow,
+    CollectiveRow,
+    MemoryTimelineRow,
+    ParallelRow,
+    PeakRow,
+    PlanRow,
+    ProfileRow,
+    RungRow,
+    StepRow,
+    SweepRow,
+)
+from trainstep.records import Row, Scalar, Status, of_kind, read_records, write_whole
 
-ROW_KINDS: Mapping[str, tuple[str, ...]] = {
-    "analyze": ("rung",),
-    "bench attention": ("attention",),
-    "bench collectives": ("collective",),
-    "bench ladder": ("rung",),
-    "bench parallel": ("parallel",),
-    "bench step": ("step",),
-    "memory": ("peak", "checkpointing", "memory-timeline"),
-    "plan": ("plan",),
-    "profile": ("profile",),
+ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
+    "analyze": (RungRow,),
+    "bench attention": (AttentionRow,),
+    "bench collectives": (CollectiveRow,),
+    "bench ladder": (RungRow,),
+    "bench parallel": (ParallelRow,),
+    "bench step": (StepRow,),
+    "memory": (PeakRow, CheckpointingRow, MemoryTimelineRow),
+    "plan": (PlanRow,),
+    "profile": (ProfileRow,),
 }
 """Commands that can be swept → the kind of record that becomes a row: the first of these that the case wrote."""
 
@@ -102,16 +115,16 @@ class Place:
     def _kept(self) -> Path:
         return self.folder / "rows.jsonl"
 
-    def finished(self) -> list[Record] | None:
+    def finished(self) -> list[SweepRow] | None:
         """The rows of a case that has ended, well or not; None while it has not."""
         try:
-            return read_records(self._kept)
+            return of_kind(read_records(self._kept), SweepRow)
         except UsageError:
             if self._kept.exists():
                 raise
             return None
 
-    def keep(self, rows: Sequence[Record]) -> None:
+    def keep(self, rows: Sequence[Row]) -> None:
         """Write the rows; with this the case is finished."""
         assert rows, "a finished case has a row"
         write_whole(self._kept, rows)
@@ -120,3 +133,8 @@ class Place:
         """Forget an earlier run, so that nothing of it can pass for this one's."""
         for name in ("rows.jsonl", "results.jsonl"):
             (self.folder / name).unlink(missing_ok=True)
+
+    def is_finished(self, retried: Sequence[Status] = ()) -> bool:
+        """Whether the case has ended before, and not with a status that is to be tried again."""
+        rows = self.finished()
+        return rows is not None and not any(row.status in retried for row in rows)

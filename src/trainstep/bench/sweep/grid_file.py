@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.bench.grid import expand
-from trainstep.bench.sweep.case import PROCESSES, ROW_KINDS, Case, flags
-from trainstep.config import StepConfig, resolve_size
+from trainstep.bench.sweep.case import PROCESSES, ROW_KINDS, Case, Place, flags
+from trainstep.config import StepConfig, load_toml, resolve_size
 from trainstep.errors import UsageError
 from trainstep.records import Scalar
 
@@ -33,6 +33,10 @@ class Grid:
     cases: Sequence[Case]
     timeout_s: float | None
     """Seconds after which a case is ended."""
+
+    def places(self, out: Path) -> list[Place]:
+        """Every case with its folder below `out`."""
+        return [Place(case, case.folder(out.resolve() / "cases", self.axes)) for case in self.cases]
 
 
 def load_grid(path: Path, parse: Parser) -> Grid:
@@ -96,7 +100,7 @@ def _check(path: Path, where: str, command: str, name: str, value: Scalar, parse
             raise UsageError(f"{path}: {where} is {value!r}; expected how many processes to start")
         return
     if name in OWN_FLAGS:
-        raise UsageError(f"{path}: {where} is the sweep's own affair; leave it out")
+        raise UsageError(f"{path}: {where} is set by the sweep itself; leave it out")
     if not isinstance(value, (str, int, float, bool)):
         raise UsageError(f"{path}: {where} is {value!r}; expected a string, a number or true or false")
     told = io.StringIO()
@@ -106,6 +110,8 @@ def _check(path: Path, where: str, command: str, name: str, value: Scalar, parse
         if name == "size":
             for each in str(value).split(","):
                 resolve_size(each)
+        if name == "config":
+            load_toml(Path(str(value)))
         if name in StepConfig.__dataclass_fields__ and not isinstance(value, str):
             StepConfig(**{name: value})  # type: ignore[arg-type]
     except UsageError as error:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainstep.bench.sweep.case import Place
-from trainstep.bench.sweep.here import run_alone
-from trainstep.bench.sweep.outcome import failed_row
+from trainstep.bench.sweep.processes import run_alone
+from trainstep.bench.sweep.rows import failed_row
 from trainstep.errors import UsageError
 from trainstep.records import Status
 

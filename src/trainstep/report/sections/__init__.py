@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.blocks import Section
 from trainstep.report.sections.activations import checkpointing, residuals
 from trainstep.report.sections.allocations import allocations
-from trainstep.report.sections.attention import attention
-from trainstep.report.sections.collectives import collectives
 from trainstep.report.sections.kernels import kernels
 from trainstep.report.sections.ladder import correctness, ladder
 from trainstep.report.sections.memory import memory
-from trainstep.report.sections.parallel import parallel
 from trainstep.report.sections.peaks import peaks
 from trainstep.report.sections.phases import grid, phases, warmup
-from trainstep.report.sections.plan import plan
 from trainstep.report.sections.precision import accumulation, dtypes
 from trainstep.report.sections.summary import summary
-from trainstep.report.sections.sweep import sweep
 from trainstep.report.sections.workload import environment, workload
+from trainstep.report.subjects import attention, parallel
+from trainstep.report.subjects.plan import plan
+from trainstep.report.subjects.sweep import sweep
 
-SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
+SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     summary,
     phases,
     warmup,
@@ -33,9 +31,8 @@ SECTIONS: tuple[Callable[[Sequence[Record]], Section | None], ...] = (
     kernels,
     ladder,
     correctness,
-    attention,
-    collectives,
-    parallel,
+    *attention.SECTIONS,
+    *parallel.SECTIONS,
     memory,
     peaks,
     allocations,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, by_case, of_kind
+from trainstep.kinds import CheckpointingRow, ResidualRow
+from trainstep.records import Row, by_case, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, gib, number
@@ -15,9 +16,9 @@ PARTS = {"first block": "One block", "step": "The whole step"}
 """Parts of residual records that have charts, the smaller first."""
 
 
-def residuals(records: Sequence[Record]) -> Section | None:
+def residuals(records: Sequence[Row]) -> Section | None:
     """What forward keeps, by module and operation."""
-    rows = of_kind(records, "residual")
+    rows = of_kind(records, ResidualRow)
     if not rows:
         return None
     charts = []
@@ -38,7 +39,7 @@ def residuals(records: Sequence[Record]) -> Section | None:
     return Section("residuals", "Kept for backward", "What forward keeps for backward", lead, blocks)
 
 
-def _chart(name: str, words: str, rows: Sequence[Record]) -> Chart:
+def _chart(name: str, words: str, rows: Sequence[Row]) -> Chart:
     bars = []
     for row in rows:
         if row.case["what"] == "all":
@@ -59,9 +60,9 @@ def _chart(name: str, words: str, rows: Sequence[Record]) -> Chart:
     return Chart(f"residuals-{name}", f"{words}, {form}: {gib(total / 1024)}", "", plots.bars(bars, "MiB"))
 
 
-def checkpointing(records: Sequence[Record]) -> Section | None:
+def checkpointing(records: Sequence[Row]) -> Section | None:
     """The peak under each checkpointing policy, predicted and measured."""
-    rows = of_kind(records, "checkpointing")
+    rows = of_kind(records, CheckpointingRow)
     if not rows:
         return None
     blocks: list[Block] = []
@@ -75,7 +76,7 @@ def checkpointing(records: Sequence[Record]) -> Section | None:
     return Section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, blocks)
 
 
-def _policies(rows: Sequence[Record], place: int, is_told: bool) -> Chart:
+def _policies(rows: Sequence[Row], place: int, is_told: bool) -> Chart:
     largest = max((get(row, name) or 0 for row in rows for name in ("peak_gib", "predicted_gib")), default=0)
     unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
     limit = next((value for row in rows if (value := get(row, "memory_gib")) is not None), None)

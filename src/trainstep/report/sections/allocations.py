@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trainstep.records import Record, Scalar, belonging, of_kind
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.allocation_chart import allocation_chart, layout_data, roles
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, get, gib, number, told_apart
 from trainstep.report.numbers import NONE
 
 
-def allocations(records: Sequence[Record]) -> Section | None:
+def allocations(records: Sequence[Row]) -> Section | None:
     """All memory timelines, where there are any."""
-    rows = of_kind(records, "memory-timeline")
+    rows = of_kind(records, MemoryTimelineRow)
     if not rows:
         return None
     blocks: list[Block] = []
     for place, row in enumerate(rows):
         title = told_apart(row, rows)
         if row.status != "ok":
-            failed = Row([Cell(title, is_text=True), Cell(row.status, note=row.reason, tone="bad", is_text=True)])
+            failed = TableRow([Cell(title, is_text=True), Cell(row.status, note=row.reason, tone="bad", is_text=True)])
             blocks.append(Table("Not recorded", ["Step", "Outcome"], [failed]))
             continue
         blocks.append(Charts([_chart(row, title, place)]))
-        blocks.append(_owners(belonging(records, "owner", row), title, place))
-        blocks.append(_largest(belonging(records, "allocation", row), title, place))
+        blocks.append(_owners(belonging(records, OwnerRow, row), title, place))
+        blocks.append(_largest(belonging(records, AllocationRow, row), title, place))
     lead = (
         "Every allocation, from the event that made it to the event that freed it. Drag over a part to see it closer; "
         "hover for an allocation’s size and the line of code that made it. What always stays is drawn as one at first; "
@@ -34,7 +35,7 @@ def allocations(records: Sequence[Record]) -> Section | None:
     return Section("allocations", "Allocations", "Every allocation of the step", lead, blocks)
 
 
-def _chart(row: Record, title: str, place: int) -> Chart:
+def _chart(row: Row, title: str, place: int) -> Chart:
     peak = get(row, "peak_gib") or 0
     unit, scale = ("GiB", 1.0) if peak >= 1 else ("MiB", 1024.0)
     groups = [str(name) for name in row.series["groups"]]
@@ -61,7 +62,7 @@ def _chart(row: Record, title: str, place: int) -> Chart:
     )
 
 
-def _owners(rows: Sequence[Record], title: str, place: int) -> Table:
+def _owners(rows: Sequence[Row], title: str, place: int) -> Table:
     table_rows = []
     for row in rows:
         whole = row.case["part"] == "all"
@@ -73,12 +74,12 @@ def _owners(rows: Sequence[Record], title: str, place: int) -> Table:
             Cell(f"{share:.1%}", share, "share"),
             cell_of(row, "allocations"),
         ]
-        table_rows.append(Row(cells, f"{row.case['owner']}: {row.case['part']}", is_strong=whole))
+        table_rows.append(TableRow(cells, f"{row.case['owner']}: {row.case['part']}", is_strong=whole))
     columns = ["Owner", "Size", "Share of the peak", "Allocations"]
     return Table(f"Who owns the peak: {title}", columns, table_rows, name=f"owners-{place}")
 
 
-def _largest(rows: Sequence[Record], title: str, place: int) -> Table:
+def _largest(rows: Sequence[Row], title: str, place: int) -> Table:
     has_owners = any(row.values.get("made_in") for row in rows)
     words: Mapping[str, str] = {"owner": "Owner", "module": "Module or parameter", "made_in": "Made in"}
     texts = {name: title for name, title in words.items() if has_owners}
@@ -86,7 +87,7 @@ def _largest(rows: Sequence[Record], title: str, place: int) -> Table:
     for row in rows:
         cells = [cell_of(row, "mib", _mib), cell_of(row, "count")]
         cells += [Cell(_text(row.values.get(name)), is_text=True) for name in (*texts, "line")]
-        table_rows.append(Row(cells, str(row.case["rank"])))
+        table_rows.append(TableRow(cells, str(row.case["rank"])))
     columns = ["Size", "Times", *texts.values(), "Line of code"]
     return Table(f"The largest allocations: {title}", columns, table_rows, name=f"largest-{place}")
 

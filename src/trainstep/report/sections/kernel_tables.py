@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record
+from trainstep.records import Row
 from trainstep.report.analysed import PHASE_NAMES
-from trainstep.report.blocks import Cell, Row, Table
+from trainstep.report.blocks import Cell, Table, TableRow
 from trainstep.report.cells import cell_of, count, get, number
 from trainstep.report.noise_findings import BEYOND, SEEN
 from trainstep.report.numbers import NONE
@@ -15,7 +15,7 @@ TOP_KERNELS = 25
 TOP_MODULES = 20
 
 
-def _origin(row: Record) -> list[str]:
+def _origin(row: Row) -> list[str]:
     """Family, operator and module of a kernel."""
     operator = row.values.get("operator")
     told = [str(operator)] if operator is not None and operator != row.case["kernel"] else []
@@ -26,7 +26,7 @@ def _percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.1f}%"
 
 
-def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str, suffix: str) -> Table:
+def family_table(rows: Sequence[Row], ceilings: Sequence[Row], title: str, suffix: str) -> Table:
     """Families of the step and of each phase, with their rates and the part of the device's limit they reach."""
     table_rows = []
     for row in rows:
@@ -42,7 +42,7 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
             cell_of(row, "gb_s"),
             Cell(limit, part, "of_limit", tone="" if is_possible else "bad"),
         ]
-        table_rows.append(Row(cells, f"{row.case['phase']}: {row.case['family']}", row.case["phase"] == "step"))
+        table_rows.append(TableRow(cells, f"{row.case['phase']}: {row.case['family']}", row.case["phase"] == "step"))
     columns = ["Phase and family", "Calls", "ms", "Of the phase", "TFLOP/s", "GB/s", "Of the device’s limit"]
     caption = (
         f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
@@ -52,7 +52,7 @@ def family_table(rows: Sequence[Record], ceilings: Sequence[Record], title: str,
     return Table(caption, columns, table_rows, name=f"families{suffix}")
 
 
-def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | None, bool]:
+def _of_limit(row: Row, ceilings: Sequence[Row]) -> tuple[str, float | None, bool]:
     """The larger of the parts reached of the arithmetic and of the memory ceiling, which one it is, and if it can be.
 
     No kernel computes faster than the device; a ceiling below one was measured on a busier or slower machine.
@@ -70,7 +70,7 @@ def _of_limit(row: Record, ceilings: Sequence[Record]) -> tuple[str, float | Non
     return f"{part:.0%} of {unit}", part, unit == "memory" or part < BEYOND
 
 
-def piece_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
+def piece_table(rows: Sequence[Row], title: str, suffix: str) -> Table:
     """Scores, softmax and weighted sum: time, FLOPs and bytes of the product or softmax itself."""
     table_rows = []
     for row in rows:
@@ -84,12 +84,12 @@ def piece_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
             cell_of(row, "main_tflops"),
             cell_of(row, "main_gb_s"),
         ]
-        table_rows.append(Row(cells, f"{row.case['phase']}: {row.case['piece']}"))
+        table_rows.append(TableRow(cells, f"{row.case['phase']}: {row.case['piece']}"))
     columns = ["Piece", "All kernels, ms", "Product or softmax, ms", "GFLOP", "GB", "TFLOP/s", "GB/s"]
     return Table(f"The pieces of attention, per step: {title}", columns, table_rows, name=f"pieces{suffix}")
 
 
-def module_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
+def module_table(rows: Sequence[Row], title: str, suffix: str) -> Table:
     """Kernel time of each module by phase; alike modules are one row."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -108,12 +108,12 @@ def module_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
         cells = [Cell(module, is_text=True)]
         cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASE_NAMES]
         cells += [Cell(number(whole), whole, "ms"), Cell(_percent(whole / total if total else None))]
-        table_rows.append(Row(cells, module))
+        table_rows.append(TableRow(cells, module))
     columns = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASE_NAMES), "All, ms", "Of the step"]
     return Table(f"Kernel time by module, per step: {title}", columns, table_rows, name=f"modules{suffix}")
 
 
-def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
+def kernel_table(rows: Sequence[Row], title: str, suffix: str) -> Table:
     """The kernels that take most time, and all others as one row."""
     table_rows = []
     for row in rows[:TOP_KERNELS]:
@@ -125,7 +125,7 @@ def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
             cell_of(row, "mean_us"),
             Cell(_percent(get(row, "share")), get(row, "share"), "share"),
         ]
-        table_rows.append(Row(cells, f"{row.case['phase']} {row.case['module']} {row.case['kernel']}"))
+        table_rows.append(TableRow(cells, f"{row.case['phase']} {row.case['module']} {row.case['kernel']}"))
     if rest := rows[TOP_KERNELS:]:
         sums = {name: sum(get(row, name) or 0 for row in rest) for name in ("calls", "ms", "share")}
         cells = [
@@ -136,6 +136,6 @@ def kernel_table(rows: Sequence[Record], title: str, suffix: str) -> Table:
             Cell(""),
             Cell(_percent(sums["share"]), sums["share"], "share"),
         ]
-        table_rows.append(Row(cells, "others"))
+        table_rows.append(TableRow(cells, "others"))
     columns = ["Kernel", "Phase", "Calls", "ms", "Mean, µs", "Of the step"]
     return Table(f"The kernels that take most time, per step: {title}", columns, table_rows, name=f"kernels{suffix}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, belonging, of_kind
+from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
+from trainstep.records import Row, belonging, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, count, get, median_of, number, told_apart
 from trainstep.report.numbers import NONE
 from trainstep.report.plots import Bar
@@ -16,9 +17,9 @@ from trainstep.report.sections.kernel_tables import family_table, kernel_table, 
 from trainstep.stats import RUN_SPREAD
 
 
-def kernels(records: Sequence[Record]) -> Section | None:
+def kernels(records: Sequence[Row]) -> Section | None:
     """Every profile, one after the other."""
-    profiles = of_kind(records, "profile")
+    profiles = of_kind(records, ProfileRow)
     if not profiles:
         return None
     blocks: list[Block] = []
@@ -28,7 +29,7 @@ def kernels(records: Sequence[Record]) -> Section | None:
                 Cell(told_apart(profile, profiles), is_text=True),
                 Cell(profile.status, note=profile.reason, tone="bad", is_text=True),
             ]
-            blocks.append(Table("Not profiled", ["Step", "Outcome"], [Row(cells)]))
+            blocks.append(Table("Not profiled", ["Step", "Outcome"], [TableRow(cells)]))
             continue
         blocks += _blocks(records, profile, told_apart(profile, profiles), f"-{place}" if place else "")
     lead = (
@@ -39,9 +40,9 @@ def kernels(records: Sequence[Record]) -> Section | None:
     return Section("kernels", "Kernels", "Which kernels run, and where", lead, blocks)
 
 
-def _blocks(records: Sequence[Record], profile: Record, title: str, suffix: str) -> list[Block]:
-    families = belonging(records, "family", profile)
-    lines = belonging(records, "timeline", profile)
+def _blocks(records: Sequence[Row], profile: Row, title: str, suffix: str) -> list[Block]:
+    families = belonging(records, FamilyRow, profile)
+    lines = belonging(records, TimelineRow, profile)
     found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}")]
     charts = [_family_chart([row for row in families if row.case["phase"] == "step"], title, suffix)]
     if roof := _roofline_chart(records, families, title, suffix):
@@ -51,14 +52,14 @@ def _blocks(records: Sequence[Record], profile: Record, title: str, suffix: str)
         found.append(Charts([_timeline_chart(lines[0], title, suffix)]))
     if sums := _phase_table(profile, title, suffix):
         found.append(sums)
-    found.append(family_table(families, of_kind(records, "ceiling"), title, suffix))
-    if pieces := belonging(records, "attention piece", profile):
+    found.append(family_table(families, of_kind(records, CeilingRow), title, suffix))
+    if pieces := belonging(records, PieceRow, profile):
         found.append(piece_table(pieces, title, suffix))
-    rows = belonging(records, "kernel", profile)
+    rows = belonging(records, KernelRow, profile)
     return [*found, module_table(rows, title, suffix), kernel_table(rows, title, suffix)]
 
 
-def _facts(profile: Record) -> list[tuple[str, Cell]]:
+def _facts(profile: Row) -> list[tuple[str, Cell]]:
     def percent(name: str, digits: int = 3) -> Cell:
         value = get(profile, name)
         return Cell(NONE if value is None else f"{number(100 * value, digits)}%", value, name)
@@ -89,7 +90,7 @@ def _facts(profile: Record) -> list[tuple[str, Cell]]:
     return facts
 
 
-def _family_chart(rows: Sequence[Record], title: str, suffix: str) -> Chart:
+def _family_chart(rows: Sequence[Row], title: str, suffix: str) -> Chart:
     bars = [
         Bar(
             str(row.case["family"]),
@@ -103,14 +104,14 @@ def _family_chart(rows: Sequence[Record], title: str, suffix: str) -> Chart:
     return Chart(f"families{suffix}", "Kernel time of one step by family", title, plots.bars(bars, "ms per step"))
 
 
-def _rates(row: Record) -> str:
+def _rates(row: Row) -> str:
     parts = [f"{number(row.values['tflops'])} TFLOP/s"] if get(row, "tflops") is not None else []
     parts += [f"{number(row.values['gb_s'])} GB/s"] if get(row, "gb_s") is not None else []
     return ", ".join(parts)
 
 
-def _roofline_chart(records: Sequence[Record], families: Sequence[Record], title: str, suffix: str) -> Chart | None:
-    ceilings = of_kind(records, "ceiling")
+def _roofline_chart(records: Sequence[Row], families: Sequence[Row], title: str, suffix: str) -> Chart | None:
+    ceilings = of_kind(records, CeilingRow)
     peaks = {str(row.case["what"]): rate for row in ceilings if (rate := get(row, "tflops")) is not None}
     copy = next((rate for row in ceilings if (rate := get(row, "gb_s")) is not None), None)
     points = [
@@ -130,12 +131,12 @@ def _roofline_chart(records: Sequence[Record], families: Sequence[Record], title
     )
 
 
-def _counted(records: Sequence[Record]) -> str:
+def _counted(records: Sequence[Row]) -> str:
     """What FLOPs and bytes count, in words."""
-    return next((str(row.values["counted"]) for row in of_kind(records, "profile") if row.values.get("counted")), NONE)
+    return next((str(row.values["counted"]) for row in of_kind(records, ProfileRow) if row.values.get("counted")), NONE)
 
 
-def _timeline_chart(row: Record, title: str, suffix: str) -> Chart:
+def _timeline_chart(row: Row, title: str, suffix: str) -> Chart:
     caption = f"{title}. Drag over a part, or scroll with Shift, to see it closer; hover for a kernel and its module."
     if (below := get(row, "joined_below_us")) is not None:
         caption += (
@@ -149,7 +150,7 @@ def _timeline_chart(row: Record, title: str, suffix: str) -> Chart:
     return Chart(f"timeline{suffix}", "One step, kernel by kernel", caption, timeline(row), list(shown.items()))
 
 
-def _phase_table(profile: Record, title: str, suffix: str) -> Table | None:
+def _phase_table(profile: Row, title: str, suffix: str) -> Table | None:
     """Sums of kernels beside the times without the profiler."""
     names = [name for name in PHASE_NAMES if get(profile, f"{name}_ms") is not None]
     if not names:
@@ -171,7 +172,7 @@ def _phase_table(profile: Record, title: str, suffix: str) -> Table | None:
             Cell("agrees" if agrees else "kernels take longer than the phase", tone="" if agrees else "bad",
                  is_text=True),
         ]  # fmt: skip
-        rows.append(Row(cells, name, is_strong=name == "step"))
+        rows.append(TableRow(cells, name, is_strong=name == "step"))
     columns = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
     caption = (
         f"Kernel sums against the step without the profiler: {title}. They agree where kernels take no longer than the "

@@ -6,18 +6,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import RungRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Section, Table, TableRow
 from trainstep.report.cells import SUPERSCRIPT, cell_of, get, gib, median_of, number, ratio_of, span, times
 from trainstep.report.findings import kept_rungs
 from trainstep.report.numbers import NONE
 from trainstep.report.plots import Fall, Outcome, Series
 
 
-def ladder(records: Sequence[Record]) -> Section | None:
+def ladder(records: Sequence[Row]) -> Section | None:
     """One change per rung."""
-    rungs = of_kind(records, "rung")
+    rungs = of_kind(records, RungRow)
     if not rungs:
         return None
     falls, before, has_baseline = [], 0.0, False
@@ -63,7 +64,7 @@ _OUTCOMES = (
 )
 
 
-def _outcome(row: Record) -> Outcome:
+def _outcome(row: Row) -> Outcome:
     if row.status != "ok":
         return "failed"
     called = row.values.get("verdict")
@@ -74,14 +75,14 @@ def _outcome(row: Record) -> Outcome:
     return "slower" if called == "slower" else "left"
 
 
-def _rung_label(row: Record, outcome: Outcome) -> str:
+def _rung_label(row: Row, outcome: Outcome) -> str:
     if outcome == "failed":
         return row.status
     time = f"{number(row.values.get('step_ms'))} ms"
     return time if outcome == "baseline" else f"{time} · {times(get(row, 'speedup'))}"
 
 
-def _rung_tip(row: Record) -> str:
+def _rung_tip(row: Row) -> str:
     if row.status != "ok":
         return f"{row.status}: {row.reason}"
     speedup, gain = ratio_of(row, "speedup"), ratio_of(row, "gain")
@@ -96,7 +97,7 @@ def _rung_tip(row: Record) -> str:
     return "\n".join(lines)
 
 
-def _verdict(row: Record) -> Cell:
+def _verdict(row: Row) -> Cell:
     called = str(row.values.get("verdict", row.status))
     if row.status != "ok":
         return Cell(row.status, called, "verdict", note=row.reason, tone="bad", is_text=True)
@@ -110,7 +111,7 @@ def _verdict(row: Record) -> Cell:
     return Cell("no clear gain, not kept", called, "verdict", tone="quiet", is_text=True)
 
 
-def _ladder_table(rungs: Sequence[Record]) -> Table:
+def _ladder_table(rungs: Sequence[Row]) -> Table:
     rows = []
     for row in rungs:
         is_baseline = row.values.get("verdict") == "baseline"
@@ -118,7 +119,7 @@ def _ladder_table(rungs: Sequence[Record]) -> Table:
         if error.value is not None:
             error = dataclasses.replace(error, of=cell_of(row, "error_budget", lambda value: number(value, 2)))
         rows.append(
-            Row(
+            TableRow(
                 [
                     Cell(str(row.case["rung"]), is_text=True),
                     median_of(row, "step"),
@@ -148,10 +149,10 @@ def _ladder_table(rungs: Sequence[Record]) -> Table:
     )
 
 
-def correctness(records: Sequence[Record]) -> Section | None:
+def correctness(records: Sequence[Row]) -> Section | None:
     """Losses of the kept rungs over the same batches, and how far gradients are off."""
     kept = [row for row in kept_rungs(records) if row.samples.get("training_loss")]
-    checked = [row for row in of_kind(records, "rung") if row.values.get("gradient_error") is not None]
+    checked = [row for row in of_kind(records, RungRow) if row.values.get("gradient_error") is not None]
     if not kept and len(checked) < 2:
         return None
     blocks: list[Block] = []
@@ -201,7 +202,7 @@ def correctness(records: Sequence[Record]) -> Section | None:
     for row in checked:
         error, budget = get(row, "gradient_error") or 0.0, get(row, "error_budget") or 0.0
         rows.append(
-            Row(
+            TableRow(
                 [
                     Cell(str(row.case["rung"]), is_text=True),
                     cell_of(row, "loss_error", lambda value: number(value, 2)),

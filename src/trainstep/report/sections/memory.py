@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import RungRow, WorkloadRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES, analysed_step
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
@@ -13,10 +14,10 @@ from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar
 
 
-def memory(records: Sequence[Record]) -> Section | None:
+def memory(records: Sequence[Row]) -> Section | None:
     """Peaks by phase and by rung, over what is there at rest."""
     step = analysed_step(records)
-    rungs = [row for row in of_kind(records, "rung") if get(row, "peak_gib") is not None or row.status != "ok"]
+    rungs = [row for row in of_kind(records, RungRow) if get(row, "peak_gib") is not None or row.status != "ok"]
     has_peak = step is not None and get(step, "peak_gib") is not None
     if not has_peak and not any(get(row, "peak_gib") is not None for row in rungs):
         return None
@@ -56,7 +57,7 @@ def memory(records: Sequence[Record]) -> Section | None:
     blocks.append(Charts(charts))
     if step is not None:
         known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
-        workload = of_kind(records, "workload")
+        workload = of_kind(records, WorkloadRow)
         source = {**(workload[0].values if workload else {}), **step.values}
         facts = [fact(name, source[name]) for name in known if source.get(name)]
         blocks.append(Facts(facts, name="memory"))

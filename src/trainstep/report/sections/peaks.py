@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import PeakRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.cells import get, gib
@@ -16,9 +17,9 @@ _LINES = ("workload", "precision", "compile", "attention", "checkpointing", "opt
 """Settings that tell the lines of the chart apart."""
 
 
-def peaks(records: Sequence[Record]) -> Section | None:
+def peaks(records: Sequence[Row]) -> Section | None:
     """The peaks that were measured case by case."""
-    rows = of_kind(records, "peak")
+    rows = of_kind(records, PeakRow)
     if not rows:
         return None
     blocks: list[Block] = []
@@ -33,7 +34,7 @@ def peaks(records: Sequence[Record]) -> Section | None:
     return Section("peaks", "Peaks", "Peak memory, case by case", lead, blocks)
 
 
-def _by_context(rows: Sequence[Record], contexts: Sequence[float]) -> Chart:
+def _by_context(rows: Sequence[Row], contexts: Sequence[float]) -> Chart:
     told = [name for name in _LINES if len({row.case.get(name) for row in rows}) > 1]
     series, legend = [], []
     groups = dict.fromkeys(tuple(row.case.get(name) for name in told) for row in rows)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, of_kind
+from trainstep.kinds import StepRow
+from trainstep.records import Row, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import PHASE_NAMES, analysed_step
-from trainstep.report.blocks import Cell, Chart, Charts, Facts, Row, Section, Table
+from trainstep.report.blocks import Cell, Chart, Charts, Facts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, fact, get, median_of, number, span
 from trainstep.report.numbers import NONE, as_float
 from trainstep.report.plots import Bar, Series
 
 
-def phases(records: Sequence[Record]) -> Section | None:
+def phases(records: Sequence[Row]) -> Section | None:
     """The analysed step, phase by phase."""
     step = analysed_step(records)
     if step is None:
@@ -53,7 +54,7 @@ def phases(records: Sequence[Record]) -> Section | None:
             cell_of(step, f"{name}_outliers"),
         ]
         cells += [cell_of(step, f"{name}_issue_ms")] if has_issue else []
-        table_rows.append(Row(cells, name, is_strong=name == "step"))
+        table_rows.append(TableRow(cells, name, is_strong=name == "step"))
     lead = (
         f"Median of {number(step.values.get('n'))} steps after {number(step.case.get('warmup'))} warm-up steps, "
         f"{_settings(step)}; whiskers are 95 % intervals of the median."
@@ -85,7 +86,7 @@ def phases(records: Sequence[Record]) -> Section | None:
     )
 
 
-def _settings(row: Record) -> str:
+def _settings(row: Row) -> str:
     """The settings of a row, in words."""
     case = row.case
     parts = [f"batch {case['batch']}"] if case.get("batch") is not None else []
@@ -97,18 +98,18 @@ def _settings(row: Record) -> str:
     return ", ".join(parts)
 
 
-def _same_case(row: Record, other: Record) -> bool:
+def _same_case(row: Row, other: Row) -> bool:
     return {**row.case, "warmup": 0} == {**other.case, "warmup": 0}
 
 
-def warmup(records: Sequence[Record]) -> Section | None:
+def warmup(records: Sequence[Row]) -> Section | None:
     """What leaving out the first steps changes."""
     step = analysed_step(records)
     if step is None:
         return None
     rows = {
         number(row.case["warmup"]): row
-        for row in of_kind(records, "step")
+        for row in of_kind(records, StepRow)
         if row.status == "ok" and _same_case(row, step)
     }
     if len(rows) < 2:
@@ -162,7 +163,7 @@ def warmup(records: Sequence[Record]) -> Section | None:
         "The same run, as it would be reported after so many warm-up steps",
         ["Left out", "Median, ms [95 %]", "Mean, ms", "Std, ms", "Max, ms", "Outliers", "n"],
         [
-            Row(
+            TableRow(
                 [
                     Cell(count, row.case["warmup"], "warmup"),
                     median_of(row, "step"),
@@ -178,9 +179,9 @@ def warmup(records: Sequence[Record]) -> Section | None:
     return Section("warm-up", "Warm-up", "What warm-up changes", "", [Charts(charts), table])
 
 
-def grid(records: Sequence[Record]) -> Section | None:
+def grid(records: Sequence[Row]) -> Section | None:
     """All measured steps, where they are more than the analysed one."""
-    rows, step = of_kind(records, "step"), analysed_step(records)
+    rows, step = of_kind(records, StepRow), analysed_step(records)
     if not rows or all(step is not None and _same_case(row, step) for row in rows):
         return None
     settings = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1] or ["workload"]
@@ -192,6 +193,6 @@ def grid(records: Sequence[Record]) -> Section | None:
             cells += [median_of(row, "step"), *(cell_of(row, name) for name in measured), Cell("")]
         else:
             cells += [Cell(NONE)] * 4 + [Cell(row.status, note=row.reason, tone="bad", is_text=True)]
-        table_rows.append(Row(cells))
+        table_rows.append(TableRow(cells))
     columns = [*settings, "Step, ms [95 %]", "Tokens/s", "TFLOP/s", "Peak, GiB", "Outcome"]
     return Section("grid", "Grid", "All measured steps", "", [Table("One row per case", columns, table_rows, "grid")])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, by_case, of_kind
+from trainstep.kinds import AccumulationRow, DtypeRow
+from trainstep.records import Row, by_case, of_kind
 from trainstep.report.blocks import Block, Section
 from trainstep.report.sections.plain import plain_table
 
 
-def dtypes(records: Sequence[Record]) -> Section | None:
+def dtypes(records: Sequence[Row]) -> Section | None:
     """The dtypes that were seen, precision by precision."""
-    rows = of_kind(records, "dtype")
+    rows = of_kind(records, DtypeRow)
     if not rows:
         return None
     cases = by_case(rows, "module")
@@ -20,9 +21,9 @@ def dtypes(records: Sequence[Record]) -> Section | None:
     return Section("dtypes", "Precision", "Which dtype everything had", lead, blocks)
 
 
-def accumulation(records: Sequence[Record]) -> Section | None:
+def accumulation(records: Sequence[Row]) -> Section | None:
     """0.01 added a thousand times."""
-    rows = of_kind(records, "accumulation")
+    rows = of_kind(records, AccumulationRow)
     if not rows:
         return None
     lead = "Why sums, averages and the optimizer stay in float32 when the products do not."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from trainstep.records import Record, Scalar
+from trainstep.records import Row, Scalar
 from trainstep.report.analysed import analysed_step
 from trainstep.report.blocks import Block, Cell, Flags, Headline, Section, Sentences
 from trainstep.report.cells import get, gib, number, ratio_of, span
@@ -13,7 +13,7 @@ from trainstep.report.findings import findings, kept_rungs, recommended_flags
 from trainstep.report.numbers import NONE, as_float
 
 
-def summary(records: Sequence[Record]) -> Section | None:
+def summary(records: Sequence[Row]) -> Section | None:
     """What dominates, what to change, what was gained."""
     kept, step, found = kept_rungs(records), analysed_step(records), findings(records)
     blocks: list[Block] = []
@@ -49,7 +49,7 @@ _TOPICS = {
 }
 
 
-def _gain_headline(kept: Sequence[Record]) -> Headline:
+def _gain_headline(kept: Sequence[Row]) -> Headline:
     first, last = kept[0], kept[-1]
     speedup = ratio_of(last, "speedup")
     interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
@@ -82,16 +82,16 @@ def _gain_headline(kept: Sequence[Record]) -> Headline:
     )
 
 
-def _of_peak(row: Record) -> str:
+def _of_peak(row: Row) -> str:
     share = get(row, "utilisation")
     return f", {share:.0%} of the device’s peak" if share is not None else ""
 
 
-def _unmeasured(first: Record, last: Record, name: str) -> str:
+def _unmeasured(first: Row, last: Row, name: str) -> str:
     return ", – not measured" if (first.values.get(name) is None) != (last.values.get(name) is None) else ""
 
 
-def _change(first: Record, last: Record, name: str, text: Callable[[Scalar], str], unit: str) -> str:
+def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
     """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
     values = [row.values.get(name) for row in (first, last)]
     if values[0] is None and values[1] is None:
@@ -105,7 +105,7 @@ def _change(first: Record, last: Record, name: str, text: Callable[[Scalar], str
     return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
 
 
-def _step_headline(step: Record) -> Headline:
+def _step_headline(step: Row) -> Headline:
     stats = [
         ("Throughput", number(step.values.get("tokens_per_s")), "tokens/s"),
         ("Achieved", number(step.values.get("achieved_tflops")), "TFLOP/s" + _of_peak(step)),

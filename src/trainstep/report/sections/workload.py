@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainstep.records import Record, Scalar, of_kind
+from trainstep.kinds import CeilingRow, WorkloadRow
+from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import plots
 from trainstep.report.analysed import analysed_step
-from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Row, Section, Table
+from trainstep.report.blocks import Block, Cell, Chart, Charts, Facts, Section, Table, TableRow
 from trainstep.report.cells import cell_of, fact, get, number
 from trainstep.report.findings import kept_rungs
 from trainstep.report.plots import Bar
@@ -15,9 +16,9 @@ from trainstep.report.plots import Bar
 _FLOP_PARTS = ("projections", "feed_forward", "attention", "head")
 
 
-def workload(records: Sequence[Record]) -> Section | None:
+def workload(records: Sequence[Row]) -> Section | None:
     """What is trained, and what the device could do at best."""
-    rows, ceilings = of_kind(records, "workload"), of_kind(records, "ceiling")
+    rows, ceilings = of_kind(records, WorkloadRow), of_kind(records, CeilingRow)
     if not rows and not ceilings:
         return None
     blocks: list[Block] = []
@@ -62,19 +63,19 @@ def workload(records: Sequence[Record]) -> Section | None:
     return Section("workload", "Workload", "The workload and the device’s limits", lead, blocks)
 
 
-def _ceiling_table(ceilings: Sequence[Record]) -> Table:
+def _ceiling_table(ceilings: Sequence[Row]) -> Table:
     columns, has_failure = ["Operation", "TFLOP/s", "GB/s, read + written"], any(row.status != "ok" for row in ceilings)
     rows = []
     for row in ceilings:
         cells = [Cell(str(row.case["what"]), is_text=True), cell_of(row, "tflops"), cell_of(row, "gb_s")]
         if has_failure:
             cells.append(Cell("" if row.status == "ok" else row.status, note=row.reason, tone="bad", is_text=True))
-        rows.append(Row(cells, str(row.case["what"])))
+        rows.append(TableRow(cells, str(row.case["what"])))
     columns += ["Outcome"] if has_failure else []
     return Table("What this device reaches, measured here", columns, rows, name="ceilings")
 
 
-def _ceiling_chart(records: Sequence[Record], ceilings: Sequence[Record]) -> Chart:
+def _ceiling_chart(records: Sequence[Row], ceilings: Sequence[Row]) -> Chart:
     step = analysed_step(records)
     ran = [row for row in [*kept_rungs(records), *([step] if step else [])] if get(row, "achieved_tflops") is not None]
     rows = []
@@ -98,7 +99,7 @@ def _ceiling_chart(records: Sequence[Record], ceilings: Sequence[Record]) -> Cha
     )
 
 
-def environment(records: Sequence[Record]) -> Section | None:
+def environment(records: Sequence[Row]) -> Section | None:
     """Where the numbers were measured."""
     found: dict[str, dict[Scalar, None]] = {}
     for row in records:

@@ -1,0 +1,148 @@
+"""FlashAttention-2 tile by tile in plain PyTorch: the algorithm to read beside the Triton kernels.
+
+T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. The forward is its
+algorithm 1, the backward its algorithm 2 (with dQ summed by one owner instead of atomically). Memory is linear in the
+lengths; time is that of a Python loop over tiles, so this is an oracle and a textbook, not a fast path.
+
+float16 and bfloat16 inputs are multiplied as they are and accumulated in float32, as matrix units do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.attention.inputs import check_inputs, resolve_scale
+
+TILE_QUERIES = 64  # B_r in the paper
+TILE_KEYS = 64  # B_c
+
+
+class FlashAttentionReference(torch.autograd.Function):
+    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None)`: shapes as `trainstep.attention.attention`.
+
+    Saves q, k, v, o and the log-sum-exp (shape q.shape[:-1]) for backward, nothing quadratic.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        check_inputs(q, k, v)
+        ctx.is_causal, ctx.scale = is_causal, resolve_scale(scale, q.shape[-1])
+        o, lse = flash_forward(*_grouped(q, k, v), is_causal, ctx.scale)
+        o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        grouped_q, grouped_k, grouped_v = _grouped(q, k, v)
+        dq, dk, dv = flash_backward(
+            grouped_q,
+            grouped_k,
+            grouped_v,
+            o.reshape(grouped_q.shape),
+            lse.reshape(grouped_q.shape[:-1]),
+            grads[0].reshape(grouped_q.shape),
+            ctx.is_causal,
+            ctx.scale,
+        )
+        # The heads of a group read one key head: its gradient is the sum over them.
+        return (
+            dq.reshape(q.shape),
+            dk.sum(2).to(k.dtype).reshape(k.shape),
+            dv.sum(2).to(v.dtype).reshape(v.shape),
+            None,
+            None,
+        )
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Algorithm 1. q (..., n_queries, head_dim), k and v (..., n_keys, head_dim) broadcastable to it → o, lse.
+
+    One pass over the key tiles for each query tile, with the running row maximum m and the running sum l; the output is
+    divided by l once, at the end.
+    """
+    accumulate = _accumulator(q.dtype)
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    o = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=accumulate)
+    for i in range(0, n_queries, TILE_QUERIES):
+        q_i = q[..., i : i + TILE_QUERIES, :]  # (..., B_r, head_dim)
+        o_i = torch.zeros_like(q_i, dtype=accumulate)
+        m_i = q_i.new_full(q_i.shape[:-1], float("-inf"), dtype=accumulate)  # (..., B_r)
+        l_i = torch.zeros_like(m_i)
+        for j in range(0, _last_key(i, n_queries, n_keys, is_causal), TILE_KEYS):
+            s_ij = _scores(q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale)  # (..., B_r, B_c)
+            m_new = torch.maximum(m_i, s_ij.amax(-1))
+            p_ij = (s_ij - m_new[..., None]).exp()
+            shrink = (m_i - m_new).exp()  # what was summed so far was relative to the old maximum
+            l_i = shrink * l_i + p_ij.sum(-1)
+            o_i = shrink[..., None] * o_i + _matmul(p_ij.to(v.dtype), v[..., j : j + TILE_KEYS, :])
+            m_i = m_new
+        o[..., i : i + TILE_QUERIES, :] = (o_i / l_i[..., None]).to(o.dtype)
+        lse[..., i : i + TILE_QUERIES] = m_i + l_i.log()
+    return o, lse
+
+
+def flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: dq in q's dtype; dk and dv per query head, in the accumulator's dtype, for the caller to sum.
+
+    P is recomputed from the saved log-sum-exp, one tile at a time; delta = rowsum(dO ∘ O) replaces the softmax's sum.
+    """
+    accumulate = _accumulator(q.dtype)
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    dq = torch.zeros_like(q, dtype=accumulate)
+    dk = torch.zeros((*q.shape[:-2], n_keys, q.shape[-1]), dtype=accumulate, device=q.device)
+    dv = torch.zeros_like(dk)
+    delta = (do.to(accumulate) * o.to(accumulate)).sum(-1)  # (..., n_queries)
+    for j in range(0, n_keys, TILE_KEYS):
+        keys = slice(j, j + TILE_KEYS)
+        k_j, v_j = k[..., keys, :], v[..., keys, :]
+        first = j // TILE_QUERIES * TILE_QUERIES if is_causal else 0  # earlier queries see none of these keys
+        for i in range(first, n_queries, TILE_QUERIES):
+            rows = slice(i, i + TILE_QUERIES)
+            q_i, do_i = q[..., rows, :], do[..., rows, :]
+            p_ij = (_scores(q_i, k_j, i, j, is_causal, scale) - lse[..., rows, None]).exp()  # (..., B_r, B_c)
+            dv[..., keys, :] += _matmul(p_ij.to(do.dtype).mT, do_i)
+            dp_ij = _matmul(do_i, v_j.mT)
+            ds_ij = (p_ij * (dp_ij - delta[..., rows, None])).to(q.dtype)
+            dq[..., rows, :] += scale * _matmul(ds_ij, k_j)
+            dk[..., keys, :] += scale * _matmul(ds_ij.mT, q_i)
+    return dq.to(q.dtype), dk, dv
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View q as (batch, kv_heads, group, n_queries, head_dim), k and v as (batch, kv_heads, 1, n_keys, head_dim)."""
+    heads, kv_heads = (q.shape[-3], k.shape[-3]) if q.ndim >= 4 else (1, 1)
+    per_group = (-1, kv_heads, 1, *k.shape[-2:])
+    return q.reshape(-1, kv_heads, heads // kv_heads, *q.shape[-2:]), k.reshape(per_group), v.reshape(per_group)
+
+
+def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float) -> Tensor:
+    """scale · Q_i K_jᵀ, with -inf above the diagonal."""
+    s = _matmul(q_i, k_j.mT) * scale
+    if is_causal and j + k_j.shape[-2] - 1 > i:  # the tile reaches above the diagonal
+        queries = torch.arange(i, i + q_i.shape[-2], device=s.device)[:, None]
+        keys = torch.arange(j, j + k_j.shape[-2], device=s.device)
+        s = s.masked_fill(keys > queries, float("-inf"))
+    return s
+
+
+def _last_key(i: int, n_queries: int, n_keys: int, is_causal: bool) -> int:
+    """One past the last key that the query tile starting at i sees."""
+    return min(n_keys, i + TILE_QUERIES, n_queries) if is_causal else n_keys
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b summed in the accumulator's dtype (a 16-bit product is exact in float32)."""
+    accumulate = _accumulator(a.dtype)
+    return a.to(accumulate) @ b.to(accumulate)

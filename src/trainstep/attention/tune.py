@@ -1,0 +1,286 @@
+"""`trainstep tune attention`: measure this GPU and put what is fastest into the user's tables (see `tuned`).
+
+For GPUs without entries in the tables, or a new version of Triton. `tune_tiles` times every candidate of every kernel
+on inputs large enough to fill the GPU and keeps the fastest. A tile that spills registers is kept only if all others
+take a tenth longer: how much spills, and so the time, changes with the compiler's version. Compiling takes far longer
+than timing, so the candidates of a case are compiled ahead by as many processes as there are processors, into Triton's
+cache. `tune_choice` times whole implementations.
+"""
+
+import itertools
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.testing
+from torch import Tensor
+
+from trainstep.attention import tuned
+from trainstep.attention.api import attention
+from trainstep.attention.flash import runs_hopper_kernels
+from trainstep.attention.hopper import dkdv as hopper_dkdv
+from trainstep.attention.hopper import dq as hopper_dq
+from trainstep.attention.hopper import forward as hopper_forward
+from trainstep.attention.triton import dkdv, dq, forward
+from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, Kernel, Tile
+from trainstep.casting import DTYPES, matmul_precision
+from trainstep.errors import UsageError
+from trainstep.precision import PrecisionName
+
+IMPLEMENTATIONS = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+"""What `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+AnyTile = Tile | HopperTile
+_PORTABLE: dict[Kernel, Any] = {"forward": forward, "dq": dq, "dkdv": dkdv}
+_HOPPER: dict[Kernel, Any] = {"forward": hopper_forward, "dq": hopper_dq, "dkdv": hopper_dkdv}
+
+# Of float32: rows a program keeps, rows that stream past them, warps. On Hopper four warps multiply 64 rows; given to
+# eight, a tile is cut into products of half the columns, and those of eight columns read beyond it (lab log).
+_FLOAT32 = ((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8))
+_WIDE_FLOAT32 = (
+    (16, 32, 4), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 16, 4), (64, 32, 4), (64, 64, 4), (128, 32, 8),
+)  # from head_dim 128 on  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One candidate on one case: its median time, or why it has none."""
+
+    kernel: Kernel
+    dtype: PrecisionName
+    head_dim: int
+    is_causal: bool
+    tile: AnyTile
+    time_ms: float | None
+    spills: int | None = None
+    """Registers that the compiler keeps in local memory, as it counts them."""
+    error: str = ""
+
+
+def tune_tiles(
+    *,
+    head_dims: Iterable[int] = (16, 32, 64, 128, 256),
+    dtypes: Iterable[PrecisionName] = ("bf16", "fp32", "tf32"),
+    seq: int = 8192,
+    rep_ms: int = 60,
+    progress: Callable[[Measurement], None] = lambda _: None,
+    save: bool = True,
+) -> list[Measurement]:
+    """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length `seq`; return all measurements.
+
+    float32 comes twice: as it is multiplied under torch's matmul precision "highest" (fp32) and under "high" (tf32).
+    `progress` is called after each measurement. With `save`, the fastest tile of each case goes into the user's table
+    when the case is done.
+
+    Raises:
+        UsageError: there is no GPU, or the user's tables cannot be read.
+        RuntimeError: a candidate left the GPU in an error that this process cannot leave; the message names it.
+    """
+    gpu = _this_gpu()
+    results: list[Measurement] = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
+            with matmul_precision(dtype):
+                case = _Case.make(head_dim, dtype, is_causal, seq)
+                trials = [
+                    (kernel, tile)
+                    for kernel in _PORTABLE
+                    for tile in candidates(kernel, case.hopper, DTYPES[dtype], head_dim)
+                ]
+                _compile_ahead(pool, head_dim, dtype, is_causal, trials)
+                for kernel, tile in trials:
+                    results.append(case.measure(kernel, tile, rep_ms))
+                    progress(results[-1])
+                    _check_gpu(results[-1])
+            if save:
+                tiles, hopper_tiles = fastest(results, gpu)
+                TILES.save(tiles)
+                HOPPER_TILES.save(hopper_tiles)
+    return results
+
+
+def tune_choice(
+    *,
+    head_dims: Iterable[int] = (64, 128, 256),
+    dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
+    lengths: Iterable[int] = LENGTHS,
+    rep_ms: int = 30,
+    progress: Callable[[str], None] = lambda _: None,
+    save: bool = True,
+) -> dict[tuned.ChoiceCase, tuned.Choice]:
+    """Time forward + backward of every implementation at 16,384 tokens and width 2048; return the fastest.
+
+    With `save`, they go into the user's table after each dtype, head_dim and masking. Raises UsageError without a GPU,
+    or if the user's tables cannot be read.
+    """
+    gpu = _this_gpu()
+    choices: dict[tuned.ChoiceCase, tuned.Choice] = {}
+    lengths = sorted(lengths)
+    for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
+        rows: list[tuple[int, str]] = []
+        for length in lengths:
+            shape = (max(1, 16384 // length), max(1, 2048 // head_dim), length, head_dim)
+            times = {impl: _time_ms(impl, shape, dtype, is_causal, rep_ms) for impl in IMPLEMENTATIONS}
+            name, time = min(times.items(), key=lambda item: item[1])
+            progress(f"{shape} {dtype} causal={is_causal}: {name} {time:.3f} ms of {times}")
+            if not rows or rows[-1][1] != name:
+                rows.append((length if rows else 0, name))
+        choices[tuned.ChoiceCase(gpu, str(dtype).removeprefix("torch."), head_dim, is_causal)] = tuned.Choice(
+            tuple(rows)
+        )
+        if save:
+            CHOICES.save(choices)
+    return choices
+
+
+def _this_gpu() -> str:
+    """The GPU's name in the tables, all of which can be read: better to fail now than after an hour of measuring."""
+    if not torch.cuda.is_available():
+        raise UsageError("tuning measures on a GPU, and torch finds none")
+    for table in (TILES, HOPPER_TILES, CHOICES):
+        table.entries()
+    return tuned.gpu_name(torch.cuda.get_device_capability())
+
+
+def candidates(kernel: Kernel, hopper: bool, dtype: torch.dtype, head_dim: int) -> Iterator[AnyTile]:
+    """The configurations worth timing; those that do not fit the GPU fail when measured and drop out."""
+    if hopper:
+        blocks = {"forward": (64, 128), "dq": (32, 64, 128), "dkdv": (32, 64)}[kernel]
+        first_stages = 3 if kernel == "dq" else 2  # dq frees a slot only after it has seen the next but one filled
+        for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
+            yield HopperTile(consumers, block, stages, own)
+        return
+    if dtype == torch.float32:
+        for (kept, streamed, warps), stages in itertools.product(_FLOAT32 if head_dim <= 64 else _WIDE_FLOAT32, (1, 2)):
+            yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), warps, stages)
+        return
+    sides = (32, 64, 128)
+    for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
+        yield Tile(queries, keys, warps, stages)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Inputs of one head_dim, dtype and masking, with what each kernel needs from the one before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dtype: PrecisionName
+    is_causal: bool
+    hopper: bool
+
+    @classmethod
+    def make(cls, head_dim: int, dtype: PrecisionName, is_causal: bool, seq: int) -> "_Case":
+        shape = (1, max(1, 2048 // head_dim), seq, head_dim)
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4))
+        return cls(q, k, v, do, dtype, is_causal, runs_hopper_kernels(q))
+
+    @property
+    def kernels(self) -> dict[Kernel, Any]:
+        return _HOPPER if self.hopper else _PORTABLE
+
+    def measure(self, kernel: Kernel, tile: AnyTile, rep_ms: int) -> Measurement:
+        about = (kernel, self.dtype, self.q.shape[-1], self.is_causal, tile)
+        try:
+            time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=rep_ms, return_mode="median")
+        except Exception as error:
+            return Measurement(*about, None, error=f"{type(error).__name__}: {str(error)[:200]}")
+        return Measurement(*about, time, self.kernels[kernel].launcher.latest.n_spills)
+
+    def call(self, kernel: Kernel, tile: AnyTile) -> Callable[[], object]:
+        """A function without arguments that runs `kernel` once with `tile`."""
+        q, k, v, do, kernels = self.q, self.k, self.v, self.do, self.kernels
+        out, scale = torch.empty_like(q), q.shape[-1] ** -0.5
+        # Any plausible values time alike: a log-sum-exp near log(seq), and delta 0.
+        lse, delta = torch.full(q.shape[:-1], 9.0, device=q.device), torch.zeros(q.shape[:-1], device=q.device)
+        rows = (torch.stack([-lse / scale, delta]).flatten(1, 2),) if self.hopper else (lse, delta)
+        settings = (self.is_causal, scale, tile)
+        return {
+            "forward": lambda: kernels["forward"].launch_forward(q, k, v, out, lse, *settings),
+            "dq": lambda: kernels["dq"].launch_dq(q, k, v, q, lse, do, out, *settings),
+            "dkdv": lambda: kernels["dkdv"].launch_dkdv(q, k, v, *rows, do, out, out, *settings),
+        }[kernel]
+
+
+def _merit(result: Measurement) -> float:
+    """The lower the better, in milliseconds: the time, counted a tenth longer where registers spill."""
+    assert result.time_ms is not None
+    return result.time_ms * (1.1 if result.spills else 1.0)
+
+
+def _check_gpu(latest: Measurement) -> None:
+    """After an illegal access every later call of the process fails, and would look like an unfit candidate."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        tile = f"{latest.kernel} {latest.dtype} head_dim {latest.head_dim} {latest.tile}"
+        raise RuntimeError(f"{tile} broke the GPU's context; take it out of `candidates` and tune again") from error
+
+
+def _compile_ahead(
+    pool: ProcessPoolExecutor,
+    head_dim: int,
+    dtype: PrecisionName,
+    is_causal: bool,
+    trials: list[tuple[Kernel, AnyTile]],
+) -> None:
+    jobs = [(head_dim, dtype, is_causal, kernel, tile) for kernel, tile in trials]
+    try:
+        list(pool.map(_compile, jobs, chunksize=max(1, len(jobs) // (4 * (os.cpu_count() or 1)))))
+    except BrokenProcessPool:
+        return  # a candidate took its process along: what is not compiled yet is when it is measured
+
+
+def _compile(job: tuple[int, PrecisionName, bool, Kernel, AnyTile]) -> None:
+    """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
+    head_dim, dtype, is_causal, kernel, tile = job
+    try:
+        with matmul_precision(dtype):
+            _Case.make(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
+    except Exception:
+        return  # it fails again, and is reported, when it is measured
+
+
+def fastest(
+    results: list[Measurement], gpu: str
+) -> tuple[dict[tuned.TileCase, Tile], dict[tuned.HopperTileCase, HopperTile]]:
+    """The fastest measured tile of each case, as entries of the two tables."""
+    tiles: dict[tuned.TileCase, Tile] = {}
+    hopper_tiles: dict[tuned.HopperTileCase, HopperTile] = {}
+    precisions: dict[str, tuned.TilePrecision] = {"fp32": "tf32x3", "tf32": "tf32"}
+    timed = [result for result in results if result.time_ms is not None]
+    for best in sorted(timed, key=_merit, reverse=True):  # the best of a case is put in last
+        kernel, tile, is_causal = best.kernel, best.tile, best.is_causal
+        if isinstance(tile, HopperTile):
+            block = tuned.hopper_block_of(best.head_dim)
+            hopper_tiles[tuned.HopperTileCase(kernel, block, is_causal)] = tile
+        else:
+            precision, block = precisions.get(best.dtype, "16-bit"), tuned.block_of(best.head_dim)
+            tiles[tuned.TileCase(gpu, kernel, precision, block, is_causal)] = tile
+    return tiles, hopper_tiles
+
+
+def _time_ms(impl: str, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool, rep_ms: int) -> float:
+    """Median time of forward + backward; infinity where `impl` cannot run these inputs."""
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    do = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attention(q, k, v, is_causal=is_causal, impl=impl), (q, k, v), do)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of every reason why a backend cannot run
+        try:
+            return float(triton.testing.do_bench(step, warmup=10, rep=rep_ms, return_mode="median"))
+        except UsageError:
+            return float("inf")

@@ -1,0 +1,132 @@
+"""A case's process → rows: those that it wrote, and one that says why where it did not end well."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainstep.bench.sweep.case import ROW_KINDS, Case, Place
+from trainstep.errors import UsageError
+from trainstep.kinds import SweepRow
+from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
+)
+NOTHING_RAN = 1
+"""Exit code of a command whose rows all say why they have no result; also Python's after a traceback."""
+_ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
+_RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
+_LONGEST = 240
+
+
+def rows_of(
+    case: Case, folder: Path, code: int | None, seconds: float, timeout_s: float | None = None
+) -> list[SweepRow]:
+    """The rows of a case whose process has ended.
+
+    Args:
+        case: what was run.
+        folder: holds what it wrote: results.jsonl, stdout.txt, stderr.txt.
+        code: its exit code, below 0 for a signal; None where it was ended for lasting too long.
+        seconds: how long it ran.
+        timeout_s: how long it was allowed to.
+    """
+    found = _written(case, folder)
+    values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
+    rows = [
+        make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, samples=row.samples,
+                 status=row.status, reason=row.reason, environment=row.environment)
+        for row, told in zip(found, _told_apart(found), strict=True)
+    ]  # fmt: skip
+    is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
+    if not rows or (code != 0 and not (is_told and not _errors(folder / "stderr.txt"))):
+        failed = failed_row(case, *_failure(folder, code, timeout_s), values)
+        rows.append(replace(failed, row="end") if rows else failed)
+    return rows
+
+
+def failed_row(case: Case, status: Status, reason: str, values: Mapping[str, Scalar]) -> SweepRow:
+    """The row of a case that has no result."""
+    return make_row(SweepRow, case.columns(), values, status=status, reason=reason)
+
+
+def _written(case: Case, folder: Path) -> list[Row]:
+    try:
+        records = read_records(folder / "results.jsonl")
+    except UsageError:
+        return []  # none, or cut short by a crash: the failure's row tells
+    kinds = [kind for kind in ROW_KINDS[case.command] if of_kind(records, kind)]
+    return of_kind(records, kinds[0]) if kinds else []
+
+
+def _told_apart(rows: Sequence[Row]) -> list[str | None]:
+    """What tells each row of one case from the others, in words; nothing where there is one."""
+    if len(rows) < 2:
+        return [None] * len(rows)
+    names = [name for name in rows[0].case if len({row.case.get(name) for row in rows}) > 1]
+    naming = ("rung", "scheme", "strategy")  # of which each implies all else that differs
+    short = [name for name in names if name in naming] or names
+    return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
+
+
+def _failure(folder: Path, code: int | None, timeout_s: float | None) -> tuple[Status, str]:
+    last = _last_words(folder / "stderr.txt").removeprefix("trainstep: ")
+    if code is None:
+        return "failed", f"not done after {timeout_s:g} s, and ended"
+    if code == 0:
+        return "failed", "wrote no row that a sweep shows; see its results.jsonl"
+    if OUT_OF_MEMORY.search(last):
+        return "out of memory", last
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (often the kernel, for want of memory)" if name == "SIGKILL" else ""
+        return "failed", f"killed by {name}{hint}" + (f": {last}" if last else "")
+    return "failed", last or f"ended with exit code {code} and no word"
+
+
+def _last_words(path: Path) -> str:
+    """The line of standard error that says what happened, or its last line."""
+    found = (_errors(path) or _lines(path) or [""])[-1]
+    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1]}…"
+
+
+def _errors(path: Path) -> list[str]:
+    return [line for line in _lines(path) if _ERROR.match(line) and "ChildFailedError" not in line]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+
+
+Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
+"""Runs cases and yields each when it has ended and its rows are kept."""
+
+RETRIED: tuple[Status, ...] = ("failed", "out of memory")
+
+
+def sweep_records(
+    places: Sequence[Place], execute: Execute, retried: Sequence[Status] = ()
+) -> Generator[Row, None, None]:
+    """The rows of finished cases, then those of the others as they end, each with its case's number from 1."""
+    numbers = {place.case.identity: number for number, place in enumerate(places, start=1)}
+
+    def rows(place: Place) -> Iterator[Row]:
+        for row in place.finished() or ():
+            yield replace(row, number=numbers[place.case.identity])
+
+    pending = [place for place in places if not place.is_finished(retried)]
+    for place in places:
+        if place not in pending:
+            yield from rows(place)
+    with contextlib.closing(execute(pending)) as ended:
+        for place in ended:
+            yield from rows(place)

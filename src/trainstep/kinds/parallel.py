@@ -1,0 +1,139 @@
+"""Rows of several ranks: collectives, schemes of data parallel training, their traces, and training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainstep.kinds.shared import GpuState, StepSettings
+from trainstep.records import Row, Times, setting, times
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow(GpuState):
+    """One collective at one size; a call lasts as long as on its slowest rank."""
+
+    kind: ClassVar[str] = "collective"
+    collective: str = setting()
+    world_size: int = setting()
+    dtype: str = setting()
+    size_mb: float = setting()
+    backend: str | None = setting(None)
+    times: Mapping[str, Times] = times()
+    n: int | None = None
+    payload_bytes: int | None = None
+    fastest_rank_ms: float | None = None
+    slowest_rank_ms: float | None = None
+    slowest_rank: int | None = None
+    algorithm_gb_s: float | None = None
+    bus_gb_s: float | None = None
+    """Bytes on each link of a ring over the time."""
+    wrong_ranks: tuple[int, ...] | None = None
+    """Those that did not get what they should."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFitRow(Row):
+    """What a call costs: an overhead, and bytes on each link at a bandwidth."""
+
+    kind: ClassVar[str] = "collective fit"
+    collective: str = setting()
+    world_size: int = setting()
+    dtype: str = setting()
+    backend: str | None = setting(None)
+    sizes: int | None = None
+    overhead_us: float | None = None
+    bus_gb_s: float | None = None
+    worst_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRow(StepSettings, GpuState):
+    """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
+
+    Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
+    """
+
+    kind: ClassVar[str] = "parallel"
+    scheme: str = setting()
+    world_size: int = setting()
+    times: Mapping[str, Times] = times()
+    n: int | None = None
+    exposed_ms: float | None = None
+    """Beyond the step without communication."""
+    tokens_per_s: float | None = None
+    """Of all ranks."""
+    collectives: int | None = None
+    sent_gib: float | None = None
+    """By a rank, over a ring."""
+    sent_floor_gib: float | None = None
+    start_weights_gib: float | None = None
+    start_gradients_gib: float | None = None
+    start_optimizer_state_gib: float | None = None
+    start_gib: float | None = None
+    before_step_weights_gib: float | None = None
+    before_step_gradients_gib: float | None = None
+    before_step_optimizer_state_gib: float | None = None
+    before_step_gib: float | None = None
+    after_step_weights_gib: float | None = None
+    after_step_gradients_gib: float | None = None
+    after_step_optimizer_state_gib: float | None = None
+    after_step_gib: float | None = None
+    peak_gib: float | None = None
+    predicted_start_gib: float | None = None
+    predicted_before_step_gib: float | None = None
+    predicted_after_step_gib: float | None = None
+    loss_error: float | None = None
+    """Relative, after a few steps, against one process on the whole batch."""
+    loss_allowed: float | None = None
+    update_error: float | None = None
+    """Of the parameters, relative to how far they moved."""
+    update_allowed: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelTraceRow(StepSettings):
+    """One profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
+
+    kind: ClassVar[str] = "parallel trace"
+    scheme: str = setting()
+    world_size: int = setting()
+    on_cpu: bool | None = None
+    step_ms: float | None = None
+    """Median without the profiler, on the slowest rank."""
+    profiled_step_ms: float | None = None
+    span_ms: float | None = None
+    """From the first kernel to the last."""
+    computation_ms: float | None = None
+    communication_ms: float | None = None
+    hidden_communication_ms: float | None = None
+    exposed_communication_ms: float | None = None
+    hidden_share: float | None = None
+    idle_ms: float | None = None
+    trace: str | None = None
+    kernels: int | None = None
+    bars: int | None = None
+    joined_below_us: float | None = None
+    exposed_from_us: float | None = None
+    """Exposed communication is drawn from this length on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow(StepSettings):
+    """A finished training run; its curve is in the series."""
+
+    kind: ClassVar[str] = "train"
+    scheme: str | None = setting(None)
+    world_size: int | None = setting(None)
+    global_batch: int | None = setting(None)
+    steps: int | None = setting(None)
+    times: Mapping[str, Times] = times()
+    n: int | None = None
+    tokens_per_s: float | None = None
+    utilisation: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    tokens: int | None = None
+    peak_gib: float | None = None

@@ -1,0 +1,22 @@
+"""Fully sharded data parallel (ZeRO-3, Rajbhandari et al. 2020): every rank keeps its rows of every matrix.
+
+The schedule of a step, for a model of blocks b0 … bn:
+
+- At rest a rank has its shard of every parameter with two or more dimensions, in the dtype it is trained in, the
+  shard's gradient and the optimizer's state for it. Parameters with fewer dimensions are replicated.
+- Forward. When block i is called, its gather has been under way since block i-2 was called. On a side stream the rank's
+  own rows are cast to `compute_dtype` into their place in the full parameters, and one all-gather fills in the rest.
+  The call waits for that, starts the gather of block i+2, and computes. Afterwards the full parameters are freed; those
+  of the last blocks are kept, because backward begins with them.
+- Backward runs the same in reverse: when it reaches block i's outputs, blocks i-1 and i-2 are gathered. Each gradient,
+  as autograd finishes it, is copied into the send buffer of its block. When the block's gradients are all there, the
+  buffer is sent, beside the backward of block i-1, and this rank's rows of the mean arrive in the shards' `.grad`. When
+  backward has left the block, its full parameters are freed.
+- `finish_gradient_synchronization` averages the replicated parameters' gradients in one flat call, and waits.
+
+On a GPU nothing of this makes the host wait.
+
+In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` sends
+and adds up; `transport` carries both; `schedule` decides when; `boundary` is where a module's call meets the schedule;
+`wrapper` puts them around a module; `checkpoint` writes and reads.
+"""

@@ -1,0 +1,160 @@
+"""Checkpoints of sharded training, in the format of torch.distributed.checkpoint.
+
+Every tensor is written under the name it has without sharding, in the shards that the ranks have, with its full shape;
+so it can be read at another number of ranks, and by a plain model. The optimizer's state goes by parameter names; the
+functions for it serve a plain module as well, whose weights are no DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from trainstep.errors import UsageError
+from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
+
+State = dict[str, dict[str, Any]]
+"""Parameter name → key → value."""
+
+
+def save_checkpoint(
+    folder: str | Path, module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Write parameters, buffers and the optimizer's state; every rank writes its own shards. All ranks call it."""
+    weights = module.state_dict()
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        names = _names_by_group(module, optimizer)
+        groups = [{**group, "params": members} for group, members in zip(optimizer.param_groups, names, strict=True)]
+        trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
+        updated = {name: trained[name] for name in chain(*names)}
+        state["optimizer"] = {"state": state_by_name(optimizer, updated, weights), "param_groups": groups}
+    save(state, checkpoint_id=str(folder), process_group=module.process_group)
+
+
+def load_checkpoint(
+    folder: str | Path, module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Read what `save_checkpoint` wrote, at this or another number of ranks. All ranks call it.
+
+    A plain model reads it by torch's own means: `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)`.
+
+    Raises:
+        UsageError: the folder holds no checkpoint, or that of another model or optimizer.
+    """
+    if not (Path(folder) / ".metadata").exists():
+        raise UsageError(f"{folder} holds no checkpoint; give a folder that save_checkpoint wrote")
+    metadata = FileSystemReader(str(folder)).read_metadata()
+    weights = module.state_dict()
+    state: dict[str, Any] = {"model": weights}
+    _check_fit(folder, metadata, weights)
+    if optimizer is not None:
+        state["optimizer"] = {"state": {}} | empty_optimizer(metadata, weights)
+        if len(state["optimizer"]) == 1:
+            raise UsageError(f"{folder} holds no optimizer's state; it was saved without one")
+    load(state, checkpoint_id=str(folder), process_group=module.process_group)
+    if optimizer is not None:
+        _load_optimizer(optimizer, _names_by_group(module, optimizer), state["optimizer"])
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], weights: Mapping[str, Any]
+) -> State:
+    """The optimizer's state of parameters, to be saved. Tensors share memory with the optimizer's.
+
+    Args:
+        optimizer: of any of torch's classes.
+        trained: name → what the optimizer updates: a parameter or its shard.
+        weights: name → the weight as it is saved. A state with an element for each of the parameter's (a moment, not a
+            step count) is saved as the same part of a whole.
+    """
+    return {
+        name: {
+            key: _part_like(value, weights[name])
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for name, parameter in trained.items()
+    }
+
+
+def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds under `optimizer`, with memory to read it into; empty if it holds nothing there."""
+    empty: dict[str, Any] = {}
+    for flat_name, path in (metadata.planner_data or {}).items():
+        if path[0] != "optimizer":
+            continue
+        stored = metadata.state_dict_metadata[flat_name]
+        value: Any = None
+        if isinstance(stored, TensorStorageMetadata):
+            weight = weights.get(path[2]) if path[1] == "state" else None
+            if isinstance(weight, Tensor) and stored.size == weight.shape:
+                value = _part_like(torch.empty_like(local_part(weight), dtype=stored.properties.dtype), weight)
+            else:
+                value = torch.empty(stored.size, dtype=stored.properties.dtype)
+        set_element(empty, path[1:], value)
+    return empty
+
+
+def local_part(value: Any) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _part_like(value: Tensor, weight: Tensor) -> Tensor:
+    """A tensor of this rank's part of a weight, as the part of a whole that the weight is."""
+    if not isinstance(weight, DTensor):
+        return value
+    return DTensor.from_local(
+        value, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _check_fit(folder: str | Path, metadata: Metadata, weights: Mapping[str, Any]) -> None:
+    for name, value in weights.items():
+        stored = metadata.state_dict_metadata.get(f"model.{name}")
+        if stored is None:
+            raise UsageError(f"{folder} holds another model: it has no {name}")
+        if isinstance(value, Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            raise UsageError(
+                f"{folder} holds another model: its {name} has shape {tuple(stored.size)}, this one's "
+                f"{tuple(value.shape)}"
+            )
+
+
+def _names_by_group(module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    name_of = {id(parameter.shard): parameter.name for parameter in module.sharded_parameters()}
+    if any(id(shard) not in name_of for group in optimizer.param_groups for shard in group["params"]):
+        raise UsageError("the optimizer has a parameter that is not this module's; save it with its own module")
+    return [[name_of[id(shard)] for shard in group["params"]] for group in optimizer.param_groups]
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[list[str]], loaded: dict[str, Any]) -> None:
+    saved = [group["params"] for group in loaded["param_groups"]]
+    if names != saved:
+        different = sorted(set(chain(*names)) ^ set(chain(*saved)))
+        raise UsageError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups of {[len(group) for group in saved]} "
+            f"parameters, this one {len(names)} of {[len(group) for group in names]}"
+            + (f"; only one of them has {different[0]}" if different else "")
+            + "; build it as it was built when it was saved"
+        )
+    position = {name: number for number, name in enumerate(chain(*names))}
+    state = {
+        position[name]: {key: local_part(value) for key, value in values.items()}
+        for name, values in loaded["state"].items()
+    }
+    groups = [{**group, "params": [position[name] for name in group["params"]]} for group in loaded["param_groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,242 @@
+"""When groups are gathered and freed, and when their gradients are sent.
+
+The order in which calls need groups is recorded in every pass (a forward of the wrapper and what follows it), and
+predicts the next pass. A group is gathered when the call `prefetch` calls before it begins, or at its own call if that
+was not foreseen. Backward runs the recorded order in reverse. The last groups of forward are the first of backward: as
+many as backward would gather ahead are kept between the two.
+
+Every decision follows from the order of calls and from which tensors require gradients, so all ranks issue the same
+collectives in the same order as long as they call the same modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.parallel.collectives import SideStream
+from trainstep.parallel.fsdp.gradients import BufferReduction, ReplicatedGradients
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.shards import ShardedParameter
+
+
+@dataclass(eq=False)
+class Use:
+    """One group needed by one call, or by several in a row."""
+
+    group: GatherGroup
+    needs_backward: bool = False
+
+
+@dataclass(eq=False)
+class Pass:
+    """The groups that calls needed since the wrapper's forward began."""
+
+    predicted: list[GatherGroup] | None
+    """What they needed in the pass before; None once it turns out otherwise."""
+    uses: list[Use] = field(default_factory=list)
+
+    def record(self, group: GatherGroup) -> int:
+        """Note that a call needs a group; the position of this use."""
+        if self.uses and self.uses[-1].group is group:
+            return len(self.uses) - 1
+        position = len(self.uses)
+        if self.predicted is not None and (position >= len(self.predicted) or self.predicted[position] is not group):
+            self.predicted = None
+        self.uses.append(Use(group))
+        return position
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a unit."""
+
+    groups: Sequence[GatherGroup]
+    recorded_in: Pass | None
+    """None for a call during backward, which computes activations again."""
+    positions: list[int]
+
+
+class Schedule:
+    """What happens at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
+
+    def __init__(
+        self, groups: Sequence[GatherGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
+    ) -> None:
+        self.groups = groups
+        self.synchronise = True
+        self._prefetch = prefetch
+        self._device = device
+        self._gathers = SideStream(device)
+        self._reductions = SideStream(device)
+        self._recorded: dict[bool, list[GatherGroup]] = {}
+        self._with_gradients = False
+        self._pass = Pass(None)
+        self._under_way: list[BufferReduction] = []
+        self._undecided: list[tuple[ShardedParameter, Tensor]] = []
+        self._used: set[ShardedParameter] = set()
+        self._replicated = ReplicatedGradients([p for group in groups for p in group.parameters], process_group)
+        this = weakref.ref(self)
+        for group_number, group in enumerate(groups):
+            for number, parameter in enumerate(group.parameters):
+                if parameter.trainable:
+                    assert parameter.full is not None
+                    parameter.full.register_post_accumulate_grad_hook(_hook(this, group_number, number))
+
+    def begin_pass(self) -> None:
+        """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
+        if in_backward():
+            return  # the forward is being computed again
+        self._free_all()
+        if self._pass.uses:
+            self._recorded[self._with_gradients] = [use.group for use in self._pass.uses]
+        self._with_gradients = torch.is_grad_enabled()
+        self._pass = Pass(self._recorded.get(self._with_gradients))
+
+    def enter(self, groups: Sequence[GatherGroup]) -> Call:
+        """A call of a unit begins: gather what it needs, and what the calls after it will."""
+        if in_backward():
+            call = Call(groups, None, [])
+        else:
+            call = Call(groups, self._pass, [self._pass.record(group) for group in groups])
+        for group in groups:
+            group.gather(self._gathers)
+        for group in self._upcoming(call):
+            group.gather(self._gathers)
+        for group in groups:
+            group.wait()
+            group.users += 1
+        return call
+
+    def gather_again(self, groups: Sequence[GatherGroup]) -> None:
+        """Backward computes activations again, and goes on through the same parameters."""
+        for group in groups:
+            group.gather(self._gathers)
+            group.wait()
+
+    def leave(self, call: Call, *, needs_backward: bool) -> None:
+        """The call has ended: free its groups, unless backward needs them first of all or has begun."""
+        self.abandon(call)
+        if call.recorded_in is None:
+            return
+        predicted = call.recorded_in.predicted
+        for group, position in zip(call.groups, call.positions, strict=True):
+            use = call.recorded_in.uses[position]
+            use.needs_backward |= needs_backward
+            among_last = predicted is not None and position >= len(predicted) - 1 - self._prefetch
+            if group.users == 0 and not (among_last and needs_backward):
+                group.free()
+
+    def abandon(self, call: Call) -> None:
+        """The call raised; what is gathered is freed when the next pass begins, or with the rest of backward."""
+        for group in call.groups:
+            group.users -= 1
+
+    def before_backward(self, call: Call) -> None:
+        """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
+        for group in call.groups:
+            group.gather(self._gathers)
+        for group in self._preceding(call):
+            group.gather(self._gathers)
+        for group in call.groups:
+            group.wait()
+
+    def after_backward(self, call: Call) -> None:
+        """Backward has passed the call's inputs."""
+        for group in call.groups:
+            group.awaiting.discard(call)
+            if not group.awaiting:
+                self._settle(group)
+
+    def finish(self) -> None:
+        """Send what has not been sent, and wait until every shard has its gradient (on a GPU, the stream waits)."""
+        for group in reversed(self.groups):
+            self._send(group)
+        self._complete()
+        if self._used:
+            used = self._replicated.reduce(self._used, self._device)
+            for parameter, gradient in self._undecided:
+                if parameter in used:
+                    parameter.attach_gradient(gradient)
+        self._used, self._undecided = set(), []
+        self._free_all()
+
+    def discard(self) -> None:
+        """Forget gradients that have not been sent."""
+        self._complete()
+        for group in self.groups:
+            for buffer in group.buffers:
+                buffer.discard()
+        self._replicated.discard()
+        self._used, self._undecided = set(), []
+        self._free_all()
+
+    def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
+        if call.recorded_in is not None and call.recorded_in.predicted is not None:
+            first = max(call.positions) + 1
+            yield from call.recorded_in.predicted[first : first + self._prefetch]
+
+    def _preceding(self, call: Call) -> Iterator[GatherGroup]:
+        if call.recorded_in is not None:
+            last = min(call.positions)
+            for use in reversed(call.recorded_in.uses[max(0, last - self._prefetch) : last]):
+                if use.needs_backward:
+                    yield use.group
+
+    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter, full: Tensor) -> None:
+        """Autograd has finished a full parameter's gradient."""
+        self._used.add(parameter)
+        replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
+        if replicated is not None:
+            self._replicated.add(parameter, replicated)
+        if group.all_arrived:
+            self._settle(group)
+
+    def _settle(self, group: GatherGroup) -> None:
+        """All of a group's gradients are there, or all of its calls are behind us in backward."""
+        if not group.awaiting:
+            group.free()
+        if group.arrived:
+            group.arrived.clear()
+            if self.synchronise:
+                self._send(group)
+
+    def _send(self, group: GatherGroup) -> None:
+        """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
+        ready = [buffer for buffer in group.buffers if buffer.holds_gradients]
+        if ready:
+            self._complete()
+            self._under_way = [buffer.launch(self._reductions) for buffer in ready]
+
+    def _complete(self) -> None:
+        for reduction in self._under_way:
+            self._undecided += reduction.complete()
+        self._under_way = []
+
+    def _free_all(self) -> None:
+        for group in self.groups:
+            group.users = 0
+            group.arrived.clear()
+            group.free()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _hook(schedule: weakref.ref[Schedule], group_number: int, number: int) -> Callable[[Tensor], None]:
+    """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
+
+    def on_gradient(full: Tensor) -> None:
+        this = schedule()
+        assert this is not None, "the boundaries in the module keep it alive"
+        group = this.groups[group_number]
+        this._on_gradient(group, group.parameters[number], full)
+
+    return on_gradient

@@ -1,0 +1,343 @@
+"""From a module to shards: which parameters are gathered together, how each is cut, and the cutting.
+
+A *unit* is a module whose call needs its parameters gathered: each block (an element of a ModuleList), and outside the
+blocks the largest modules that contain none. Containers that are never called themselves, and Sequentials, are looked
+into. A parameter of several units (a tied weight) forms a group of its own with those that share its units.
+
+A parameter with two or more dimensions is cut by rows, as `torch.chunk` cuts and as a DTensor's `Shard(0)` lies: each
+rank has ceil(rows / world size) of them, the last ranks fewer or none. So a shard keeps its dimensions, its elements
+are contiguous, and it is a valid checkpoint as it stands. Everything else is replicated.
+
+Parameters are cut one module's at a time, so that no rank ever holds the whole model. Parameters and buffers become
+rank 0's. Those on the meta device are first given memory and initialised, module by module, on every rank (so that all
+ranks draw the same random numbers), and cut before the next module's are made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from trainstep.blocks import find_blocks, is_called
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import broadcast_from_first
+
+Initialize = Callable[[nn.Module], None]
+"""Fills the parameters and buffers that a module has itself, not those of the modules inside it."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a tensor of `shape` is cut by rows over `world_size` ranks, for this `rank`."""
+
+    shape: torch.Size
+    rank: int
+    world_size: int
+
+    @property
+    def per_rank(self) -> int:
+        """Rows of a full shard: ceil(rows / world size)."""
+        return -(-self.shape[0] // self.world_size)
+
+    @property
+    def start(self) -> int:
+        """The rank's first row."""
+        return min(self.rank * self.per_rank, self.shape[0])
+
+    @property
+    def stop(self) -> int:
+        """One past the rank's last row."""
+        return min((self.rank + 1) * self.per_rank, self.shape[0])
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """The shape with as many rows as make the shards equal."""
+        return torch.Size((self.per_rank * self.world_size, *self.shape[1:]))
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """A parameter's shard, which the optimizer sees, and its full form, which the module computes with."""
+
+    names: list[str]
+    """All names in the module; several if it is tied."""
+    slots: list[tuple[nn.Module, str]]
+    """(module, attribute) for each name."""
+    shard: nn.Parameter
+    """This rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's."""
+    shape: torch.Size
+    """Of the full parameter."""
+    rows: Rows | None
+    """How it is cut, or None if it is replicated."""
+    full: nn.Parameter | None = None
+    """While gathered, the whole parameter in the dtype it is computed with; a leaf whose storage comes and goes."""
+
+    def __post_init__(self) -> None:
+        self.trainable = self.shard.requires_grad
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """Of the full parameter with as many rows as make the shards equal."""
+        return self.shape if self.rows is None else self.rows.padded_shape
+
+    def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
+        return self.shard.dtype if dtype is None or not self.shard.is_floating_point() else dtype
+
+    def as_saved(self, mesh: DeviceMesh) -> Tensor:
+        """The shard as the part of a whole that it is, a DTensor; what is replicated, as it is. It shares memory."""
+        if self.rows is None:
+            return self.shard.detach()
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            self.shard.detach(), mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride
+        )
+
+    def load(self, value: Tensor, mesh: DeviceMesh) -> None:
+        """Copy a value of the full parameter's shape, a DTensor or a plain tensor, into the shard."""
+        if self.rows is not None and isinstance(value, DTensor):
+            value = value.redistribute(mesh, [Shard(0)]).to_local()
+        elif self.rows is not None:
+            value = value[self.rows.start : self.rows.stop]
+        self.shard.copy_(value)
+
+    def install_full(self) -> None:
+        """Let the module compute with the full parameter."""
+        assert self.full is not None
+        if self.shard.requires_grad != self.trainable:
+            raise UsageError(
+                f"requires_grad of {self.name} was {self.trainable} when it was sharded and is "
+                f"{self.shard.requires_grad} now; freeze or unfreeze before FullyShardedDataParallel is built"
+            )
+        self._install(self.full)
+
+    def install_shard(self) -> None:
+        """Put the shard back in its place."""
+        self._install(self.shard)
+
+    def _install(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.slots:
+            there = module._parameters.get(attribute)
+            if there is not self.shard and there is not self.full:
+                raise UsageError(
+                    f"{self.name} was replaced or removed after the module was sharded; change parameters in place, "
+                    "through load_state_dict, or before FullyShardedDataParallel is built"
+                )
+            module._parameters[attribute] = parameter
+
+    def attach_gradient(self, gradient: Tensor) -> None:
+        """Add to the shard's `.grad`, or become it."""
+        if self.shard.grad is None:
+            self.shard.grad = gradient
+        else:
+            self.shard.grad.add_(gradient)
+
+
+@dataclass(eq=False)
+class PlannedParameter:
+    """One parameter and the places it is used from."""
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    """All its names; more than one if it is tied."""
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """(module, attribute) for each name."""
+    units: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class PlannedGroup:
+    """Parameters that are gathered together, for the calls of `units`."""
+
+    units: list[nn.Module]
+    parameters: list[PlannedParameter]
+
+
+def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> list[PlannedGroup]:
+    """The groups of a module's parameters, in order of definition. Units are the modules `chosen`, else the blocks.
+
+    Raises:
+        UsageError: a chosen module is not inside `root`, or has no `forward` that would be called.
+    """
+    unit_of = _units(root, _checked(root, chosen))
+    planned: dict[int, PlannedParameter] = {}
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            found = planned.setdefault(id(parameter), PlannedParameter(parameter))
+            found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+            found.slots.append((module, attribute))
+            if unit_of[module] not in found.units:
+                found.units.append(unit_of[module])
+    groups: dict[tuple[int, ...], PlannedGroup] = {}
+    for parameter in planned.values():
+        key = tuple(sorted(id(unit) for unit in parameter.units))
+        groups.setdefault(key, PlannedGroup(parameter.units, [])).parameters.append(parameter)
+    return list(groups.values())
+
+
+def shard_parameters(
+    root: nn.Module,
+    planned: Sequence[PlannedParameter],
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    initialize: Initialize | None,
+) -> dict[PlannedParameter, ShardedParameter]:
+    """Put shards in the place of all parameters, and rank 0's buffers in the place of all buffers.
+
+    The parameters that are replaced lose their memory.
+
+    Raises:
+        UsageError: a module has parameters on the meta device, and nothing can initialise it.
+    """
+    plan_of = {slot: entry for entry in planned for slot in entry.slots}
+    sharded: dict[PlannedParameter, ShardedParameter] = {}
+    for name, module in root.named_modules():
+        own = {
+            attribute: plan_of[module, attribute]
+            for attribute, there in module._parameters.items()
+            if there is not None
+        }
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
+            _materialise(name, module, own, device, initialize)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[attribute] = buffer.to(device)
+        broadcast_from_first([buffer for buffer in module._buffers.values() if buffer is not None], process_group)
+        for attribute, entry in own.items():
+            if entry not in sharded:
+                full = module._parameters[attribute]
+                assert full is not None
+                sharded[entry] = _shard(entry, full, process_group, device)
+            for owner, name_there in entry.slots:
+                owner._parameters[name_there] = sharded[entry].shard
+    return sharded
+
+
+def refuse_retired_parameters(owner: object, parameters: Mapping[str, nn.Parameter]) -> None:
+    """As long as `owner` lives, let the step of an optimizer that has one of `parameters` fail, as it would do nothing.
+
+    The parameters are not kept alive.
+    """
+    retired: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    for name, parameter in parameters.items():
+        retired[parameter] = name
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not retired:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in retired:
+                    raise UsageError(
+                        f"the optimizer has {retired[parameter]} as it was before sharding; build the optimizer after "
+                        "FullyShardedDataParallel, from its parameters()"
+                    )
+
+    weakref.finalize(owner, register_optimizer_step_pre_hook(check).remove)
+
+
+def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Module]:
+    if chosen is None:
+        return set(find_blocks(root))
+    inside = {module: name for name, module in root.named_modules()}
+    chosen = list(chosen)
+    for module in chosen:
+        if module not in inside:
+            raise UsageError(
+                f"groups has a {type(module).__name__} that is not part of the module; "
+                "give modules found by module.modules()"
+            )
+        if not is_called(module):
+            raise UsageError(
+                f"groups has {inside[module] or 'the module itself'}, a {type(module).__name__}, which is never "
+                "called; give the modules inside it"
+            )
+    return set(chosen)
+
+
+def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Every module's unit."""
+    around_chosen = {module for module in root.modules() if any(inner in chosen for inner in module.modules())}
+    units: dict[nn.Module, nn.Module] = {}
+
+    def visit(module: nn.Module, unit: nn.Module, whole: bool) -> None:
+        if module in units:
+            return  # a module used in several places keeps the unit of the first
+        if module in chosen:
+            unit, whole = module, True
+        elif not whole:
+            if is_called(module):
+                unit = module
+            whole = not (
+                module is root or module in around_chosen or isinstance(module, nn.Sequential) or not is_called(module)
+            )
+        units[module] = unit
+        for child in module.children():
+            visit(child, unit, whole)
+
+    visit(root, root, False)
+    return units
+
+
+def _materialise(
+    name: str,
+    module: nn.Module,
+    own: dict[str, PlannedParameter],
+    device: torch.device,
+    initialize: Initialize | None,
+) -> None:
+    """Give a module's own parameters and buffers memory and values.
+
+    A tied parameter has its values from the module that has it first; what this one would give it is thrown away.
+    """
+    for attribute, entry in own.items():
+        memory = torch.empty_like(entry.parameter, device=device)
+        module._parameters[attribute] = nn.Parameter(memory, requires_grad=entry.parameter.requires_grad)
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        if initialize is not None:
+            initialize(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        else:
+            raise UsageError(
+                f"{name or 'the module'} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); give initialize=, a function that fills the parameters and buffers of the one "
+                "module it is called with"
+            )
+
+
+def _shard(
+    entry: PlannedParameter, full: nn.Parameter, process_group: dist.ProcessGroup, device: torch.device
+) -> ShardedParameter:
+    values = full.detach().to(device)
+    broadcast_from_first([values], process_group)
+    rows = None
+    if values.dim() >= 2 and values.numel() > 0:
+        rows = Rows(values.shape, process_group.rank(), process_group.size())
+        values = values[rows.start : rows.stop]
+    shard = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
+    shard.__dict__.update(vars(entry.parameter))  # marks that users set on parameters
+    shape = full.shape
+    if not entry.parameter.is_meta:
+        entry.parameter.data = entry.parameter.data.new_empty(0)
+    return ShardedParameter(entry.names, entry.slots, shard, shape, rows)

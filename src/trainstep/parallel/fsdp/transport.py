@@ -1,0 +1,287 @@
+"""What carries gathered parameters and exchanged gradients: collectives, or copies between the memories of a host.
+
+A collective is a kernel: while it runs, its thread blocks take multiprocessors and memory bandwidth from the
+computation beside it. Copies between GPUs of one host are done by copy engines instead. On two H200s a matrix product
+slows down by 14 % beside copies and by 45 % beside the same bytes in a collective, and the copies are twice as fast
+beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging buffer there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import Waitable, all_gather_slices, slice_of
+
+TransportName = Literal["auto", "collectives", "peer-copies"]
+"""auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
+
+_ALIGNMENT = 256
+"""Bytes at whose multiples a tensor starts in a buffer, as the CUDA allocator would place it."""
+
+_GATHER, _EXCHANGE = 0, 1
+"""Channels of barriers: gathers and exchanges run on streams of their own."""
+
+# Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
+# their payload, to whoever watches (measure/collectives.py, or a profile).
+_library = torch.library.Library("trainstep_peer_copies", "DEF")
+for _name in ("all_gather", "all_to_all"):
+    _library.define(f"{_name}(Tensor[] payload) -> ()")
+    _library.impl(_name, lambda payload: None, "CompositeExplicitAutograd")
+
+
+Start = Callable[[], Waitable | None]
+
+
+class Collectives:
+    """NCCL between GPUs, Gloo between CPUs; one host or many.
+
+    What a transport starts runs on the current stream or, if starting it returned something, until that is waited for.
+    """
+
+    name: TransportName = "collectives"
+    uncounted_bytes = 0
+    """Bytes it holds that torch's allocator does not count."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        """A gather to be started any number of times: in every tensor (bytes), `slice_of` each rank becomes what that
+        rank has there. The tensors' storage may come and go in between."""
+        return lambda: all_gather_slices(tensors, self._group)
+
+    def receive_buffer(self, send: Tensor) -> Tensor:
+        """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
+        return torch.empty_like(send)
+
+    def exchange(self, receive: Tensor, send: Tensor) -> Waitable:
+        """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
+        work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous call by a member of the group returns its work"
+        return work
+
+
+class PeerMemory:
+    """A buffer on every rank that all ranks of one host can read and write, by plain copies.
+
+    Between GPUs it is torch's symmetric memory: every rank maps the others' buffers through NVLink or PCIe, and a copy
+    to or from them is the work of a copy engine, which takes no multiprocessor from computation. Between processes on
+    CPUs it is a file that all map.
+
+    Nothing here orders the ranks but `barrier`: whoever copies must have one before, so that the buffers are ready, and
+    one after, before their owners touch them again. All ranks of the group must construct it, with the same size.
+
+    Args:
+        nbytes: of each rank's buffer.
+        group: the ranks, all of one host.
+        device: of this rank: a GPU of its own, or the CPU.
+
+    Raises:
+        OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
+
+    Attributes:
+        uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.uncounted = nbytes
+        self._group = group
+        self._handle: Any = None
+        if device.type == "cuda":
+            from torch.distributed import _symmetric_memory as symmetric_memory
+
+            before = torch.cuda.memory_allocated(device)
+            with _agreed(group):
+                self._own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+            if torch.cuda.memory_allocated(device) > before:
+                self.uncounted = 0
+            with _agreed(group):
+                handle = symmetric_memory.rendezvous(self._own, group)
+            self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+            self._handle = handle
+            self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+        else:
+            self._buffers = _mapped_by_all(nbytes, group)
+
+    def of(self, rank: int) -> Tensor:
+        """The rank's buffer: (nbytes,), uint8, on this rank's device."""
+        return self._buffers[rank]
+
+    def barrier(self, channel: int = 0) -> None:
+        """What the current stream does from here on comes after what every rank's stream was given before its barrier.
+
+        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
+
+        Args:
+            channel: barriers that different streams may be at in one moment have different ones.
+        """
+        if self._handle is not None:
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+        else:
+            dist.barrier(self._group)
+
+
+class PeerCopies:
+    """Copies between the memories of one host's ranks.
+
+    To gather, every rank lays its slices out in a buffer that the others read; each takes what it lacks straight into
+    its place. To exchange, every rank writes into the others' inboxes.
+
+    Args:
+        group: the ranks.
+        device: of this rank.
+        slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256.
+        exchange_bytes: the most bytes in a call of `exchange`.
+    """
+
+    name: TransportName = "peer-copies"
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
+    ) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
+        self._slice_bytes = padded(slice_bytes)
+        self._memory = PeerMemory(max(self._slice_bytes + exchange_bytes, 1), group, device)  # outbox, inbox
+        self.uncounted_bytes = self._memory.uncounted
+        self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
+        """In another order on every rank, so that no two read from one at a time."""
+
+    def gather_of(self, tensors: Sequence[Tensor]) -> Start:
+        sizes = [tensor.numel() // self._ranks for tensor in tensors]
+        ends = list(accumulate(map(padded, sizes), initial=0))
+        places = [slice(end, end + size) for end, size in zip(ends, sizes, strict=False)]
+
+        @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
+        def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
+            """Of every tensor: the rank's slice in its outbox, and here in its place."""
+            outbox = self._memory.of(rank)
+            slices = [slice_of(tensor, rank, self._ranks) for tensor in tensors]
+            return list(zip([outbox[place] for place in places], slices, strict=True))
+
+        def start() -> None:
+            torch.ops.trainstep_peer_copies.all_gather(tensors)
+            for outbox, mine in pairs(self._rank):
+                outbox.copy_(mine)
+            self._memory.barrier(_GATHER)
+            for rank in self._others:
+                for outbox, theirs in pairs(rank):
+                    theirs.copy_(outbox)
+            self._memory.barrier(_GATHER)
+
+        return start
+
+    def receive_buffer(self, send: Tensor) -> Tensor:
+        return self._inbox_of(self._rank, send)
+
+    def exchange(self, receive: Tensor, send: Tensor) -> None:
+        torch.ops.trainstep_peer_copies.all_to_all([send])
+        self._memory.barrier(_EXCHANGE)
+        receive[self._rank].copy_(send[self._rank])
+        for rank in self._others:
+            self._inbox_of(rank, send)[self._rank].copy_(send[rank])
+        self._memory.barrier(_EXCHANGE)
+
+    def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
+        inbox = self._memory.of(rank)[self._slice_bytes :]
+        return inbox[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+Transport = Collectives | PeerCopies
+
+
+def padded(nbytes: int) -> int:
+    """What a tensor of so many bytes takes in a buffer."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot copy to each other directly; None if they can. Every rank must call it."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # tells two hosts of one name apart, where the kernel says it
+    mine = (platform.node(), boot_id.read_text() if boot_id.exists() else "", device.type, device.index)
+    everyone: list[tuple[str, str, str, int | None]] = [mine] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts = {(node, boot) for node, boot, _, _ in everyone}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if device.type == "cpu":
+        return None
+    if len({index for *_, index in everyone}) < group.size():
+        return "ranks share the number of a GPU, so which GPU is whose cannot be told"
+    barred = [
+        index
+        for *_, index in everyone
+        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index or 0)
+    ]
+    of_all: list[list[int | None]] = [barred] * group.size()
+    dist.all_gather_object(of_all, barred, group=group)
+    return "not every GPU can read every other's memory" if any(of_all) else None
+
+
+def choose_transport(
+    asked: TransportName, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
+) -> Transport:
+    """The transport asked for; every rank must call it alike, and all get the same.
+
+    Raises:
+        UsageError: peer-copies were asked for and the ranks cannot copy to each other.
+    """
+    if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
+        return Collectives(group)
+    obstacle = obstacle_to_sharing(group, device)
+    if obstacle is not None and asked == "auto":
+        return Collectives(group)
+    if obstacle is None:
+        try:
+            return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+        except OSError as error:  # which every rank has
+            obstacle = f"memory cannot be shared between the ranks ({error})"
+    if asked == "peer-copies":
+        raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
+    warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
+    return Collectives(group)
+
+
+def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(prefix="trainstep-", dir=folder) as own:  # without its name the mappings stay
+        with _agreed(group):
+            os.posix_fallocate(own.fileno(), 0, nbytes)  # or writing where there is no room would be a bus error
+        paths = [own.name] * group.size()
+        dist.all_gather_object(paths, own.name, group=group)
+        with _agreed(group):
+            return [_mapped(Path(path), nbytes) for path in paths]
+
+
+def _mapped(path: Path, nbytes: int) -> Tensor:
+    if not path.exists():  # in a container with a /dev/shm of its own; from_file would make it, for this rank alone
+        raise FileNotFoundError(f"{path}, which another rank has, is not here")
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+@contextmanager
+def _agreed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Every rank goes on from here, or none does: what one fails with, all raise. Inside, no rank waits for another
+    that may have failed before."""
+    failure: str | None = None
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # of the driver, or where a container lets no memory be shared
+        failure = f"rank {group.rank()}: {error}"
+    failures = [failure] * group.size()
+    dist.all_gather_object(failures, failure, group=group)
+    if first := next((each for each in failures if each is not None), None):
+        raise OSError(first)

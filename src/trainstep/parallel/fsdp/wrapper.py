@@ -1,0 +1,323 @@
+"""The module around a sharded one; the schedule of a step is in `trainstep.parallel.fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
+from trainstep.parallel.fsdp import boundary
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.schedule import Schedule, in_backward
+from trainstep.parallel.fsdp.shards import (
+    Initialize,
+    ShardedParameter,
+    plan_groups,
+    refuse_retired_parameters,
+    shard_parameters,
+)
+from trainstep.parallel.fsdp.transport import TransportName, choose_transport
+from trainstep.parallel.process import check_ranks_agree, resolve_group
+
+MAX_PREFETCH = 2
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Train `module` with its parameters, gradients and optimizer state spread over the ranks.
+
+    Build the optimizer afterwards, from `parameters()`: the shards. Every rank runs its own batch; then
+    `finish_gradient_synchronization()` leaves in each shard's `.grad` the mean over the ranks, and the optimizer steps.
+
+    Args:
+        module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
+        compute_dtype: what parameters are cast to before they are gathered, and floating-point inputs before forward;
+            None: as they are. Gradients are added up over the ranks in the dtype of the shards.
+        process_group: the ranks; None: all.
+        groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
+            outside of them is gathered in the largest modules that contain none.
+        prefetch: how many groups ahead are gathered, 0 to 2; one more than that are in memory at a time.
+        device: where to train; by default where the parameters are, or, from meta, the group's device.
+        initialize: for modules on the meta device: fills the parameters and buffers of the one module it is called
+            with, not those inside it. By default the module's `reset_parameters()`.
+        transport: what carries parameters, and gradients in a narrower dtype than the shards': `collectives` (NCCL,
+            Gloo), or `peer-copies` between ranks of one host, which on GPUs leave all multiprocessors to computation.
+            auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
+
+    Attributes:
+        module, process_group, device: as they were given or chosen.
+        transport: what carries parameters and gradients: collectives or peer-copies.
+        uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
+        UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        groups: Iterable[nn.Module] | None = None,
+        prefetch: int = MAX_PREFETCH,
+        device: torch.device | str | None = None,
+        initialize: Initialize | None = None,
+        transport: TransportName = "auto",
+    ) -> None:
+        super().__init__()
+        _check_arguments(module, compute_dtype, prefetch, transport)
+        self.process_group = resolve_group(process_group)
+        self._compute_dtype = compute_dtype
+        plan = plan_groups(module, groups)
+        planned = [parameter for group in plan for parameter in group.parameters]
+        check_ranks_agree(
+            "FullyShardedDataParallel",
+            [(name, entry.parameter) for entry in planned for name in entry.names],
+            self.process_group,
+            settings={
+                "compute_dtype": compute_dtype,
+                "prefetch": prefetch,
+                "transport": transport,
+                "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
+            },
+        )
+        self.device = _device_for([entry.parameter for entry in planned], self.process_group, device)
+        order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
+        sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
+        self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
+        gather_groups = [
+            GatherGroup([sharded[entry] for entry in group.parameters], self.process_group, compute_dtype, self.device)
+            for group in plan
+        ]
+        carrier = choose_transport(
+            transport,
+            self.process_group,
+            self.device,
+            slice_bytes=max((group.slice_bytes for group in gather_groups), default=0),
+            exchange_bytes=max(
+                (buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers),
+                default=0,
+            ),
+        )
+        for group in gather_groups:
+            group.connect(carrier)
+        self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
+        self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
+        needed: dict[nn.Module, list[GatherGroup]] = {}
+        for planned_group, group in zip(plan, gather_groups, strict=True):
+            for unit in planned_group.units:
+                needed.setdefault(unit, []).append(group)
+        for unit, unit_groups in needed.items():
+            boundary.install(unit, boundary.Boundary(self._schedule, unit_groups))
+        self.module = module
+        self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
+        refuse_retired_parameters(self, {entry.names[0]: entry.parameter for entry in planned})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating-point tensors among the arguments are cast to `compute_dtype`."""
+        if not in_backward():
+            self._check_contents()
+        self._schedule.begin_pass()
+        if self._compute_dtype is not None:
+            args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.
+
+        It has the shard's shape and dtype. A parameter that no rank used has none. On a GPU the current stream waits,
+        not the host.
+        """
+        self._schedule.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients: the shards', and those that were added up under `no_sync` or left by a failed backward.
+
+        (An optimizer's `zero_grad` knows the shards' only.)
+        """
+        self._schedule.discard()
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside does not communicate gradients; they are added up until a backward outside sends them.
+
+        That takes the memory of all gradients, unsharded, in the shards' dtype. Several backwards outside of `no_sync`
+        before one `finish_gradient_synchronization()` also add up, in the shards: less memory, more communication.
+        """
+        before, self._schedule.synchronise = self._schedule.synchronise, False
+        try:
+            yield
+        finally:
+            self._schedule.synchronise = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        Call it on every rank, after `finish_gradient_synchronization()`.
+        """
+        sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
+        replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
+        return clip_gradients_(
+            sharded,
+            replicated,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.device,
+        )
+
+    @torch.no_grad()
+    def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Every parameter in full on every rank, by its name in `module`, in the dtype it is trained in.
+
+        Args:
+            device: where to put them, one after another; by default where the shards are.
+        """
+        full: dict[str, Tensor] = {}
+        for parameter in self._sharded:
+            rows, shard = parameter.rows, parameter.shard
+            if rows is None:
+                values = shard.detach().clone()
+            else:
+                values = torch.empty(rows.padded_shape, dtype=shard.dtype, device=shard.device)
+                values[rows.start : rows.stop] = shard
+                if rows.world_size > 1:
+                    all_gather_slices([values], self.process_group).wait()
+                if rows.padded_shape != rows.shape:
+                    values = values[: rows.shape[0]].clone()
+            values = values.to(device if device is not None else values.device)
+            full.update(dict.fromkeys(parameter.names, values))
+        return full
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, whatever is gathered, under `module.` and their names in the module."""
+        start = f"{prefix}.module." if prefix else "module."
+        for parameter in self._sharded:
+            for name in parameter.names[:1] if remove_duplicate else parameter.names:
+                yield start + name, parameter.shard
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Parameters and buffers by their names in `module`, sharded parameters as DTensors that share their memory.
+
+        For torch.distributed.checkpoint; see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
+        """
+        by_name, mesh = self._by_name(), self._mesh()
+        return {
+            name: by_name[name].as_saved(mesh) if name in by_name else value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
+
+        Raises:
+            UsageError: `strict`, and names are missing or unknown; or a shape is wrong.
+        """
+        own, by_name, mesh = self.state_dict(), self._by_name(), self._mesh()
+        missing, unknown = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        if strict and (missing or unknown):
+            raise UsageError(
+                f"the state does not fit: missing are {', '.join(missing) or 'none'}; "
+                f"unknown are {', '.join(unknown) or 'none'}"
+            )
+        with torch.no_grad():
+            for name in own.keys() & state_dict.keys():
+                value = state_dict[name]
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape != own[name].shape:
+                    raise UsageError(f"{name} has shape {tuple(value.shape)}; expected {tuple(own[name].shape)}")
+                if name in by_name:
+                    by_name[name].load(value, mesh)
+                else:
+                    own[name].copy_(value)
+
+    def __deepcopy__(self, memo: object) -> FullyShardedDataParallel:
+        raise UsageError(
+            "a sharded module cannot be copied; build another one and give its load_state_dict this one's state_dict()"
+        )
+
+    def sharded_parameters(self) -> list[ShardedParameter]:
+        """All parameters, in the order of `parameters()`."""
+        return self._sharded
+
+    def _by_name(self) -> dict[str, ShardedParameter]:
+        return {name: parameter for parameter in self._sharded for name in parameter.names}
+
+    def _mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.process_group, self.device.type)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self._compute_dtype)
+        return value
+
+    def _check_contents(self) -> None:
+        for module, parameters, modules in self._contents:
+            if len(module._parameters) != parameters or len(module._modules) != modules:
+                known = {name for parameter in self._sharded for name in parameter.names}
+                extra = [name for name, _ in self.module.named_parameters() if name not in known]
+                what = f"parameter {extra[0]} was added" if extra else f"a {type(module).__name__} was changed"
+                raise UsageError(
+                    f"{what} after FullyShardedDataParallel was built, so it is not sharded and its gradient not "
+                    "synchronised; complete the module first"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        before = [(p.shard.dtype, p.shard.device) for p in self._sharded]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before != [(p.shard.dtype, p.shard.device) for p in self._sharded]:
+            raise UsageError(
+                "a sharded module was moved or cast; give FullyShardedDataParallel device= or compute_dtype= instead"
+            )
+        return self
+
+
+def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
+    if compute_dtype is not None and not compute_dtype.is_floating_point:
+        raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
+    if prefetch not in range(MAX_PREFETCH + 1):
+        raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
+    if transport not in get_args(TransportName):
+        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
+    if any(boundary.is_unit(inner) for inner in module.modules()):
+        raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
+    lazy = [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.RNNBase):
+            raise UnsupportedError(
+                f"{name or 'the module'} is an nn.{type(inner).__name__}, which keeps a list of its parameters beside "
+                "them and cannot be sharded; use DistributedDataParallel"
+            )
+
+
+def _device_for(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, asked: torch.device | str | None
+) -> torch.device:
+    there = [parameter.device for parameter in parameters if parameter.device.type != "meta"]
+    if asked is not None:
+        device = torch.device(asked)
+    elif there:
+        device = there[0]
+    else:
+        device = torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    if device == torch.device("cuda"):  # without an index
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,291 @@
+"""The optimizer whose state and work are divided among the ranks; the schedule is in `trainstep.parallel.zero`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import assign_buckets, clip_gradients_
+from trainstep.parallel.ddp import DistributedDataParallel
+from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.zero.slices import ParameterBucket, Piece, cut, hyper_parameters, may_slice
+from trainstep.parallel.zero.state import consolidate, dump, restore
+
+Division = Literal["auto", "slices", "parameters"]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer, its state and work divided among the ranks of a group.
+
+    Used like the optimizer itself: parameter groups with their own hyper-parameters, learning-rate schedulers,
+    `add_param_group`, closures. All ranks must step together. Gradients must have been averaged (by a
+    `DistributedDataParallel`) before `step`.
+
+    Args:
+        params: parameters, or groups of them, as for any torch optimizer; the same on every rank.
+        optimizer_cls: the optimizer's class. Elementwise ones of torch.optim (SGD, Adam, AdamW, …) update slices; any
+            other is given whole parameters. LBFGS is refused: it couples all parameters.
+        process_group: the ranks; by default all, or those of `ddp`.
+        ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
+            `finish_gradient_synchronization()` a sliced parameter's `grad` is None, and clipping is done by
+            `clip_grad_norm_` of this optimizer.
+        shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
+        exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
+        **kwargs: passed to `optimizer_cls`.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, the ranks have different parameters, or the optimizer cannot
+            be divided as asked.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        ddp: DistributedDataParallel | None = None,
+        shard: Division = "auto",
+        exchange_mb: float = 256.0,
+        **kwargs: Any,
+    ) -> None:
+        self.process_group = _group_of(process_group, ddp)
+        self._sliced = may_slice(optimizer_cls, shard)
+        if not exchange_mb >= 0:
+            raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
+        self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
+        self._loads = [0] * self.process_group.size()
+        self._buckets: list[ParameterBucket] = []
+        groups = _as_groups(params)
+        probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)  # its own checks, without its memory
+        self._divided = 0  # parameter groups that are divided already; none until the ranks are known to agree
+        super().__init__(groups, probe.defaults)
+        self._divide_new_groups()
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Parameter → this rank's state of its part of it."""
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for piece, values in (each for bucket in self._buckets for each in bucket.states()):
+            if values is not None:
+                state[piece.parameter] = values
+        return state
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Torch's constructor sets an empty one; ours is in the optimizers of the buckets."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, the same on every rank."""
+        super().add_param_group(param_group)
+        if self._divided:
+            self._divide_new_groups()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters on all ranks.
+
+        Args:
+            closure: evaluated once, before anything is updated; it must leave averaged gradients. Its result is
+                returned.
+
+        Raises:
+            UsageError: a parameter was moved or unfrozen since it was added, or gradients have not been averaged yet.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise UsageError(
+                "a GradScaler sees only this rank's slices of the gradients, so it would skip a step on some ranks; "
+                "leave out ddp=, or train in bfloat16, which needs no scaling"
+            )
+        self._check()
+        underway: list[Callable[[], object]] = []
+        for bucket in self._buckets:
+            bucket.take_settings(self.param_groups)
+        for bucket in self._buckets:
+            bucket.update(self.process_group)
+            underway += bucket.exchange(self.process_group)
+        for bucket in self._buckets:
+            bucket.give_settings(self.param_groups)
+        for finish in underway:
+            finish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, also those that were reduce-scattered."""
+        super().zero_grad(set_to_none)
+        for piece in self._all_pieces():
+            if piece.owner is None and piece.mine is not None:
+                piece.mine.grad = None
+
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients that this rank updates its part with: slices, and of undivided parameters its own ones."""
+        parts = [piece.mine for piece in self._all_pieces() if piece.mine is not None]
+        return [part.grad for part in parts if part.grad is not None]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
+
+        As `torch.nn.utils.clip_grad_norm_`, and also where gradients were reduce-scattered. Returns the norm before.
+        """
+        if self._ddp is None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_gradients_(
+            self.local_gradients(),
+            [],
+            max_norm=max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.param_groups[0]["params"][0].device,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, for torch.distributed.checkpoint: pass the optimizer itself to its `save` and `load`.
+
+        Slices are one-dimensional DTensors, so that they can be loaded at any world size. What has no state yet is
+        filled in with what `load` can write into, and marked.
+        """
+        return dump(self._buckets, self.param_groups, self.process_group, self._twin)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict that the undivided optimizer would have, on CPU, on rank 0 of the group; empty on others.
+
+        All ranks must call it.
+        """
+        return consolidate(self._buckets, self.param_groups, self.process_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state over from `state_dict()`, or from a full one: ours, or that of the undivided optimizer.
+
+        Every rank is given the same full one, whatever the world size it comes from.
+
+        Raises:
+            UsageError: its parameter groups are not those of this optimizer.
+        """
+        restore(self._buckets, self.param_groups, state_dict)
+
+    def _divide_new_groups(self) -> None:
+        """Divide the parameters of the groups that came last."""
+        first, numbered, number = self._divided, [], 0
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if index >= first:
+                    numbered.append((number, index, parameter))
+                number += 1
+        named = [(f"number {number} of group {group}", parameter) for number, group, parameter in numbered]
+        settings = {
+            f"{key} of group {index}": value
+            for index, group in enumerate(self.param_groups[first:], first)
+            for key, value in hyper_parameters(group).items()
+            if isinstance(value, (int, float, str, tuple))
+        }
+        check_ranks_agree(
+            f"{type(self).__name__} of {self._optimizer_cls.__name__}", named, self.process_group, settings=settings
+        )
+        self._divided = len(self.param_groups)
+        trained = [item for item in numbered if item[2].requires_grad]
+        pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
+        items = [
+            (i, piece.parameter.nbytes, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
+            for i, piece in enumerate(pieces)
+        ]
+        for indices in assign_buckets(items, self._exchange_mb):
+            self._buckets.append(self._bucket([pieces[i] for i in indices]))
+        if self._ddp is not None:
+            self._ddp.scatter_gradients(_scattered(self._all_pieces(), self._ddp))
+            self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
+
+    def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
+        groups = sorted({piece.group for piece in pieces if piece.mine is not None})
+        parts = [
+            hyper_parameters(self.param_groups[group])
+            | {"params": [piece.mine for piece in pieces if piece.group == group and piece.mine is not None]}
+            for group in groups
+        ]
+        return ParameterBucket(pieces, self._optimizer_cls(parts, **self._options) if parts else None, groups)
+
+    def _twin(self, bucket: ParameterBucket) -> ParameterBucket:
+        """A bucket over copies of this rank's pieces, whose optimizer has made one step on zero gradients."""
+        pieces = []
+        for piece, _ in bucket.states():
+            assert piece.mine is not None
+            copy = nn.Parameter(torch.zeros_like(piece.mine))
+            copy.grad = torch.zeros_like(copy)
+            pieces.append(replace(piece, mine=copy))
+        twin = self._bucket(pieces)
+        assert twin.optimizer is not None, "there are pieces without state"
+        twin.optimizer.step()
+        return twin
+
+    def _all_pieces(self) -> list[Piece]:
+        return [piece for bucket in self._buckets for piece in bucket.pieces]
+
+    def _check(self) -> None:
+        rank, world_size = self.process_group.rank(), self.process_group.size()
+        divided = set()
+        for piece in self._all_pieces():
+            divided.add(id(piece.parameter))
+            if piece.owner is None and piece.mine is not None:
+                start = piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size)
+                if piece.mine.data_ptr() != start:
+                    raise UsageError(
+                        f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
+                        "optimizer afterwards"
+                    )
+                if self._ddp is not None and piece.parameter.grad is not None:
+                    raise UsageError("step() before gradients were averaged; call finish_gradient_synchronization()")
+        for number, parameter in enumerate(parameter for group in self.param_groups for parameter in group["params"]):
+            if id(parameter) not in divided and parameter.grad is not None:
+                raise UsageError(
+                    f"parameter number {number} was frozen when this optimizer was made, and now has a gradient; make "
+                    "the optimizer after unfreezing it"
+                )
+
+
+def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParallel | None) -> dist.ProcessGroup:
+    if ddp is None:
+        return resolve_group(process_group)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise UsageError(f"ddp is a {type(ddp).__name__}; expected a trainstep.parallel.DistributedDataParallel")
+    if process_group is not None and process_group is not ddp.process_group:
+        raise UsageError("process_group is not the group of ddp; leave it out")
+    return ddp.process_group
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameter groups, their iterables read out once."""
+    if isinstance(params, Tensor):
+        raise UsageError("params is a tensor; expected parameters or groups of them")
+    items = list(params)
+    if not items:
+        raise UsageError("params is empty; expected parameters, or groups of them")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    return [
+        group | {"params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])}
+        for group in items
+    ]
+
+
+def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
+    tensors = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+    return group | {"params": [nn.Parameter(torch.empty_like(tensor, device="meta")) for tensor in tensors]}
+
+
+def _scattered(pieces: list[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
+    known = {id(parameter) for parameter in ddp.parameters()}
+    for piece in pieces:
+        if id(piece.parameter) not in known:
+            raise UsageError(f"parameter number {piece.number} is not one of ddp; leave out ddp=, or the parameter")
+    return {piece.parameter: piece.mine for piece in pieces if piece.owner is None and piece.mine is not None}

@@ -1,0 +1,183 @@
+"""Which part of every parameter a rank updates, and the buckets in which parameters are updated and exchanged.
+
+A parameter is cut into equal slices of its memory, so that its gradient can be reduce-scattered, and the parameter
+gathered again, in place and without padding. What cannot be cut evenly goes whole to the rank that has least so far;
+those are small or rare. Optimizers that are not elementwise (they need a matrix as a matrix) get whole parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainstep.errors import UsageError
+from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
+        *("Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
+    )
+)
+"""Optimizers of torch that treat each element alone, so that updating slices is the same as updating the whole.
+
+Subclasses are not among them: what they change is not known.
+"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, and what this rank updates of it."""
+
+    number: int
+    """Position among all parameters of the optimizer, as in its state dict."""
+    group: int
+    """Parameter group."""
+    parameter: nn.Parameter
+    owner: int | None
+    """The rank that updates all of it; None where every rank updates its slice."""
+    mine: nn.Parameter | None
+    """What this rank's optimizer updates: its slice, sharing the parameter's memory, or the parameter, or nothing."""
+
+
+def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
+    """Whether an optimizer's parameters are cut into slices, by its class and the caller's choice.
+
+    Raises:
+        UsageError: not an optimizer, one that cannot be divided, or one that cannot be divided as asked.
+    """
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+        raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
+    if shard not in ("auto", "slices", "parameters"):
+        raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
+    if shard == "slices" and optimizer_cls not in ELEMENTWISE:
+        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise UsageError(
+            f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
+            "parameters; use shard='parameters'"
+        )
+    return optimizer_cls in ELEMENTWISE and shard != "parameters"
+
+
+def cut(
+    parameters: Iterable[tuple[int, int, nn.Parameter]], *, rank: int, loads: list[int], sliced: bool
+) -> list[Piece]:
+    """Divide parameters among the ranks, evenly by bytes.
+
+    Args:
+        parameters: (number, group, parameter), the same on every rank.
+        rank: this one.
+        loads: bytes that each rank has as whole parameters; added to.
+        sliced: whether parameters may be cut.
+    """
+    parameters = list(parameters)
+    world_size = len(loads)
+    owners: dict[int, int | None] = {}
+    whole = []
+    for number, _, parameter in parameters:
+        divisible = parameter.dim() > 0 and parameter.numel() % world_size == 0 and not parameter.is_complex()
+        if sliced and world_size > 1 and divisible:
+            owners[number] = None
+        else:
+            whole.append((parameter.nbytes, number))
+    for size, number in sorted(whole, key=lambda item: (-item[0], item[1])):  # the largest first, to the least loaded
+        owner = min(range(world_size), key=lambda each: (loads[each], each))
+        loads[owner] += size
+        owners[number] = owner
+    return [
+        Piece(number, group, parameter, owners[number], _mine(parameter, owners[number], rank, world_size))
+        for number, group, parameter in parameters
+    ]
+
+
+def _mine(parameter: nn.Parameter, owner: int | None, rank: int, world_size: int) -> nn.Parameter | None:
+    if owner is None:
+        return nn.Parameter(slice_of(parameter.detach(), rank, world_size))
+    return parameter if owner == rank else None
+
+
+@dataclass
+class ParameterBucket:
+    """Parameters of one dtype and device, all of them sliced or none, that are gathered in as few calls as can be."""
+
+    pieces: list[Piece]
+    optimizer: torch.optim.Optimizer | None
+    """Updates this rank's part; None where it has none."""
+    groups: list[int]
+    """For each parameter group of `optimizer`, which one of the whole it belongs to."""
+
+    def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
+        """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
+        return [
+            (piece, self.optimizer.state.get(piece.mine))
+            for group in self.groups
+            for piece in self.pieces
+            if piece.group == group and piece.mine is not None and self.optimizer is not None
+        ]
+
+    def take_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Give the bucket's optimizer the hyper-parameters as they are now in the groups of the whole."""
+        for group, index in self._groups():
+            group.update(hyper_parameters(param_groups[index]))
+
+    def give_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """The other way round, after a step: some optimizers count there."""
+        for group, index in self._groups():
+            param_groups[index].update(hyper_parameters(group))
+
+    def _groups(self) -> list[tuple[dict[str, Any], int]]:
+        return [] if self.optimizer is None else list(zip(self.optimizer.param_groups, self.groups, strict=True))
+
+    def update(self, process_group: dist.ProcessGroup) -> None:
+        """Update this rank's part."""
+        if self.optimizer is None:
+            return
+        sliced = [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
+        for parameter, mine in sliced:
+            if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
+                mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
+        self.optimizer.step()
+        for _, mine in sliced:
+            mine.grad = None  # a view of the whole gradient, which would live on with it
+
+    def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:
+        """Start giving every rank the new parameters; returns what waits for each call."""
+        if process_group.size() == 1:
+            return []
+        parameters = [piece.parameter.detach() for piece in self.pieces]
+        if self.pieces[0].owner is None:
+            work = all_gather_slices(parameters, process_group)
+            return [work.wait]
+        calls = []
+        for owner in range(process_group.size()):
+            owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]
+            if owned:
+                calls.append(_broadcast(owned, owner, process_group))
+        return calls
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Callable[[], object]:
+    """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
+    together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    work = dist.broadcast(together, group=process_group, group_src=owner, async_op=True)
+
+    def finish() -> None:
+        assert work is not None, "an asynchronous call by a member of the group returns its work"
+        work.wait()
+        if len(tensors) > 1 and process_group.rank() != owner:
+            torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
+
+    return finish

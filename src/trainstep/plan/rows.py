@@ -1,0 +1,244 @@
+"""`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
+
+`plan.check` holds such predictions against measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.errors import UsageError
+from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
+from trainstep.plan.limits import (
+    best_mesh_tokens,
+    data_axis_tokens,
+    intensity,
+    tensor_axis_ranks,
+    width_between_collectives,
+)
+from trainstep.plan.machine import GIB, Cluster
+from trainstep.plan.memory import best_blocks_per_checkpoint
+from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
+from trainstep.plan.strategies import (
+    MOST_GPUS,
+    Layout,
+    MemorySplit,
+    fits,
+    largest_batch,
+    layout_of,
+    smallest_gpus,
+    strategy_memory,
+    tensor_bytes,
+    tensor_parallel_choices,
+)
+from trainstep.precision import PRECISIONS
+from trainstep.records import Row
+from trainstep.schemes import STRATEGIES
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What is planned."""
+
+    name: str
+    model: ModelConfig
+    step: StepConfig
+    """The batch is what each GPU brings."""
+    cluster: Cluster
+    tensor_parallel: int | None = None
+    """None: the one with the highest predicted throughput."""
+    policies: Sequence[str] = ()
+    """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its rows, as the arguments of `PlannedStep`."""
+        names = ("batch", "context", "precision", "compile", "attention", "optimizer")
+        return {"workload": self.name, "device": self.cluster.machine.name} | {
+            name: getattr(self.step, name) for name in names
+        }
+
+
+def plan_records(request: PlanRequest) -> Iterator[Row]:
+    """Everything `trainstep plan` shows. Errors come before the first row."""
+    model, tokens = request.model, request.step.batch * request.step.context
+    for what, value, most in (
+        ("num_layers", model.num_layers, 1000),
+        ("the number of parameters", model.num_parameters, 10**15),
+        ("batch × context", tokens, 10**12),
+        ("the number of GPUs", request.cluster.gpus, 10**7),
+    ):
+        if value > most:
+            raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
+    if request.step.context > request.model.max_context:
+        raise UsageError(
+            f"context is {request.step.context}; the model accepts at most {request.model.max_context} (max_context)"
+        )
+    layouts = _layouts(request)
+    policies = request.policies or _default_policies(request)
+    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
+    for policy in policies:
+        blocks_per_checkpoint(policy)
+        strategy_memory(request.model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+    yield _machine_row(request)
+    for plan in plans:
+        yield _strategy_row(request, plan)
+    for layout in layouts:
+        yield from (_memory_row(request, layout, policy) for policy in policies)
+    yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
+    yield from _scaling_rows(request, layouts)
+
+
+def _layouts(request: PlanRequest) -> list[Layout]:
+    """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
+    gpus = request.cluster.gpus
+    chosen = request.tensor_parallel
+    if chosen is not None:
+        layout_of("fsdp + tp", gpus, chosen, request.model)
+    layouts = [layout_of(strategy, gpus, 1, request.model) for strategy in STRATEGIES[:-1]]
+    sizes = tensor_parallel_choices(request.cluster, request.model) if chosen is None else [chosen]
+    meshes = [layout_of("fsdp + tp", gpus, size, request.model) for size in sizes if size > 1]
+    return [*layouts, *([_fastest(request, meshes)] if meshes else [])]
+
+
+def _fastest(request: PlanRequest, layouts: Sequence[Layout]) -> Layout:
+    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
+    return max(plans, key=lambda plan: (fits(plan.memory, request.cluster), plan.tokens_per_s)).layout
+
+
+def _default_policies(request: PlanRequest) -> list[str]:
+    model, step = request.model, dataclasses.replace(request.step, compile="off")
+    best = best_blocks_per_checkpoint(model, step, on_cuda=True)
+    return list(dict.fromkeys(["none", "every-1", f"every-{best}", step.checkpointing]))
+
+
+def _machine_row(request: PlanRequest) -> PlanMachineRow:
+    machine, cluster = request.cluster.machine, request.cluster
+    memory, room = machine.memory_bytes / GIB, tensor_bytes(machine) / GIB
+    return PlanMachineRow(
+        workload=request.name,
+        device=machine.name,
+        parameters=request.model.num_parameters,
+        gpus=cluster.gpus,
+        gpus_per_node=cluster.gpus_per_node,
+        memory_gib=memory,
+        tensors_gib=room,
+        product_tflops=machine.matmul_flops[request.step.precision] / 1e12,
+        copy_gb_s=machine.copy_bytes_per_s / 1e9,
+        link_gb_s=machine.link.bus_bytes_per_s / 1e9,
+        link_overhead_us=machine.link.overhead_s * 1e6,
+        network_gb_s=cluster.network_bytes_per_s / 1e9,
+        basis=f"{machine.basis}; {room:.4g} of a GPU's {memory:.4g} GiB are for tensors, the rest is left to the "
+        "CUDA context and the libraries, by assumption",
+    )
+
+
+def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
+    """What rows of a strategy and rows of a checkpointing policy have in common."""
+    kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
+    return {
+        **request.settings,
+        "checkpointing": step.checkpointing,
+        "strategy": layout.strategy,
+        "gpus": layout.gpus,
+        "tensor_parallel": layout.tensor,
+        **{f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds},
+        "peak_gib": memory.total / GIB,
+        "peak_at": memory.moment,
+        "tensors_gib": tensor_bytes(request.cluster.machine) / GIB,
+        "fits": fits(memory, request.cluster),
+        "largest_batch": largest_batch(request.model, step, request.cluster, layout),
+    }
+
+
+def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
+    step, cluster, layout, compute = request.step, request.cluster, plan.layout, plan.compute
+    return PlanRow(
+        **_memory_columns(request, step, layout, plan.memory),
+        smallest_gpus=smallest_gpus(request.model, step, cluster, layout),
+        sent_gb=plan.sent / 1e9,
+        forward_ms=1e3 * compute.forward.total,
+        backward_ms=1e3 * compute.backward.total,
+        optimizer_ms=1e3 * compute.optimizer.total,
+        compute_ms=1e3 * compute.total,
+        communication_ms=1e3 * plan.communication_s,
+        exposed_ms=1e3 * plan.exposed_s,
+        step_ms=1e3 * plan.step_s,
+        limit=plan.limit,
+        tokens_per_s=plan.tokens_per_s,
+        utilisation=plan.utilisation(cluster.machine.peak_flops[step.precision]),
+    )
+
+
+def _memory_row(request: PlanRequest, layout: Layout, policy: str) -> PlanMemoryRow:
+    step = dataclasses.replace(request.step, checkpointing=policy)
+    memory = strategy_memory(request.model, step, layout)
+    return PlanMemoryRow(**_memory_columns(request, step, layout, memory))
+
+
+def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimitRow]:
+    """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
+
+    Args:
+        request: what is planned.
+        with_tensor: whether a strategy divides the matrices; a model may not allow it, as one of 25 heads on 8 GPUs.
+    """
+    cluster, step = request.cluster, request.step
+    flops = cluster.machine.matmul_flops[step.precision]
+    precision = PRECISIONS[step.precision]
+    width = width_between_collectives(request.model)
+    tokens = cluster.gpus * step.batch * step.context
+    connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
+    if cluster.nodes > 1:
+        connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
+    for connection, rate in connections:
+        narrow, wide = (intensity(flops, rate, size) for size in (precision.computed_bytes, precision.stored_bytes))
+        rows: dict[str, tuple[float | None, float | None]] = {
+            "data (gradients as kept)": (data_axis_tokens(wide), None),
+            "fsdp": (data_axis_tokens(narrow), None),
+        }
+        if with_tensor:
+            rows |= {
+                "tensor": (None, tensor_axis_ranks(narrow, width)),
+                "fsdp × tensor, overlapped": (best_mesh_tokens(narrow, width), None),
+                "fsdp × tensor, one after the other": (best_mesh_tokens(narrow, width, overlapped=False), None),
+            }
+        for axis, (least, ranks) in rows.items():
+            most = tokens / least if least is not None else ranks
+            assert most is not None, axis
+            yield PlanLimitRow(
+                **request.settings,
+                axis=axis,
+                connection=connection,
+                gpus=cluster.gpus,
+                flop_per_byte=flops / rate,
+                least_tokens_per_gpu=least,
+                most_gpus=max(1, math.floor(most)),  # one alone does not communicate
+                tokens_per_gpu=step.batch * step.context,
+            )
+
+
+def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[PlanScalingRow]:
+    """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs and strategy."""
+    for gpus in gpu_counts(MOST_GPUS):
+        cluster = scaled(request.cluster, gpus)
+        for layout in layouts:
+            if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
+                continue
+            placed = dataclasses.replace(layout, data=gpus // layout.tensor)
+            plan = strategy_plan(request.model, request.step, cluster, placed)
+            yield PlanScalingRow(
+                **request.settings,
+                gpus=gpus,
+                strategy=layout.strategy,
+                tokens_per_s=plan.tokens_per_s,
+                step_ms=1e3 * plan.step_s,
+                exposed_ms=1e3 * plan.exposed_s,
+                limit=plan.limit,
+                peak_gib=plan.memory.total / GIB,
+                fits=fits(plan.memory, cluster),
+            )

@@ -1,0 +1,210 @@
+"""Strategies of parallel training: their meshes, and what one GPU holds under each.
+
+`plan.memory` knows what one GPU holds at each moment of a step. A strategy divides some of it:
+
+    strategy           weights   gradients   optimizer state   activations   buffers
+    single, ddp        1         1           1                 1
+    sharded optimizer  1         1           1/n               1
+    zero-2             1         1/n         1/n               1             the largest group's gradients
+    fsdp               1/n       1/n         1/n               1             six of the largest group (see rank_bytes)
+    fsdp + tp          1/(nt)    1/(nt)      1/(nt)            1/t           the same of 1/t of a group
+
+n ranks of data parallelism, t of tensor parallelism. FSDP casts weights before it gathers them, so in half precision
+everything runs in that type, and no casts of weights are kept. Left out: parameters of one dimension, which FSDP keeps
+whole. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UsageError
+from trainstep.plan.communication import RankBytes, rank_bytes
+from trainstep.plan.machine import GIB, Cluster, Machine
+from trainstep.plan.memory import peak_bytes
+from trainstep.precision import PRECISIONS
+from trainstep.schemes import DataParallel, Strategy
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy with its mesh: `data` ranks, each of `tensor` GPUs."""
+
+    strategy: Strategy
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """All."""
+        return self.data * self.tensor
+
+    @property
+    def scheme(self) -> DataParallel:
+        """What the data parallel ranks do."""
+        if self.strategy == "single":
+            return "ddp"
+        return "fsdp" if self.strategy == "fsdp + tp" else self.strategy
+
+
+def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelConfig) -> Layout:
+    """The mesh of a strategy over all GPUs; `tensor_parallel` counts for "fsdp + tp" alone.
+
+    Raises:
+        UsageError: GPUs, heads or the feed-forward cannot be divided so.
+    """
+    if strategy == "single":
+        return Layout(strategy)
+    if strategy != "fsdp + tp":
+        return Layout(strategy, gpus)
+    if tensor_parallel < 1:
+        raise UsageError(f"tensor_parallel is {tensor_parallel}; expected at least 1")
+    for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
+        if count % tensor_parallel:
+            fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
+            raise UsageError(
+                f"a mesh with tensor parallelism of {tensor_parallel} is impossible: it does not divide "
+                f"{count} {what}; choose among {fit}"
+            )
+    return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
+
+
+def tensor_parallel_choices(cluster: Cluster, model: ModelConfig) -> list[int]:
+    """The sizes above 1 that stay within a node and divide GPUs, heads and feed-forward."""
+    return [t for t in _divisors(math.gcd(cluster.gpus_per_node, model.num_heads, model.d_ff)) if t > 1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+RESERVED_BYTES = GIB
+"""Of a GPU's memory that no tensor gets: the CUDA context and the libraries' workspaces. An assumption."""
+
+MOST_GPUS = 16_384
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Bytes on one GPU at the moment of the peak."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    """Everything else that computing keeps or makes, casts of weights included."""
+    buffers: int
+    """For communication."""
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.weights + self.gradients + self.optimizer_state + self.activations + self.buffers
+
+
+def largest_group(model: ModelConfig) -> int:
+    """Parameters of the largest group that FSDP gathers at once: a block, the embedding or the head."""
+    block = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    return max(block, model.vocab_size * model.d_model)
+
+
+def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> MemorySplit:
+    """What one GPU holds at its peak. Compiled code is counted as uncompiled, which holds somewhat more.
+
+    Raises:
+        UnsupportedError: a step without a memory formula, see `plan.memory.peak_bytes`.
+    """
+    t, n = layout.tensor, layout.data
+    is_fsdp = layout.scheme == "fsdp"
+    shared = dataclasses.replace(step, batch=step.batch * t, compile="off")
+    computed = shared
+    if is_fsdp and PRECISIONS[step.precision].is_autocast:
+        computed = dataclasses.replace(shared, precision="bf16-pure")
+    peak = peak_bytes(model, computed, on_cuda=True)
+    kept_width, made_width = PRECISIONS[step.precision].stored_bytes, PRECISIONS[computed.precision].stored_bytes
+    state_width = 0 if step.optimizer == "sgd" else 2 * kept_width
+    kept = shared_bytes(model, step, layout, kept_width, state_width)
+    divides_gradients = layout.scheme in ("zero-2", "fsdp")
+    split: list[MemorySplit] = []
+    for moment, alive in peak.moments.items():
+        made = peak.gradients[moment]
+        other = alive - peak.static.at_rest - made
+        buffers = kept.buffers
+        if moment == "optimizer":
+            temporary = other - 4 * step.context * model.head_dim  # the foreach form's, in the width it keeps
+            other -= temporary
+            updated = n if layout.strategy not in ("single", "ddp") else 1
+            other += temporary * kept_width // (made_width * updated)
+            buffers = 0
+        gradients = made * kept_width // (made_width * t)
+        if divides_gradients:
+            gradients = -(-gradients // n)
+        split.append(
+            MemorySplit(kept.weights, gradients, kept.optimizer_state, -(-other // t), buffers, moment),
+        )
+    return max(split, key=lambda each: each.total)
+
+
+def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout, kept_width: int, state_width: int) -> RankBytes:
+    """What the data parallel ranks keep and send, by `rank_bytes`."""
+    precision = PRECISIONS[step.precision]
+    found = rank_bytes(
+        layout.scheme,
+        -(-model.num_parameters // layout.tensor),
+        layout.data,
+        bytes_per_parameter=kept_width,
+        state_per_parameter=state_width,
+        compute_bytes=precision.computed_bytes,
+        reduce_bytes=2 if precision.is_half and layout.scheme == "fsdp" else None,
+        largest_group=-(-largest_group(model) // layout.tensor),
+    )
+    return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
+
+
+def tensor_bytes(machine: Machine) -> int:
+    """What of a GPU's memory tensors can have: all but `RESERVED_BYTES`."""
+    return max(0, machine.memory_bytes - RESERVED_BYTES)
+
+
+def fits(memory: MemorySplit, cluster: Cluster) -> bool:
+    """Whether a GPU has that much for tensors."""
+    return memory.total <= tensor_bytes(cluster.machine)
+
+
+def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int:
+    """The most sequences per GPU that fit; 0 if not even one does."""
+
+    def fits_with(batch: int) -> bool:
+        return fits(strategy_memory(model, dataclasses.replace(step, batch=batch), layout), cluster)
+
+    return _last(fits_with, 1 << 20)
+
+
+def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int | None:
+    """The fewest GPUs on which `step.batch` sequences per GPU fit; None if `MOST_GPUS` do not help."""
+
+    def too_few(ranks: int) -> bool:
+        return not fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
+
+    if layout.strategy in ("single", "ddp"):
+        return None if too_few(1) else 1
+    most = MOST_GPUS // layout.tensor
+    ranks = _last(too_few, most) + 1
+    return ranks * layout.tensor if ranks <= most else None
+
+
+def _last(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` for which `holds`, which is true up to some number and false from there; or 0."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

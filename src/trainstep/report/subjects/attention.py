@@ -1,0 +1,111 @@
+"""Attention: every measured case, and time and memory against the sequence length, a pair of charts for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainstep.kinds import AttentionRow
+from trainstep.records import Row, of_kind
+from trainstep.report import plots
+from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.cells import number
+from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_column
+from trainstep.report.plots import Series
+from trainstep.report.tables import Definition, make_table
+
+SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
+_IMPLEMENTATION = Column(
+    "implementation", lambda row: Cell(str(row.case["impl"]), row.case["impl"], "impl", is_text=True)
+)
+
+ATTENTION = Definition(
+    AttentionRow,
+    "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
+    (
+        replace(_IMPLEMENTATION, files=False),  # heads the page's rows
+        *(case_column(name, name) for name in (*SHAPE, "seq")),
+        replace(_IMPLEMENTATION, page=False),
+        value_column("forward", "forward_ms"),
+        value_column("backward", "backward_ms"),
+        median_column("both [95 %]", "both"),
+        value_column("TFLOP/s forward", "forward_tflops", brief=False, page=False),
+        value_column("TFLOP/s backward", "backward_tflops", brief=False, page=False),
+        value_column("TFLOP/s", "both_tflops"),
+        value_column("before backward (GiB)", "before_backward_gib"),
+        value_column("by formula (GiB)", "predicted_before_backward_gib", brief=False, page=False),
+        value_column("peak (GiB)", "peak_gib"),
+        value_column("peak by formula (GiB)", "predicted_peak_gib"),
+        value_column("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
+        value_column("error of o", "o_error", digits=2, brief=False, page=False),
+        value_column("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
+        value_column("graphs compiled", "compilations", brief=False, page=False),
+        value_column("recompiled while timed", "recompilations_timed", brief=False, page=False),
+        OUTCOME,
+    ),
+)
+
+
+def attention(records: Sequence[Row]) -> Section | None:
+    """All rows of attention, where there are any."""
+    rows = of_kind(records, AttentionRow)
+    if not rows:
+        return None
+    groups: dict[str, list[AttentionRow]] = {}
+    for row in rows:
+        groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE), []).append(row)
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    blocks: list[Block] = [
+        Charts([_chart(group, impls, shape, *what) for what in _CHARTS])
+        for shape, group in groups.items()
+        if len({row.seq for row in group if row.status == "ok"}) > 1
+    ]
+    lead = (
+        "Every case is checked against float64 before it is timed. Times are medians, the cache overwritten before "
+        "each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards."
+    )
+    table = make_table(ATTENTION, rows, "page")
+    return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, table])
+
+
+def _both_ms(row: AttentionRow) -> float | None:
+    return row.times["both"].median if "both" in row.times else None
+
+
+_CHARTS: tuple[tuple[str, str, str, Callable[[AttentionRow], float | None]], ...] = (
+    ("both_ms", "Time of forward and backward", "ms", _both_ms),
+    ("peak_gib", "Peak memory", "GiB", lambda row: row.peak_gib),
+)
+"""Name, title, unit, value."""
+
+
+def _chart(
+    rows: Sequence[AttentionRow],
+    impls: Sequence[str],
+    shape: str,
+    name: str,
+    title: str,
+    unit: str,
+    value_of: Callable[[AttentionRow], float | None],
+) -> Chart:
+    """One line for each implementation, in its colour of all charts; a case without the value is left out."""
+    series = []
+    for index, impl in enumerate(impls):
+        known = sorted((row.seq, value) for row in rows if row.impl == impl and (value := value_of(row)))
+        if known:
+            x, y = zip(*known, strict=True)
+            role = plots.KINDS[index % len(plots.KINDS)]
+            series.append(Series(impl, x, y, role, texts=[f"{number(each)} {unit}" for each in y]))
+    lengths = sorted({float(row.seq) for row in rows})
+    return Chart(
+        f"{name}-{shape}".replace(" ", "-").replace(",", ""),
+        title,
+        shape,
+        partial(plots.curves, lengths, series, "sequence length", unit),
+        [(each.role, each.name) for each in series],
+    )
+
+
+TABLES = (ATTENTION,)
+SECTIONS = (attention,)

@@ -1,0 +1,352 @@
+"""Several ranks: collectives by size, schemes of data parallel training, their traced steps, and training runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
+from trainstep.records import Row, by_case, of_kind
+from trainstep.report import numbers, plots
+from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.cells import number, told_apart
+from trainstep.report.charts.overlap import LEGEND, overlap_chart
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Cell,
+    Column,
+    case_column,
+    count_column,
+    mean_column,
+    median_column,
+    value_column,
+)
+from trainstep.report.finding import Finding
+from trainstep.report.plots import Bar, Series
+from trainstep.report.tables import Definition, make_table
+
+
+def _word_column(name: str, *, setting: bool = False) -> Column:
+    """A setting that is a word, set as one on the page however short it is."""
+
+    def cell(row: Row) -> Cell:
+        value = row.case.get(name)
+        return Cell(numbers.number(value), value, name, is_text=True)
+
+    return Column(name, cell, setting=setting)
+
+
+_RANKS = case_column("ranks", "world_size")
+_SCHEME = _word_column("scheme")
+_COUNT = Column("n", lambda row: numbers.number(row.values.get("n")), setting=True)
+_COLLECTIVE = _word_column("collective", setting=True)
+_COLLECTIVES = (
+    replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
+    *(case_column(name, name) for name in ("backend", "dtype")),
+    replace(_COLLECTIVE, page=False),
+    _RANKS,
+)
+MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
+"""Titles of what a rank holds → the middle of its columns."""
+
+COLLECTIVE = Definition(
+    CollectiveRow,
+    "Collectives: time on the slowest rank; bus bandwidth is bytes on each link of a ring over that time",
+    (
+        *_COLLECTIVES,
+        case_column("MB", "size_mb"),
+        _COUNT,
+        median_column("time (ms) [95 %]", "time"),
+        replace(mean_column("mean ± std", "time"), page=False),
+        value_column("fastest rank (ms)", "fastest_rank_ms", brief=False),
+        value_column("slowest rank (ms)", "slowest_rank_ms", brief=False),
+        value_column("algorithm GB/s", "algorithm_gb_s"),
+        value_column("bus GB/s", "bus_gb_s"),
+        OUTCOME,
+    ),
+)
+FIT = Definition(
+    CollectiveFitRow,
+    "What a call costs: an overhead, and bytes on each link at a bandwidth",
+    (
+        *_COLLECTIVES,
+        value_column("overhead (µs)", "overhead_us"),
+        value_column("bus GB/s", "bus_gb_s"),
+        value_column("sizes", "sizes", page=False),
+        value_column("worst error (%)", "worst_error", 100, digits=2),
+    ),
+)
+SCHEMES = Definition(
+    ParallelRow,
+    "Schemes of data parallel training: step on the slowest rank, memory on the one that holds most",
+    (
+        *SETTINGS,
+        _RANKS,
+        case_column("scheme", "scheme"),
+        _COUNT,
+        median_column("step (ms) [95 %]", "step"),
+        value_column("beyond single (ms)", "exposed_ms"),
+        value_column("tokens/s", "tokens_per_s"),
+        value_column("collectives", "collectives"),
+        value_column("sent (GiB)", "sent_gib"),
+        value_column("sent by plan (GiB)", "sent_floor_gib"),
+        *(
+            column
+            for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
+            for column in (
+                value_column(f"{title} (GiB)", f"{when}_gib"),
+                value_column(f"{title} by plan (GiB)", f"predicted_{when}_gib"),
+                *(
+                    value_column(f"{title}: {kind} (GiB)", f"{when}_{name}_gib", brief=False)
+                    for kind, name in MEMORY_KINDS.items()
+                ),
+            )
+        ),
+        value_column("peak (GiB)", "peak_gib"),
+        value_column("loss off by", "loss_error", brief=False),
+        value_column("allowed", "loss_allowed", brief=False),
+        value_column("update off by", "update_error", brief=False),
+        value_column("allowed", "update_allowed", brief=False),
+        OUTCOME,
+    ),
+)
+TRACES = Definition(
+    ParallelTraceRow,
+    "One profiled step of rank 0, ms: exposed is communication while nothing is computed, idle is neither",
+    (
+        *SETTINGS,
+        _RANKS,
+        _SCHEME,
+        value_column("step without the profiler", "step_ms"),
+        value_column("traced, first to last kernel", "span_ms"),
+        value_column("computation", "computation_ms"),
+        value_column("communication", "communication_ms"),
+        value_column("hidden communication", "hidden_communication_ms"),
+        value_column("exposed communication", "exposed_communication_ms"),
+        value_column("hidden (%)", "hidden_share", 100),
+        value_column("idle", "idle_ms"),
+        count_column("kernels", "kernels", brief=False),
+        OUTCOME,
+    ),
+)
+RUNS = Definition(
+    TrainRow,
+    "Training runs: losses in nats per token; speed is the median over updates after the first ones",
+    (
+        *SETTINGS,
+        _RANKS,
+        case_column("global batch", "global_batch"),
+        case_column("updates", "steps"),
+        _SCHEME,
+        _COUNT,
+        value_column("first loss", "first_loss", digits=5),
+        value_column("last loss", "last_loss", digits=5),
+        value_column("validation loss", "validation_loss", digits=5),
+        median_column("update (ms) [95 %]", "step"),
+        count_column("tokens/s", "tokens_per_s"),
+        value_column("utilisation (%)", "utilisation", 100),
+        value_column("peak (GiB)", "peak_gib"),
+        OUTCOME,
+    ),
+)
+
+
+def overlap_findings(records: Sequence[Row]) -> list[Finding]:
+    """The traced scheme that hides most of its communication, and the one that hides least."""
+    traced = [row for row in of_kind(records, ParallelTraceRow) if row.hidden_share is not None]
+    if not traced:
+        return []
+    traced.sort(key=lambda row: -(row.hidden_share or 0))
+    most, least = traced[0], traced[-1]
+    sentence = f"Of communication in the traced step, computation hides {_hidden(most, ' are exposed')}"
+    figures = _hidden_figures("most", most)
+    if least is not most:
+        sentence += f", and {_hidden(least, '')}"
+        figures |= _hidden_figures("least", least)
+    return [Finding("data parallel", f"{sentence}.", "parallel.hidden", figures)]
+
+
+def _hidden(row: ParallelTraceRow, exposed: str) -> str:
+    return (
+        f"{row.hidden_share or 0:.0%} with {row.scheme} "
+        f"({numbers.number(row.exposed_communication_ms)} of {numbers.number(row.communication_ms)} ms{exposed})"
+    )
+
+
+def _hidden_figures(which: str, row: ParallelTraceRow) -> dict[str, str | float | None]:
+    return {
+        which: row.scheme,
+        f"{which}_hidden_share": row.hidden_share,
+        f"{which}_exposed_ms": row.exposed_communication_ms,
+        f"{which}_communication_ms": row.communication_ms,
+    }
+
+
+def collectives(records: Sequence[Row]) -> Section | None:
+    """Collectives: time and bandwidth against size, the fitted lines, and every measured case."""
+    rows, fits = of_kind(records, CollectiveRow), of_kind(records, CollectiveFitRow)
+    if not rows:
+        return None
+    blocks: list[Block] = []
+    for group in by_case(rows, "collective", "size_mb"):
+        measured = [row for row in group if row.status == "ok"]
+        if len({row.size_mb for row in measured}) > 1:
+            lines = [fit for fit in fits if _setting(fit) == _setting(measured[0])]
+            times = _by_size("collective-time", "Time", measured, lambda row: row.times["time"].median, "ms", lines)
+            rates = _by_size("collective-bus", "Bus bandwidth", measured, lambda row: row.bus_gb_s or 0, "GB/s")
+            blocks.append(Charts([times, rates]))
+    if fits:
+        blocks.append(make_table(FIT, fits, "page"))
+    lead = (
+        "Results are checked before anything is timed. All ranks are lined up before every call, and a call lasts as "
+        "long as on its slowest rank. Size is that of the full tensor. Bus bandwidth is bytes on each link of a ring "
+        "over time, so it can be compared between collectives and numbers of ranks."
+    )
+    blocks.append(make_table(COLLECTIVE, rows, "page", name="collectives"))
+    return Section("collectives", "Collectives", "Collectives by size", lead, blocks)
+
+
+def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
+    return f"{row.world_size} ranks, {row.dtype}, {row.backend}"
+
+
+def _by_size(
+    name: str,
+    title: str,
+    rows: Sequence[CollectiveRow],
+    value_of: Callable[[CollectiveRow], float],
+    unit: str,
+    fits: Sequence[CollectiveFitRow] = (),
+) -> Chart:
+    """A line for each collective of one setting against the size, and dashed what its fit says."""
+
+    def line(name: str, role: str, own: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> Series:
+        y = [value_of(row) for row in own]
+        return Series(name, [row.size_mb for row in own], y, role, texts=[f"{number(each)} {unit}" for each in y])
+
+    roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(plots.KINDS), strict=False))
+    own = {each: sorted((row for row in rows if row.collective == each), key=lambda row: row.size_mb) for each in roles}
+    series = [line(each, role, own[each], value_of) for each, role in roles.items()]
+    for fit in fits:
+        if (each := fit.collective) in roles:
+            fitted = line(f"{each}, fitted", roles[each], own[each], partial(_fitted_ms, fit))
+            series.append(replace(fitted, width=1.0, dash="dashed"))
+    setting = _setting(rows[0])
+    return Chart(
+        f"{name}-{setting}".replace(" ", "-").replace(",", ""),
+        title,
+        f"{setting}; dashed: the fitted line" if fits else setting,
+        partial(plots.curves, sorted({row.size_mb for row in rows}), series, "MB", unit),
+        [(role, each) for each, role in roles.items()],
+    )
+
+
+def _fitted_ms(fit: CollectiveFitRow, row: CollectiveRow) -> float:
+    on_link = (row.payload_bytes or 0) * (row.bus_gb_s or 0) / (row.algorithm_gb_s or 1)
+    return (fit.overhead_us or 0) / 1e3 + on_link / (fit.bus_gb_s or 1) / 1e6
+
+
+def parallel(records: Sequence[Row]) -> Section | None:
+    """Schemes of data parallel training: each one's step beside one without communication, and what a rank holds."""
+    rows, traced = of_kind(records, ParallelRow), of_kind(records, ParallelTraceRow)
+    if not rows and not traced:
+        return None
+    lead = (
+        "Each scheme first trained a few steps and was compared with one process on the whole batch. A step lasts as "
+        "long as on its slowest rank; what communication costs is the difference to the same step without any."
+    )
+    blocks = [*(_timed(rows) if rows else []), *(_traced(traced) if traced else [])]
+    return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
+
+
+def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
+    alone = next((_step_ms(row) for row in rows if row.scheme == "single"), None)
+    charts = [
+        Chart(
+            "parallel-step",
+            "Step on the slowest rank",
+            "",
+            partial(plots.bars, [_step_bar(row, alone) for row in rows], "ms per step"),
+            [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
+        )
+    ]
+    if any(row.peak_gib is not None for row in rows):
+        charts.append(
+            Chart(
+                "parallel-memory",
+                "Memory of a rank",
+                "",
+                partial(plots.bars, [_memory_bar(row) for row in rows], "GiB"),
+                [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
+            )
+        )
+    return [Charts(charts), make_table(SCHEMES, rows, "page")]
+
+
+def _step_ms(row: ParallelRow) -> float | None:
+    return row.times["step"].median if "step" in row.times else None
+
+
+def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
+    step = _step_ms(row)
+    if step is None:
+        return Bar(row.scheme, None, row.status, f"{row.status}: {row.reason}")
+    tip = f"{number(step)} ms"
+    if alone is not None and row.scheme != "single":
+        tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
+    base = step if row.scheme == "single" else min(alone or 0, step)
+    times = row.times["step"]
+    return Bar(row.scheme, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
+
+
+def _memory_bar(row: ParallelRow) -> Bar:
+    peak = row.peak_gib
+    if peak is None:
+        return Bar(row.scheme, None, numbers.NONE, row.reason or "not measured")
+    kept = {
+        "weights": row.before_step_weights_gib or 0,
+        "gradients": row.before_step_gradients_gib or 0,
+        "optimizer state": row.before_step_optimizer_state_gib or 0,
+    }
+    tip = "\n".join([f"peak {number(peak)} GiB", *(f"{kind} {number(size)}" for kind, size in kept.items())])
+    return Bar(row.scheme, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
+
+
+def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
+    """Steps below one another, a figure for each workload and number of ranks; and their sums."""
+    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme")
+    charts = [
+        Chart(
+            f"parallel-trace{f'-{place}' if place else ''}",
+            "One step of rank 0, scheme by scheme, as the profiler saw it",
+            _explained(group) + (f" {told_apart(group[0], [each[0] for each in groups])}." if len(groups) > 1 else ""),
+            partial(overlap_chart, group),
+            LEGEND,
+        )
+        for place, group in enumerate(groups)
+    ]
+    return [*(Charts([chart]) for chart in charts), make_table(TRACES, rows, "page", name="parallel trace")]
+
+
+def _explained(rows: Sequence[ParallelTraceRow]) -> str:
+    where = (
+        "Communication is the time of Gloo’s threads in a collective"
+        if any(row.on_cpu for row in rows)
+        else "Communication is NCCL’s kernels and copies between GPUs"
+    )
+    shortest = max(row.exposed_from_us or 0 for row in rows)
+    text = (
+        f"{where}, waiting for other ranks included; it is exposed where nothing is computed meanwhile (drawn from "
+        f"{number(shortest)} µs on, the table has all). Drag over a part, or scroll with Shift, to see it closer."
+    )
+    if (below := max(row.joined_below_us or 0 for row in rows)) > 0:
+        text += f" Neighbouring kernels that together are shorter than {number(below)} µs are drawn as one."
+    return text
+
+
+TABLES = (COLLECTIVE, FIT, SCHEMES, TRACES, RUNS)
+RULES = (overlap_findings,)
+SECTIONS = (collectives, parallel)

@@ -1,0 +1,319 @@
+"""A sweep: every case, and per axis a chart and a table, a line for every combination of all that else differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainstep.kinds import SweepRow
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report import plots
+from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_cell, value_column
+from trainstep.report.finding import Finding, listed
+from trainstep.report.numbers import NONE, as_float, count, number
+from trainstep.report.plots import Series
+from trainstep.report.tables import Definition, Table, TableRow, make_table
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+MOST_LINES = 8
+"""In one chart over numbers: as many as there are hues."""
+MOST_DOTS = 6
+"""Side by side at one name; more would reach into the next."""
+DECADE = 10
+"""Numbers that span this factor are set on logarithmic axes."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a sweep's rows are compared by."""
+
+    title: str
+    value: str
+    """Its name in the row, ending in its unit."""
+    low: str = ""
+    high: str = ""
+    unit: str = "ms"
+
+    def cell(self, row: SweepRow | None) -> Cell:
+        """The row's value with its interval; why there is none; a dash where there is no row."""
+        if row is None:
+            return Cell(NONE)
+        if row.status != "ok":
+            return Cell(row.status)
+        found = value_cell(row, self.value)
+        if row.values.get(self.low) is None or row.values.get(self.high) is None:
+            return found
+        return Cell(found.text, found.value, found.name, value_cell(row, self.low), value_cell(row, self.high))
+
+
+_TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
+
+
+@dataclass(frozen=True)
+class Line:
+    """The rows over an axis, all else equal."""
+
+    settings: Mapping[str, Scalar]
+    """All else that differs within the sweep; empty where nothing does."""
+    rows: Mapping[Scalar, SweepRow]
+    """Value on the axis → row."""
+
+    @property
+    def name(self) -> str:
+        """`size small, batch 4`."""
+        return named(self.settings) or "all cases"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a sweep."""
+
+    name: str
+    values: Sequence[Scalar]
+    """Numbers ascending, names as the sweep's file has them."""
+    lines: Sequence[Line]
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether its values are numbers."""
+        return all(as_float(value) is not None for value in self.values)
+
+
+def in_order(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """The rows as the sweep's file orders its cases, whichever ended first."""
+    return sorted(rows, key=lambda row: row.number or 0)
+
+
+def settings_of(rows: Sequence[SweepRow]) -> list[str]:
+    """The flags that the sweep's file sets, fixed ones too."""
+    return list(dict.fromkeys(name for row in rows for name in row.flags))
+
+
+def measures_of(rows: Sequence[SweepRow]) -> list[Measure]:
+    """What these rows have: a time, and peak memory."""
+    predicted = "predicted " if is_predicted(rows) else ""
+    found = [
+        Measure(f"{predicted}{title}", f"{phase}_ms", f"{phase}_low_ms", f"{phase}_high_ms")
+        for phase, title in _TIMES
+        if any(as_float(row.values.get(f"{phase}_ms")) is not None for row in rows)
+    ][:1]
+    if any(as_float(row.values.get("peak_gib")) is not None for row in rows):
+        found.append(Measure(f"{predicted}peak memory", "peak_gib", unit="GiB"))
+    return found
+
+
+def is_predicted(rows: Sequence[SweepRow]) -> bool:
+    """Whether the rows are a plan's, which measured nothing."""
+    return any(row.command == "plan" for row in rows)
+
+
+def axes_of(rows: Sequence[SweepRow]) -> list[Axis]:
+    """Every flag with more than one value."""
+    ordered = in_order(rows)
+    names = [name for name in settings_of(ordered) if len({row.case.get(name) for row in ordered}) > 1]
+    return [_axis(name, [*(other for other in names if other != name), "row"], ordered) for name in names]
+
+
+def _axis(name: str, others: Sequence[str], rows: Sequence[SweepRow]) -> Axis:
+    values = list(dict.fromkeys(row.case.get(name) for row in rows))
+    if all(as_float(value) is not None for value in values):
+        values.sort(key=lambda value: as_float(value) or 0)
+    lines: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
+    return Axis(
+        name,
+        values,
+        [
+            Line({other: value for other, value in zip(others, key, strict=True) if value is not None}, points)
+            for key, points in lines.items()
+        ],
+    )
+
+
+def named(settings: Mapping[str, Scalar]) -> str:
+    """Settings in words; which row of its case it is goes without the word."""
+    return ", ".join(
+        shown(value) if name == "row" else f"{name.replace('_', ' ')} {shown(value)}"
+        for name, value in settings.items()
+    )
+
+
+def shown(value: Scalar) -> str:
+    """A setting as the user wrote it."""
+    return f"{value:g}" if isinstance(value, float) else number(value)
+
+
+def columns(rows: Sequence[Row]) -> Sequence[Column]:
+    """The flags that the file sets, and what was measured."""
+    swept = of_kind(rows, SweepRow)
+    step = "predicted step (ms)" if is_predicted(swept) else "step (ms) [95 %]"
+    return (
+        Column("case", lambda row: count(row.values.get("number"))),
+        case_column("command", "command"),
+        *(case_column(name.replace("_", " "), name) for name in settings_of(swept)),
+        Column("row", lambda row: str(row.case.get("row") or "")),
+        Column("n", lambda row: count(row.values.get("n")), setting=True, brief=False),
+        median_column(step, "step"),
+        median_column("forward and backward (ms) [95 %]", "both"),
+        median_column("call (ms) [95 %]", "time"),
+        value_column("tokens/s", "tokens_per_s"),
+        value_column("peak (GiB)", "peak_gib"),
+        value_column("case took (s)", "case_s", brief=False),
+        Column("folder in cases/", lambda row: str(row.values.get("folder", "")), brief=False),
+        OUTCOME,
+    )
+
+
+TABLES = (Definition(SweepRow, "The sweep: one row per case, or per row of a case that measures several", columns),)
+
+
+def axis_tables(records: Sequence[Row]) -> list[Table]:
+    """A table per axis, of the first measure that the rows have."""
+    rows = in_order(of_kind(records, SweepRow))
+    return [axis_table(axis, measure) for axis in axes_of(rows) for measure in measures_of(rows)[:1]]
+
+
+DERIVED = (axis_tables,)
+
+
+def axis_table(axis: Axis, measure: Measure) -> Table:
+    """A sweep's measured values over one axis: a line per combination of all else, a column where those are few."""
+    name = axis.name.replace("_", " ")
+    values = [shown(value) for value in axis.values]
+    cells = [[measure.cell(line.rows.get(value)) for value in axis.values] for line in axis.lines]
+    lines = [line.name for line in axis.lines]
+    if len(values) > len(lines):
+        heads, columns, cells = values, [name, *lines], [list(column) for column in zip(*cells, strict=True)]
+    else:
+        heads, columns = lines, ["", *(f"{name} {value}" for value in values)]
+    interval = " [95 %]" if measure.low else ""
+    return Table(
+        f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
+        columns,
+        [TableRow([Cell(head, is_text=True), *row], head) for head, row in zip(heads, cells, strict=True)],
+        f"sweep-by-{axis.name.replace('_', '-')}",
+    )
+
+
+_PLURAL = {"device": "devices", "threads": "numbers of threads", "torch": "versions of torch", "commit": "commits"}
+"""What of the environment makes times differ, where it differs."""
+
+
+def findings(records: Sequence[Row]) -> list[Finding]:
+    """Rows without a result, and rows of different environments."""
+    rows = in_order(of_kind(records, SweepRow))
+    lacking = Counter(row.status for row in rows if row.status != "ok")
+    found = []
+    if lacking:
+        counts = listed([f"{times} {status}" for status, times in lacking.items()])
+        logs = " Their words are in stderr.txt of their folders below cases/." if lacking["failed"] else ""
+        sentence = f"Of {len(rows)} rows, {lacking.total()} have no result: {counts}.{logs}"
+        found.append(
+            Finding("sweep", sentence, "sweep.without-result", {"rows": len(rows), "without_result": lacking.total()})
+        )
+    for name in _PLURAL:
+        if name == "threads" and len({row.flags.get("processes") for row in rows}) > 1:
+            continue  # processes that torchrun starts share the cores: that is what was swept
+        values = list(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
+        if len(values) > 1:
+            what = f"{_PLURAL[name]} {listed([value[:12] if name == 'commit' else value for value in values])}"
+            sentence = f"The rows were measured with different {what}: compare their times with care, or sweep anew."
+            found.append(Finding("sweep", sentence, "sweep.environments", {name: tuple(values)}))
+    return found
+
+
+RULES = (findings,)
+
+
+def sweep(records: Sequence[Row]) -> Section | None:
+    """All cases of a sweep, where there are any."""
+    rows = in_order(of_kind(records, SweepRow))
+    if not rows:
+        return None
+    measures = measures_of(rows)
+    blocks: list[Block] = []
+    for axis in axes_of(rows):
+        charts = [chart for measure in measures for chart in _charts(axis, measure)]
+        blocks += [Charts(charts)] if charts else []
+        blocks += [axis_table(axis, measure) for measure in measures[:1]]
+    failed = sum(row.status != "ok" for row in rows)
+    says = "times are predictions" if is_predicted(rows) else "whiskers are 95 % intervals of the median"
+    lead = (
+        f"Each case ran in a process of its own: {len(rows)} rows, {failed} without a result. Lines are the "
+        f"combinations of all other settings; {says}."
+    )
+    return Section("sweep", "Sweep", "The sweep", lead, [*blocks, make_table(TABLES[0], rows, "page")])
+
+
+def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
+    """One chart, or several where one would hold too many lines."""
+    most = MOST_LINES if axis.is_numeric else MOST_DOTS
+    title = f"{measure.title[:1].upper()}{measure.title[1:]} by {axis.name.replace('_', ' ')}"
+    drawn = [line for line in axis.lines if _points(line, measure)]
+    if len({value for line in drawn for value in _points(line, measure)}) < 2:
+        return
+    for place, (facet, lines) in enumerate(_facets(drawn, most), start=1):
+        plot, legend = _drawn(axis, lines, measure)
+        yield Chart(f"sweep-{axis.name}-{measure.value}-{place}", title, facet, plot, legend)
+
+
+def _points(line: Line, measure: Measure) -> Mapping[Scalar, SweepRow]:
+    return {
+        value: row
+        for value, row in line.rows.items()
+        if row.status == "ok" and (as_float(row.values.get(measure.value)) or 0) > 0
+    }  # fmt: skip
+
+
+def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> Iterator[tuple[str, Sequence[Line]]]:
+    """The lines in groups of at most `most`, by the settings that come first; each with the group's name."""
+    names = list(dict.fromkeys(name for line in lines for name in line.settings if name not in apart))
+    if len(lines) <= most or len(names) < 2:
+        for start in range(0, len(lines), most):
+            yield named({name: lines[0].settings.get(name) for name in apart}), lines[start : start + most]
+        return
+    for value in dict.fromkeys(line.settings.get(names[0]) for line in lines):
+        own = [line for line in lines if line.settings.get(names[0]) == value]
+        yield from _facets(own, most, (*apart, names[0]))
+
+
+def _drawn(axis: Axis, lines: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
+    varying = {name for line in lines for name in line.settings if len({each.settings.get(name) for each in lines}) > 1}
+    series, legend = [], []
+    for index, line in enumerate(lines):
+        points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
+        name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
+        role = plots.KINDS[index % len(plots.KINDS)]
+        series.append(
+            Series(
+                name,
+                [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points],
+                [as_float(row.values.get(measure.value)) or 0 for row in points.values()],
+                role,
+                markers=True,
+                low=[as_float(row.values.get(measure.low)) for row in points.values()],
+                high=[as_float(row.values.get(measure.high)) for row in points.values()],
+                texts=[f"{measure.cell(row).plain} {measure.unit}" for row in points.values()],
+            )
+        )
+        legend.append((role, name))
+    title = axis.name.replace("_", " ")
+    if not axis.is_numeric:
+        names = [shown(value) for value in axis.values]
+        return partial(plots.dots, names, series, title, measure.unit), legend
+    x = sorted({each for one in series for each in one.x})
+    if x[0] > 0 and x[-1] >= DECADE * x[0]:
+        return partial(plots.curves, x, series, title, measure.unit), legend
+    y = [each for one in series for each in one.y]
+    log = max(y) >= DECADE * min(y)
+    return partial(plots.lines, series, title, measure.unit, log=log), legend
+
+
+SECTIONS = (sweep,)

@@ -1,0 +1,95 @@
+"""The row of a scheme, from what its ranks measured; and the plan of its memory against what two H200s held."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainstep.bench.check.parallel import Agreement
+from trainstep.bench.outcome import Failure
+from trainstep.bench.parallel.measure import RankMeasurement, Timed, moments, parallel_row, planned_bytes
+from trainstep.bench.parallel_case import ParallelCase
+from trainstep.config import SIZES, ModelConfig, StepConfig
+from trainstep.measure.collectives import Collective
+from trainstep.measure.memory import GIB
+from trainstep.measure.timing import Lap, Sample, Timing
+from trainstep.parallel.process import Process
+from trainstep.records import read_records
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES
+from trainstep.workload import builtin_source
+
+MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
+
+MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
+SOURCE = builtin_source("little", MODEL)
+FIRST_OF_TWO = Process(0, 2, torch.device("cpu"), None)
+AGREES = Agreement(loss_error=0.0, update_error=1e-7, loss_allowed=1e-6, update_allowed=1e-6)
+
+
+def rank(wall_ms, weights, collectives=()):
+    """What a rank measured: one step of warm-up and the steps of these milliseconds."""
+    steps = [Sample(each, 0.0, None, {"forward": Lap(each / 4, None)}) for each in (1e4, *wall_ms)]
+    return RankMeasurement(Timing(tuple(steps), 1), {"start_weights": weights}, collectives, 100)
+
+
+def row(scheme, result, single_ms=None):
+    case = ParallelCase(SOURCE, StepConfig(device="cpu"), SCHEMES[scheme])
+    return parallel_row(case, FIRST_OF_TWO, result, num_parameters=MODEL.num_parameters, single_ms=single_ms)
+
+
+def test_a_step_lasts_as_long_as_on_the_slowest_rank():
+    ranks = [rank((9.0, 10.0, 11.0), GIB), rank((19.0, 20.0, 30.0), 3 * GIB)]
+    values = row("flat", Timed(ranks, AGREES), single_ms=15.0).values
+    assert (values["n"], values["step_ms"], values["forward_ms"]) == (3, 20.0, 5.0)
+    assert values["exposed_ms"] == 5.0
+    assert values["tokens_per_s"] == 2 * 100 / 20e-3
+    assert values["start_weights_gib"] == 3, "on the rank that holds most"
+    assert values["update_error"] == 1e-7
+
+
+def test_bytes_sent_are_beside_those_that_must_be():
+    call = Collective("all-reduce", 1, 4 * MODEL.num_parameters, torch.float32)
+    ranks = [rank((10.0,), 0, (call, Collective("barrier", 0, 0, None))), rank((10.0,), 0)]
+    values = row("flat", Timed(ranks, AGREES)).values
+    assert values["collectives"] == 2
+    assert values["sent_gib"] == pytest.approx(values["sent_floor_gib"]) == pytest.approx(call.bytes / GIB)
+    assert "exposed_ms" not in values, "no step without communication was timed"
+
+
+def test_single_has_nothing_to_agree_with_and_nothing_exposed():
+    found = row("single", Timed([rank((10.0,), 0)], None))
+    assert found.times["step"].median == 10.0
+    assert "update_error" not in found.values
+    assert (found.exposed_ms, found.sent_floor_gib) == (None, 0)
+
+
+def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():
+    found = row("naive", Agreement(loss_error=0.5, update_error=0.25, loss_allowed=1e-6, update_allowed=1e-6))
+    assert found.status == "wrong"
+    assert "its loss is off by 0.5 (1e-06 allowed) and its parameters by 0.25 of their movement" in found.reason
+    assert set(found.values) == {"loss_error", "update_error", "loss_allowed", "update_allowed"}
+
+
+def test_a_scheme_that_failed_says_why():
+    found = row("fsdp", Failure("out of memory", "tried to allocate 1 TiB"))
+    assert (found.status, found.reason, found.values) == ("out of memory", "tried to allocate 1 TiB", {})
+    assert (found.case["scheme"], found.case["world_size"]) == ("fsdp", 2)
+
+
+def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
+    rows = {row.case["scheme"]: row for row in read_records(MEASURED)}
+    assert set(rows) == set(BENCH_SCHEMES)
+    for scheme, row in rows.items():
+        model = SIZES[row.case["workload"]]
+        plan = planned_bytes(
+            SCHEMES[scheme],
+            model.num_parameters,
+            row.case["world_size"],
+            precision=row.case["precision"],
+            optimizer=row.case["optimizer"],
+            model=model,
+            peer_copies=SCHEMES[scheme].takes_peer_copies,
+        )
+        for column, predicted in moments(plan).items():
+            measured = row.values[column.removeprefix("predicted_")]
+            assert predicted == pytest.approx(measured, rel=0.05), (scheme, column)

@@ -1,0 +1,177 @@
+"""Sharded checkpoints: written by two ranks, read by four, by one and by a plain model."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
+from tests.workers import WorkerError, Workers
+from trainstep.errors import UsageError
+from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = {"tied": True, "frozen": False, "unused": True}
+
+
+def _grouped(parameters):
+    """Two parameter groups, as people make them: decay for matrices only. Shards keep their dimensions."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
+        ],
+        lr=0.01,
+    )
+
+
+def _steps(process, sharded, optimizer, first, count):
+    for step in range(first, first + count):
+        loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _full_state(sharded, optimizer):
+    """Parameters, and the optimizer's state by parameter name, in full."""
+    by_shard = {id(p.shard): p for p in sharded.sharded_parameters()}
+    state = {}
+    for shard, values in optimizer.state.items():
+        parameter = by_shard[id(shard)]
+        for key, value in values.items():
+            if value.shape == shard.shape and parameter.rows is not None:
+                mesh = next(v.device_mesh for v in sharded.state_dict().values() if isinstance(v, DTensor))
+                whole = DTensor.from_local(
+                    value, mesh, [Shard(0)], shape=parameter.shape, stride=torch.empty(parameter.shape).stride()
+                )
+                value = whole.full_tensor()
+            state[f"{parameter.name}.{key}"] = value.clone()
+    return sharded.gather_full_parameters(), state, [group["lr"] for group in optimizer.param_groups]
+
+
+def _save(process, folder):
+    sharded = FullyShardedDataParallel(build(**OPTIONS))
+    optimizer = _grouped(sharded.parameters())
+    _steps(process, sharded, optimizer, 0, 2)
+    optimizer.param_groups[1]["lr"] = 0.005
+    save_checkpoint(folder, sharded, optimizer)
+    saved = _full_state(sharded, optimizer)
+    _steps(process, sharded, optimizer, 2, 2)
+    return saved, sharded.gather_full_parameters()
+
+
+def _load(process, folder, resume, save_to=None):
+    sharded = FullyShardedDataParallel(build(seed=7, **OPTIONS))
+    optimizer = _grouped(sharded.parameters())
+    load_checkpoint(folder, sharded, optimizer)
+    loaded = _full_state(sharded, optimizer)
+    if save_to is not None:
+        save_checkpoint(save_to, sharded, optimizer)
+    _steps(process, sharded, optimizer, 2, resume)
+    return loaded, sharded.gather_full_parameters()
+
+
+def assert_same_state(found, expected):
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+    assert found[2] == expected[2]
+
+
+def test_two_ranks_then_four_then_one_then_a_plain_model(two, four, tmp_path):
+    saved, continued = two.run(_save, tmp_path / "two")[0]
+    again, resumed = two.run(_load, tmp_path / "two", 2)[0]
+    assert_same_state(again, saved)
+    assert all(torch.equal(resumed[name], continued[name]) for name in continued), "resumed as if never stopped"
+    by_four, _ = four.run(_load, tmp_path / "two", 0, tmp_path / "four")[3]
+    assert_same_state(by_four, saved)
+    with Workers(1) as one:
+        by_one, _ = one.run(_load, tmp_path / "four", 0)[0]
+    assert_same_state(by_one, saved)
+    plain = build(seed=9, **OPTIONS)
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / "four"), no_dist=True)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, saved[0][name]), name
+    assert plain.head.weight is plain.embedding.weight
+
+
+def _state_dicts(process):
+    """Through memory: from a plain model, and from another sharded one."""
+    plain = build(seed=5, **OPTIONS)
+    plain.scale.fill_(3.0)
+    sharded = FullyShardedDataParallel(build(**OPTIONS), compute_dtype=torch.bfloat16)
+    loss_of(sharded, batch(0))  # the last groups are gathered now
+    sharded.load_state_dict(plain.state_dict())
+    first = sharded.gather_full_parameters()
+    other = FullyShardedDataParallel(build(**OPTIONS))
+    other.load_state_dict(sharded.state_dict())
+    with torch.no_grad():
+        same = torch.equal(other(batch(1)[:, :-1]), plain(batch(1)[:, :-1]))
+    equal = all(torch.equal(first[name], value) for name, value in plain.named_parameters())
+    messages = []
+    for wrong in ({"extra": torch.zeros(1)}, {"head.weight": torch.zeros(2, 2)}):
+        try:
+            sharded.load_state_dict(plain.state_dict() | wrong)
+        except UsageError as error:
+            messages.append(str(error))
+    keys = list(sharded.state_dict()) == list(plain.state_dict())
+    return equal, same, keys, messages
+
+
+def test_state_dicts(two):
+    for equal, same, keys, messages in two.run(_state_dicts):
+        assert equal
+        assert same
+        assert keys
+        assert messages == [
+            "the state does not fit: missing are none; unknown are extra",
+            "head.weight has shape (2, 2); expected (23, 12)",
+        ]
+
+
+def _misuse(process, folder):
+    sharded = FullyShardedDataParallel(build(**OPTIONS))
+    optimizer = _grouped(sharded.parameters())
+    save_checkpoint(folder / "no-optimizer", sharded)
+    _steps(process, sharded, optimizer, 0, 1)
+    save_checkpoint(folder / "grouped", sharded, optimizer)
+    foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    ungrouped = OPTIMIZERS["adamw"](sharded.parameters())
+    messages = []
+    for attempt in (
+        lambda: load_checkpoint(folder / "nothing", sharded),
+        lambda: load_checkpoint(folder / "no-optimizer", sharded, optimizer),
+        lambda: load_checkpoint(folder / "grouped", sharded, ungrouped),
+        lambda: save_checkpoint(folder / "foreign", sharded, foreign),
+    ):
+        try:
+            attempt()
+        except UsageError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_checkpoints_that_do_not_fit(two, tmp_path):
+    for messages in two.run(_misuse, tmp_path):
+        nothing, without, groups, foreign = messages
+        assert "holds no checkpoint" in nothing
+        assert "holds no optimizer's state" in without
+        assert "has 2 parameter groups" in groups
+        assert "this one 1 of" in groups
+        assert "not this module's" in foreign
+
+
+def _other_model(process, folder):
+    load_checkpoint(folder, FullyShardedDataParallel(build(width=16)))
+
+
+def test_a_checkpoint_of_another_model(two, tmp_path):
+    two.run(_save, tmp_path / "two")
+    with pytest.raises(WorkerError, match=r"its position has shape \(8, 12\), this one's \(8, 16\)"):
+        two.run(_other_model, tmp_path / "two")

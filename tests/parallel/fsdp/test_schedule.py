@@ -1,0 +1,211 @@
+"""When groups are gathered, how far ahead, how many at a time; and every collective with its bytes."""
+
+import collections
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parallel.nets import batch
+from trainstep import checkpointing
+from trainstep.config import ModelConfig
+from trainstep.model.loss import cross_entropy
+from trainstep.model.transformer import build_transformer
+from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp import gradients, transport
+from trainstep.parallel.fsdp.group import GatherGroup
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = 6
+CONFIG = ModelConfig(vocab_size=24, d_model=16, num_layers=LAYERS, num_heads=2, d_ff=24, max_context=8)
+"""Groups in order of use: the embedding, six blocks, the last norm (replicated, so not communicated), the head."""
+
+
+class Recorder:
+    """What a step does: ("gather" | "wait" | "free", group), where a wait begins a use; and what it sends."""
+
+    def __init__(self, groups):
+        self.events = []
+        self.sent = []
+        self.most_gathered = 0
+        self._groups = groups
+        self._undo = []
+
+    def __enter__(self):
+        numbers = {group: number for number, group in enumerate(self._groups)}
+
+        def note(kind, original, group, *arguments):
+            before = group.is_gathered
+            original(group, *arguments)
+            if kind == "wait" or group.is_gathered != before:
+                self.events.append((kind, numbers[group]))
+            live = [g for g in self._groups if g.is_gathered]
+            self.most_gathered = max(self.most_gathered, sum(g.full_bytes for g in live))
+
+        for kind in ("gather", "wait", "free"):
+            original = getattr(GatherGroup, kind)
+            wrapped = functools.partialmethod(_bound(note, kind, original))
+            self._replace(GatherGroup, kind, wrapped)
+        for module, name in (
+            (transport, "all_gather_slices"),
+            (gradients, "reduce_scatter_mean"),
+            (gradients, "all_reduce_mean"),
+        ):
+            self._replace(module, name, functools.partial(self._send_list, name, getattr(module, name)))
+        self._replace(dist, "all_to_all_single", functools.partial(self._send_one, dist.all_to_all_single))
+        return self
+
+    def __exit__(self, *_):
+        for owner, name, original in self._undo:
+            setattr(owner, name, original)
+
+    def _replace(self, owner, name, replacement):
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+
+    def _send_list(self, name, original, tensors, group):
+        self.sent.append((name, sum(tensor.nbytes for tensor in tensors)))
+        return original(tensors, group)
+
+    def _send_one(self, original, output, tensor, **options):
+        self.sent.append(("all_to_all", tensor.nbytes))
+        return original(output, tensor, **options)
+
+    def of(self, kind):
+        return [number for what, number in self.events if what == kind]
+
+
+def _bound(note, kind, original):
+    def method(group, *arguments):
+        note(kind, original, group, *arguments)
+
+    return method
+
+
+def _record(process, settings, policy="none", steps=3, frozen=()):
+    """The last of a few steps: its events, its messages, and most bytes gathered at a time."""
+    torch.manual_seed(0)
+    module = build_transformer(CONFIG)
+    for name in frozen:
+        module.get_submodule(name).requires_grad_(False)
+    sharded = FullyShardedDataParallel(module, **settings)
+    checkpointing.apply(sharded.module, policy)
+    for step in range(steps):
+        tokens = batch(step, vocabulary=24).chunk(process.world_size)[process.rank]
+        with Recorder(sharded._schedule.groups) as recorder:
+            loss = cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:])
+            recorder.events.append(("backward", None))
+            loss.backward()
+            sharded.finish_gradient_synchronization()
+        sharded.zero_grad()
+    groups = [(group.full_bytes, [p.name for p in group.parameters]) for group in sharded._schedule.groups]
+    return recorder.events, recorder.sent, recorder.most_gathered, groups
+
+
+def halves(events):
+    middle = events.index(("backward", None))
+    return events[:middle], events[middle + 1 :]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gathers_run_ahead_by_the_prefetch_and_no_further(two, prefetch):
+    (events, _, most, groups), other = two.run(_record, {"prefetch": prefetch})
+    assert events == other[0], "every rank does the same in the same order"
+    forward, backward = halves(events)
+    count = len(groups)
+    assert [number for kind, number in forward if kind == "gather"] == list(range(count)), "each once, in order"
+    for events_of, order in ((forward, list(range(count))), (backward, list(reversed(range(count))))):
+        begun = -1  # uses begun so far
+        for kind, number in events_of:
+            if kind == "wait":
+                begun = max(begun, order.index(number))
+            if kind == "gather":
+                ahead = order.index(number) - begun
+                assert ahead <= prefetch + 1, f"{number} is gathered {ahead} before its use"
+    kept = set(range(count - 1 - prefetch, count))
+    assert {number for kind, number in forward if kind == "free"} == set(range(count)) - kept
+    assert {number for kind, number in backward if kind == "gather"} == set(range(count)) - kept
+    assert sorted(number for kind, number in backward if kind == "free") == list(range(count))
+    largest = max(size for size, _ in groups)
+    assert most <= (prefetch + 1) * largest, "as many at a time as run ahead, and the one that is used"
+
+
+def test_the_first_step_needs_no_prediction(two):
+    events, _, most, groups = two.run(_record, {}, "none", 1)[0]
+    forward, backward = halves(events)
+    assert [number for kind, number in forward if kind == "gather"] == list(range(len(groups)))
+    assert most <= 3 * max(size for size, _ in groups)
+    assert backward[-1][0] == "free"
+
+
+def test_what_backward_does_not_reach_is_not_gathered_for_it(two):
+    frozen = ["embedding", "blocks.0", "blocks.1"]
+    events, sent, _, groups = two.run(_record, {}, "none", 3, frozen)[0]
+    _, backward = halves(events)
+    assert [names[0].split(".w")[0] for _, names in groups[:1]] == ["embedding"]
+    assert [number for kind, number in backward if kind == "gather"] == [5, 4, 3], "blocks 2 to 4 of 6 layers"
+    assert [name for name, _ in sent].count("reduce_scatter_mean") == len(groups) - 4, "and the norm is replicated"
+
+
+def elements(shapes):
+    return sum(rows * columns for rows, columns in shapes)
+
+
+BLOCK = elements([(16, 16)] * 4 + [(24, 16)] * 3)
+EDGE = elements([(24, 16)])  # the embedding, and the head
+GAINS = (2 * LAYERS + 1) * 16
+PARAMETERS = LAYERS * 9 + 3
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_collective_and_its_bytes(two, dtype):
+    _, sent, _, _ = two.run(_record, {"compute_dtype": dtype})[0]
+    width = 4 if dtype is None else 2
+    counts = collections.Counter(name for name, _ in sent)
+    gathered = [size for name, size in sent if name == "all_gather_slices"]
+    head, norm, last = 1, 0, 1  # of the three groups kept between forward and backward, the norm is never sent
+    assert counts["all_gather_slices"] == (LAYERS + 2) + (LAYERS + 2) - (head + norm + last)
+    assert sum(gathered) == width * ((LAYERS * BLOCK + 2 * EDGE) + (LAYERS - 1) * BLOCK + EDGE)
+    gradient = "reduce_scatter_mean" if dtype is None else "all_to_all"
+    assert [size for name, size in sent if name == gradient] == [
+        width * EDGE,
+        *[width * BLOCK] * LAYERS,
+        width * EDGE,
+    ], "in the order of backward, in the dtype that is computed with"
+    assert [size for name, size in sent if name == "all_reduce_mean"] == [4 * (GAINS + PARAMETERS)], "one flat call"
+    assert sent[-1][0] == "all_reduce_mean"
+    assert len(sent) == counts["all_gather_slices"] + LAYERS + 2 + 1, "and nothing else"
+
+
+def test_a_block_computed_again_is_not_gathered_again(two):
+    (_, plain, most, _), (_, again, most_again, _) = (two.run(_record, {}, policy)[0] for policy in ("none", "every-1"))
+    assert again == plain
+    assert most_again == most
+
+
+def _no_sync(process):
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(build_transformer(CONFIG), compute_dtype=torch.bfloat16)
+    tokens = batch(0, vocabulary=24).chunk(process.world_size)[process.rank]
+    found = []
+    for synchronised in (False, True):
+        with Recorder(sharded._schedule.groups) as recorder:
+            loss = cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:])
+            if synchronised:
+                loss.backward()
+            else:
+                with sharded.no_sync():
+                    loss.backward()
+        found.append(([entry for entry in recorder.sent if entry[0] != "all_gather_slices"], recorder.of("free")))
+    sharded.finish_gradient_synchronization()
+    return found, len(sharded._schedule.groups)
+
+
+def test_no_sync_sends_no_gradients_and_frees_all_the_same(two):
+    (without, synchronised), count = two.run(_no_sync)[0]
+    assert without[0] == []
+    assert sorted(set(without[1])) == list(range(count))
+    assert [name for name, _ in synchronised[0]] == ["reduce_scatter_mean"] * (LAYERS + 2), "added up in float32"
+    assert sum(size for _, size in synchronised[0]) == 4 * (LAYERS * BLOCK + 2 * EDGE)

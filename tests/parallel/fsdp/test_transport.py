@@ -1,0 +1,176 @@
+"""Copies between the memories of one host do what the collectives do, and are refused where they cannot be made."""
+
+import os
+import platform
+
+import pytest
+import torch
+
+from tests.parallel.fsdp.test_wrapper import CASES, _train, assert_same
+from tests.parallel.nets import build, train_alone
+from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp.transport import Collectives, PeerCopies, PeerMemory, choose_transport, obstacle_to_sharing
+
+pytestmark = pytest.mark.distributed
+
+
+def _meet(process):
+    memory = PeerMemory(1000, process.group, process.device)
+    memory.of(process.rank).fill_(process.rank + 1)
+    memory.barrier()
+    return [memory.of(rank).unique().tolist() for rank in range(process.world_size)]
+
+
+def test_every_rank_sees_every_buffer(four):
+    before = set(os.listdir("/dev/shm"))
+    assert four.run(_meet) == [[[1], [2], [3], [4]]] * 4
+    assert set(os.listdir("/dev/shm")) == before, "nothing is left behind"
+
+
+def _held(process):
+    sizes = {"collectives": None, "peer-copies": None}
+    for transport in sizes:
+        sharded = FullyShardedDataParallel(build(inner=1024), compute_dtype=torch.bfloat16, transport=transport)
+        groups = sharded._schedule.groups
+        sizes[transport] = sharded.uncounted_bytes
+    largest = max(group.full_bytes for group in groups)
+    return sizes, largest
+
+
+def test_buffers_are_as_large_as_the_largest_group_needs(two):
+    for sizes, largest in two.run(_held):
+        assert sizes["collectives"] == 0
+        # half of a group's parameters, and all of its gradients, in bfloat16 and with their padding
+        assert sizes["peer-copies"] == pytest.approx(1.5 * largest, rel=0.05)
+
+
+def _both(process, sizes, dtype):
+    """Results of two calls in a row by either transport."""
+    ranks = process.world_size
+    copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
+    found = []
+    for transport in (Collectives(process.group), copies):
+        for call in range(2):
+            generator = torch.Generator().manual_seed(10 * process.rank + call)
+            whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
+            gather = transport.gather_of([tensor.view(torch.uint8) for tensor in whole])()
+            if gather is not None:
+                gather.wait()
+            send = torch.randn(ranks, sizes[0], generator=generator).to(dtype)
+            receive = transport.receive_buffer(send)
+            exchange = transport.exchange(receive, send)
+            if exchange is not None:
+                exchange.wait()
+            found.append([*whole, receive.clone()])
+    return found[:2], found[2:]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [([3, 128, 1], torch.float32), ([65], torch.bfloat16)])
+def test_copies_do_what_collectives_do(four, sizes, dtype):
+    for by_collectives, by_copies in four.run(_both, sizes, dtype):
+        for call, other in zip(by_collectives, by_copies, strict=True):
+            for expected, value in zip(call, other, strict=True):
+                assert expected.unique().numel() > 1 or expected.numel() < 8
+                assert torch.equal(value, expected)
+
+
+def _train_by_copies(process, names):
+    found = []
+    for name in names:
+        options, how, dtype = CASES[name]
+        found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
+    return found
+
+
+def test_two_ranks_train_as_one_process_bit_for_bit(two):
+    names = ["frozen", "bfloat16", "float16"]
+    for name, found in zip(names, two.run(_train_by_copies, names)[1], strict=True):
+        options, how, dtype = CASES[name]
+        assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)
+
+
+def test_four_ranks_train_as_one_process_bit_for_bit(four):
+    (found,) = four.run(_train_by_copies, ["bfloat16"])[2]
+    assert_same(found, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
+
+
+def _announced(process):
+    transport = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
+    with recorded_collectives() as calls:
+        transport.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
+        send = torch.zeros(2, 100)
+        transport.exchange(transport.receive_buffer(send), send)
+    return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]
+
+
+def test_copies_are_counted_like_collectives(two):
+    assert two.run(_announced) == [[("all-gather", 2, 768), ("all-to-all", 1, 800)]] * 2
+
+
+def _choose(process, asked, apart):
+    if apart and process.rank == 1:
+        platform.node = lambda: "elsewhere"
+    return choose_transport(asked, process.group, process.device, slice_bytes=1, exchange_bytes=1).name
+
+
+def _obstacle(process):
+    return obstacle_to_sharing(process.group, process.device)
+
+
+def test_collectives_are_chosen_for_cpus_unless_copies_are_asked_for(two):
+    assert two.run(_choose, "auto", False) == ["collectives"] * 2
+    assert two.run(_choose, "peer-copies", False) == ["peer-copies"] * 2
+    assert two.run(_obstacle) == [None, None]
+
+
+def _refused(process):
+    """What asking for copies raises when rank 1 says it is on another host."""
+    node = platform.node
+    try:
+        _choose(process, "peer-copies", True)
+    except UsageError as error:
+        return str(error)
+    finally:
+        platform.node = node
+    return None
+
+
+def test_copies_are_refused_on_two_hosts(two):
+    for message in two.run(_refused):
+        assert "2 hosts" in message
+        assert 'use "auto" or "collectives"' in message
+
+
+def _one_rank_cannot(process):
+    """What is said when rank 1 has no room in shared memory, or cannot map what another rank has; and if they still
+    understand each other."""
+    said = []
+    for module, name in ((os, "posix_fallocate"), (torch, "from_file")):
+        works = getattr(module, name)
+
+        def refuse(*_, name=name, **__):
+            raise OSError(28, f"no room for {name}")
+
+        if process.rank == 1:
+            setattr(module, name, refuse)
+        try:
+            _choose(process, "peer-copies", False)
+        except UsageError as error:
+            said.append(str(error))
+        finally:
+            setattr(module, name, works)
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=process.group)
+        said.append(total.item())
+    return said
+
+
+def test_all_ranks_hear_of_one_that_cannot_share(two):
+    before = set(os.listdir("/dev/shm"))
+    for no_room, sum_after, unmapped, sum_in_the_end in two.run(_one_rank_cannot):
+        assert "rank 1: [Errno 28] no room for posix_fallocate" in no_room
+        assert "rank 1: [Errno 28] no room for from_file" in unmapped
+        assert (sum_after, sum_in_the_end) == (2, 2)
+    assert set(os.listdir("/dev/shm")) == before, "nothing is left behind"

@@ -1,0 +1,567 @@
+"""Fully sharded training equals training in one process, whatever the module has in it, however it is run."""
+
+import contextlib
+import functools
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
+from tests.workers import Workers
+from trainstep import checkpointing
+from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp.group import GatherGroup
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_same(found, expected, case=""):
+    assert found.keys() >= expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), f"{case}: {name} differs by {(found[name] - value).abs().max():.2e}"
+
+
+def _step(process, sharded, optimizer, step):
+    loss_of(sharded, batch(step).chunk(process.world_size)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(process, options, how, steps, dtype=None, prepare=None, **settings):
+    """Parameters after some steps; `prepare` changes the module once it is sharded."""
+    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, **settings)
+    if prepare is not None:
+        prepare(sharded.module)
+    optimizer = OPTIMIZERS[how](sharded.parameters())
+    for step in range(steps):
+        _step(process, sharded, optimizer, step)
+    return sharded.gather_full_parameters()
+
+
+CASES = {
+    "plain": ({}, "sgd", None),
+    "adamw": ({}, "adamw", None),
+    "tied": ({"tied": True}, "adamw", None),
+    "frozen": ({"frozen": True}, "adamw", None),
+    "unused": ({"unused": True}, "adamw", None),
+    "bfloat16": ({}, "adamw", torch.bfloat16),
+    "float16": ({"tied": True, "unused": True}, "sgd", torch.float16),
+    "float64": ({"frozen": True}, "sgd", torch.float64),
+}
+
+
+def _thrown_away(process):
+    sharded = FullyShardedDataParallel(build())
+    _step(process, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), 0)
+    shards = [weakref.ref(parameter) for parameter in sharded.parameters()]
+    del sharded
+    gc.collect()
+    return [shard() is None for shard in shards]
+
+
+def test_memory_is_free_when_the_wrapper_is_thrown_away(two):
+    for freed in two.run(_thrown_away):
+        assert freed
+        assert all(freed)
+
+
+def _train_cases(process, cases):
+    return [_train(process, options, how, 4, dtype) for options, how, dtype in cases]
+
+
+def test_two_ranks_train_as_one_process_bit_for_bit(two):
+    by_rank = two.run(_train_cases, list(CASES.values()))
+    for (name, (options, how, dtype)), found, others in zip(CASES.items(), *by_rank, strict=True):
+        assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)
+        assert_same(others, found, name)
+
+
+def error(found, expected):
+    """‖found − expected‖ / ‖expected‖ over all parameters, in float64."""
+    total = sum((found[name].double() - value.double()).square().sum() for name, value in expected.items())
+    return (total / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
+
+
+def test_four_ranks_train_as_one_process(four):
+    """In float32 within the error budget: the order of four ranks' sum is Gloo's. In bfloat16 the order is ours."""
+    names = ["plain", "tied"]
+    *wide, narrow, half = four.run(_train_cases, [CASES[name] for name in [*names, "bfloat16", "float16"]])[3]
+    for found, name in zip(wide, names, strict=True):
+        options, how, _ = CASES[name]
+        oracle = train_alone(options, how, 4, ranks=1, trained=torch.float64)
+        own = error(train_alone(options, how, 4, ranks=1), oracle)
+        assert 0 < error(found, oracle) <= 2 * own + torch.finfo(torch.float32).eps, name
+    assert_same(narrow, train_alone({}, "adamw", 4, ranks=4, dtype=torch.bfloat16))
+    options, how, dtype = CASES["float16"]
+    assert_same(half, train_alone(options, how, 4, ranks=4, dtype=dtype))
+
+
+def _train_in_pairs(process):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[process.rank % 2]
+    sharded = FullyShardedDataParallel(build(seed=process.rank % 2), process_group=group)
+    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+    for step in range(2):
+        loss_of(sharded, batch(step).chunk(2)[process.rank // 2]).backward()
+        sharded.finish_gradient_synchronization()
+        sharded.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters()
+
+
+def test_groups_of_ranks_train_apart(four):
+    by_rank = four.run(_train_in_pairs)
+
+    def clip(module):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+
+    for rank, found in enumerate(by_rank):
+        expected = train_alone({"seed": rank % 2}, "adamw", 2, ranks=2, change=clip)
+        assert error(found, expected) < 1e-5, "the norm is added up in another order"
+        assert_same(found, by_rank[rank % 2])
+
+
+def test_one_rank_trains_as_plain_pytorch():
+    with Workers(1) as one:
+        (found, narrow) = one.run(_train_cases, [CASES["unused"], CASES["bfloat16"]])[0]
+    assert_same(found, train_alone({"unused": True}, "adamw", 4, ranks=1))
+    assert_same(narrow, train_alone({}, "adamw", 4, ranks=1, dtype=torch.bfloat16))
+
+
+def _accumulate(process, dtype, without_sync, last_outside):
+    """Three rounds a step: the first two, or all, without synchronisation; or every one synchronised."""
+    sharded = FullyShardedDataParallel(build(unused=True), compute_dtype=dtype)
+    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+    for step in range(2):
+        for round_ in range(3):
+            apart = without_sync and (round_ < 2 or not last_outside)
+            with sharded.no_sync() if apart else contextlib.nullcontext():
+                loss_of(sharded, batch(step * 3 + round_).chunk(process.world_size)[process.rank]).backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters()
+
+
+def _accumulate_all(process, dtypes, settings):
+    return [_accumulate(process, dtype, *setting) for dtype in dtypes for setting in settings]
+
+
+def in_turn(terms):
+    """The terms added up one by one."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def test_gradients_accumulate_with_and_without_synchronisation(two):
+    def full(gradients):
+        return in_turn([in_turn(rounds) for rounds in gradients]) / 2
+
+    def sharded(gradients):
+        if gradients[0][0].dim() < 2:
+            return full(gradients)  # replicated parameters are averaged once, in the end
+        return in_turn([in_turn(list(ranks)) / 2 for ranks in zip(*gradients, strict=True)])
+
+    settings = {(True, True): full, (True, False): full, (False, False): sharded}
+    dtypes = [None, torch.bfloat16]
+    found = iter(two.run(_accumulate_all, dtypes, list(settings))[1])
+    for dtype in dtypes:
+        for setting, combine in settings.items():
+            expected = train_alone({"unused": True}, "sgd", 2, ranks=2, dtype=dtype, rounds=3, combine=combine)
+            assert_same(next(found), expected, f"{dtype} {setting}")
+
+
+def _compile_blocks(module):
+    for block in module.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def _train_prepared(process, policies):
+    """Checkpointing and compilation after sharding and before it."""
+    found = {}
+    for policy in policies:
+        found[policy] = _train(process, {}, "adamw", 3, prepare=functools.partial(checkpointing.apply, policy=policy))
+    for policy in ("every-1", "selective"):
+        module = build()
+        checkpointing.apply(module, policy)
+        found[f"{policy} before"] = _train_module(process, module)
+    found["compiled"] = _train(process, {}, "adamw", 3, prepare=_compile_blocks)
+    module = build()
+    _compile_blocks(module)
+    found["compiled before"] = _train_module(process, module)
+    module = build()
+    checkpointing.apply(module, "every-1")
+    _compile_blocks(module)
+    found["compiled, every-1"] = _train_module(process, module)
+    found["compiled as a whole"] = _train(
+        process, {}, "adamw", 3, prepare=functools.partial(nn.Module.compile, backend="aot_eager")
+    )
+    for reentrant in (False, True):
+        found[f"by itself, reentrant={reentrant}"] = _train_module(process, Checkpointed(reentrant))
+    return found
+
+
+class Checkpointed(Net):
+    """A model that checkpoints its own blocks, in torch's newer way or its older."""
+
+    def __init__(self, reentrant):
+        torch.manual_seed(0)
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def _train_module(process, module):
+    sharded = FullyShardedDataParallel(module)
+    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+    for step in range(3):
+        _step(process, sharded, optimizer, step)
+    return sharded.gather_full_parameters()
+
+
+def test_checkpointing_and_compiled_blocks_change_nothing(two):
+    expected = train_alone({}, "adamw", 3, ranks=2)
+    for name, found in two.run(_train_prepared, ["every-1", "every-2", "selective", "recursive"])[0].items():
+        assert_same(found, expected, name)
+
+
+def _autocast_gradients(process, tokens):
+    """Gradients under autocast, weights cast by it or by us; and those of plain PyTorch, on the same halves."""
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        sharded = FullyShardedDataParallel(build(), compute_dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(sharded, tokens.chunk(2)[process.rank])
+        loss.backward()
+        sharded.finish_gradient_synchronization()
+        gradients = {p.name: p.shard.grad for p in sharded.sharded_parameters()}
+        with torch.no_grad():
+            for parameter in sharded.sharded_parameters():
+                parameter.shard.copy_(gradients[parameter.name])
+        found[dtype] = sharded.gather_full_parameters()
+    return found
+
+
+def test_under_autocast(two):
+    tokens = batch(0)
+
+    def gradients(dtype, precision):
+        module = build().to(precision)
+        with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+            loss = loss_of(module, tokens)
+        loss.backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    oracle = gradients(None, torch.float64)
+    budget = 2 * error(gradients(torch.bfloat16, torch.float32), oracle) + torch.finfo(torch.bfloat16).eps
+    for dtype, found in two.run(_autocast_gradients, tokens)[0].items():
+        assert 1e-4 < error(found, oracle) <= budget, dtype
+
+
+def _clip(process, norm_type, max_norm):
+    sharded = FullyShardedDataParallel(build(frozen=True))
+    loss_of(sharded, batch(0).chunk(process.world_size)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    norm = sharded.clip_grad_norm_(max_norm, norm_type)
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    return norm.item(), sharded.gather_full_parameters()
+
+
+@pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6)])
+def test_clipping_counts_every_element_once(four, norm_type, max_norm):
+    clipped = {}
+
+    def clip(module):
+        clipped["norm"] = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type).item()
+        clipped["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+    train_alone({"frozen": True}, "sgd", 1, ranks=4, change=clip)
+    by_rank = four.run(_clip, norm_type, max_norm)
+    assert len({norm for norm, _ in by_rank}) == 1
+    norm, gradients = by_rank[3]
+    assert norm == pytest.approx(clipped["norm"], rel=1e-5)
+    assert error(gradients, clipped["gradients"]) < 1e-5
+    assert not gradients["blocks.1.up.weight"].any(), "a frozen parameter has no gradient"
+
+
+def _clip_by_the_largest(process):
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(nn.Linear(3, 2))
+    sharded(torch.ones(4, 3)).square().sum().backward()
+    sharded.finish_gradient_synchronization()
+    rows = sharded.module.weight.shape[0]
+    return rows, sharded.clip_grad_norm_(1e6, float("inf")).item()
+
+
+def test_clipping_by_the_largest_element_where_ranks_have_no_rows(four):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    module(torch.ones(4, 3)).square().sum().backward()
+    largest = max(parameter.grad.abs().max().item() for parameter in module.parameters())
+    rows, norms = zip(*four.run(_clip_by_the_largest), strict=True)
+    assert rows == (1, 1, 0, 0)
+    assert norms == pytest.approx([largest] * 4)
+
+
+def _scale(process):
+    """An overflow on rank 1 alone: no rank may step."""
+    sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16)
+    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0**10, process_group=process.group)
+    before = sharded.gather_full_parameters()
+    moved = []
+    for step in range(2):
+        loss = scaler.scale(loss_of(sharded, batch(step).chunk(2)[process.rank]))
+        loss.backward()
+        sharded.finish_gradient_synchronization()
+        if step == 0 and process.rank == 1:
+            next(p for p in sharded.parameters() if p.numel() > 0).grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = sharded.gather_full_parameters()
+        moved.append(any(not torch.equal(after[name], before[name]) for name in before))
+    return moved, scaler.get_scale()
+
+
+def test_gradient_scaling_skips_a_step_on_all_ranks(two):
+    assert two.run(_scale) == [([False, True], 2.0**9)] * 2
+
+
+class Routed(nn.Module):
+    """A model in which the data decides whether a branch is used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}) for _ in range(3))
+        self.inner = nn.ModuleList(Choice() for _ in range(3))
+
+    def forward(self, x, use):
+        for block in self.blocks:
+            x = block["a"](x) + block["b"](x)
+        for choice in self.inner:
+            x = choice(x, use)
+        return x
+
+
+class Choice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, use):
+        return self.always(x) + (self.sometimes(x) if use else 0)
+
+
+def _route(process, poisoned):
+    sharded = FullyShardedDataParallel(Routed())
+    x = torch.ones(2, 6) * (process.rank + 1)
+    sharded(x, process.rank == 1).sum().backward()
+    sharded.finish_gradient_synchronization()
+    return {p.name: None if p.shard.grad is None else p.shard.grad.clone() for p in sharded.sharded_parameters()}
+
+
+def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(two):
+    gradients = {}
+    for rank in range(2):
+        module = Routed()
+        module(torch.ones(2, 6) * (rank + 1), rank == 1).sum().backward()
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(name, []).append(parameter.grad)
+    by_rank = two.run(_route, False)
+    for name in by_rank[0]:
+        whole = [found[name] for found in by_rank]
+        if ".never." in name:
+            assert whole == [None, None], name
+        else:
+            expected = sum(gradients[name]) / 2
+            assert torch.equal(torch.cat(whole) if expected.dim() > 1 else whole[1], expected), name
+
+
+class Delays:
+    """Ranks and layers that are late, each time differently, and memory that is never what it was."""
+
+    def __init__(self, process, sharded, seed):
+        self._random = torch.Generator().manual_seed(1000 * seed + process.rank)
+        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
+            module.register_forward_pre_hook(self._late)
+            module.register_full_backward_hook(self._late)
+
+    def _late(self, *_):
+        time.sleep(0.004 * torch.rand((), generator=self._random).item())
+
+
+def _poisoned_copy(original):
+    def copy_own(group):
+        torch.empty(0, dtype=torch.uint8).set_(group._storage).fill_(255)  # NaN in every floating-point dtype
+        original(group)
+
+    return copy_own
+
+
+def _train_late(process, repeats, dtype):
+    results = []
+    original = GatherGroup._copy_own
+    GatherGroup._copy_own = _poisoned_copy(original)
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
+    try:
+        for seed in range(repeats):
+            sharded = FullyShardedDataParallel(build(tied=True), compute_dtype=dtype)
+            Delays(process, sharded, seed)
+            optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+            for step in range(3):
+                _step(process, sharded, optimizer, step)
+            results.append(sharded.gather_full_parameters())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        GatherGroup._copy_own = original
+    return results
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_delays_change_nothing(two, four, dtype):
+    expected = train_alone({"tied": True}, "adamw", 3, ranks=2, dtype=dtype)
+    for found in two.run(_train_late, 5, dtype)[0]:
+        assert_same(found, expected)
+    first, *others = four.run(_train_late, 5, dtype)[0]
+    assert all(value.isfinite().all() for value in first.values())
+    for found in others:
+        assert_same(found, first)
+
+
+def _evaluate(process):
+    """Forwards that no backward follows, changed shards, several forwards before a backward, kept gradients."""
+    sharded = FullyShardedDataParallel(build())
+    tokens = batch(0)[:, :-1]
+    with torch.no_grad():
+        outputs = [sharded(tokens)]
+        gathered = [group.is_gathered for group in sharded._schedule.groups]
+    for _ in range(2):
+        loss_of(sharded, batch(0))  # recorded, never differentiated
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.mul_(0.5)
+    outputs.append(sharded(tokens).detach())
+    first, second = loss_of(sharded, batch(1)), loss_of(sharded, batch(2))
+    (first + second).backward()
+    sharded.finish_gradient_synchronization()
+    gradients = [[p.grad.clone() for p in sharded.parameters()]]
+    sharded.zero_grad(set_to_none=False)
+    (loss_of(sharded, batch(1)) + loss_of(sharded, batch(2))).backward()
+    sharded.finish_gradient_synchronization()
+    gradients.append([p.grad for p in sharded.parameters()])
+    sharded.finish_gradient_synchronization()
+    gathered += [group.is_gathered for group in sharded._schedule.groups]
+    same = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    shards = [p for p in sharded.sharded_parameters() if p.name == "position"]
+    return outputs, gathered, same, shards[0].shard.grad
+
+
+def test_without_backward_and_with_several_forwards(two):
+    module = build()
+    tokens = batch(0)[:, :-1]
+    expected = [module(tokens).detach()]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    expected.append(module(tokens).detach())
+    (loss_of(module, batch(1)) + loss_of(module, batch(2))).backward()
+    by_rank = two.run(_evaluate)
+    for outputs, gathered, same, _ in by_rank:
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert not any(gathered), "nothing stays gathered"
+        assert same, "zeroed gradients are added to"
+    position = torch.cat([position for *_, position in by_rank])
+    assert error({"position": position}, {"position": module.position.grad}) < 1e-6
+
+
+def _discard(process):
+    """Gradients are left over in full, added up or by a backward that failed half way; then a step like any other."""
+    sharded = FullyShardedDataParallel(build(unused=True))
+    with sharded.no_sync():
+        loss_of(sharded, batch(7)).backward()
+    sharded.zero_grad()
+    fail = sharded.module.blocks[2].register_full_backward_hook(_fail)
+    with pytest.raises(ArithmeticError, match="half way"):
+        loss_of(sharded, batch(8)).backward()
+    fail.remove()
+    sharded.zero_grad()
+    loss_of(sharded, batch(0).chunk(2)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    OPTIMIZERS["sgd"](sharded.parameters()).step()
+    return sharded.gather_full_parameters()
+
+
+def _fail(*_):
+    raise ArithmeticError("half way")
+
+
+def test_zero_grad_forgets_what_was_not_sent(two):
+    expected = train_alone({"unused": True}, "sgd", 1, ranks=2)
+    for found in two.run(_discard):
+        assert_same(found, expected)
+
+
+def _outside(process):
+    """The head is called by the loss, slice by slice, with its activations computed again."""
+    sharded = FullyShardedDataParallel(build())
+    optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+    calls = []
+    gather = GatherGroup.gather
+
+    def counted(group, *how):
+        calls.append(group.parameters[0].name if not group.is_gathered else None)
+        gather(group, *how)
+
+    head = sharded.module.head
+    sharded.module.head = nn.Identity()
+    sharded._contents = [entry for entry in sharded._contents if entry[0] is not sharded.module]
+    GatherGroup.gather = counted
+    try:
+        for step in range(3):
+            tokens = batch(step).chunk(2)[process.rank]
+            hidden = sharded(tokens[:, :-1]).flatten(0, 1)
+            total = 0
+            for states, ids in zip(hidden.split(4), tokens[:, 1:].flatten().split(4), strict=True):
+                part = torch.utils.checkpoint.checkpoint(_slice_loss, head, states, ids, use_reentrant=False)
+                total = total + part
+            calls.clear()
+            (total / tokens[:, 1:].numel()).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        GatherGroup.gather = gather
+    return sharded.gather_full_parameters(), calls.count("head.weight")
+
+
+def _slice_loss(head, states, ids):
+    return F.cross_entropy(head(states), ids, reduction="sum")
+
+
+def test_a_head_that_the_loss_calls(two):
+    found, gathers = two.run(_outside)[0]
+    expected = train_alone({}, "adamw", 3, ranks=2)
+    assert error(found, expected) < 1e-5
+    assert gathers == 0, "kept from forward, and once for all slices"

@@ -1,0 +1,51 @@
+"""Predictions against what H200s measured."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+from trainstep.hardware import require_device
+from trainstep.kinds import row_of
+from trainstep.plan.calibration import calibrated
+from trainstep.plan.check import checked
+from trainstep.plan.machine import machine_of
+from trainstep.records import read_records
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
+
+
+def test_predictions_hold_for_sizes_that_were_not_calibrated_on():
+    """The bars: step time within 20 %, memory within 5 %, on every step that H200s measured."""
+    machine = calibrated([row for path in CALIBRATION for row in read_records(path)])
+    kept = (
+        *("h200-step-sizes", "h200-analyze-2.7B", "h200-memory", "h200-checkpointing"),
+        *("h200-parallel", "h200-parallel-4gpus"),
+    )
+    files = [path for name in kept if (path := RESULTS / f"{name}.jsonl").exists()]
+    rows = list(checked([row for path in files for row in read_records(path)], machine))
+    assert len(rows) >= 30
+    times = [abs(float(row.values["time_error"])) for row in rows if "time_error" in row.values]
+    assert max(times) < 0.20
+    assert statistics.median(times) < 0.05
+    memories = [abs(float(row.values["memory_error"])) for row in rows if "memory_error" in row.values]
+    assert len(memories) >= 15
+    assert max(memories) < 0.05
+
+
+def test_parallel_rows_are_compared_by_scheme():
+    machine = machine_of(require_device("H200"))
+    case = {
+        "workload": "2.7B", "batch": 4, "context": 512, "precision": "bf16", "compile": "off", "attention": "sdpa",
+        "loss": "dense", "checkpointing": None, "optimizer": "adamw-fused", "world_size": 2,
+    }  # fmt: skip
+    schemes = ("single", "bucketed-25", "sharded-optimizer", "fsdp", "naive", "torch-ddp")
+    measured = [row_of("parallel", {**case, "scheme": name}, {"step_ms": 140.0, "peak_gib": 54.0}) for name in schemes]
+    rows = list(checked(measured, machine))
+    assert [(row.case["strategy"], row.case["gpus"]) for row in rows] == [
+        ("single", 1), ("ddp", 2), ("sharded optimizer", 2), ("fsdp", 2)
+    ]  # fmt: skip
+    peaks = [float(row.values["predicted_gib"]) for row in rows]
+    assert peaks[0] == peaks[1] > peaks[2] > peaks[3]
+    failed = [dataclasses.replace(row, status="failed") for row in measured]
+    assert not list(checked(failed, machine))

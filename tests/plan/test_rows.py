@@ -1,0 +1,254 @@
+"""`trainstep plan` as its users meet it, calibration by records."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainstep.cli import main
+from trainstep.config import SIZES, StepConfig
+from trainstep.errors import UsageError
+from trainstep.hardware import require_device
+from trainstep.kinds import (
+    CeilingRow,
+    PlanLimitRow,
+    PlanMachineRow,
+    PlanMemoryRow,
+    PlanRow,
+    PlanScalingRow,
+    WorkloadRow,
+    row_of,
+)
+from trainstep.plan.calibration import calibrated
+from trainstep.plan.communication import Link
+from trainstep.plan.machine import GIB, Cluster, machine_of
+from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.plan.rows import PlanRequest, plan_records
+from trainstep.records import of_kind, read_records
+from trainstep.report.findings import findings
+from trainstep.report.subjects import TABLES
+from trainstep.report.tables import make_table
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
+H200 = {"device": "NVIDIA H200", "device_memory_gib": 139.8}
+
+
+def ceiling(operation, precision=None, **values):
+    return CeilingRow(operation=operation, precision=precision, environment=H200, **values)
+
+
+def test_a_calibration_replaces_the_datasheet():
+    small = SIZES["small"]
+    case = {"workload": "small", "precision": "bf16", "compile": "off", "attention": "sdpa", "optimizer": "adamw-fused"}
+    bound = {"forward_ms": 12.0, "forward_issue_ms": 11.9, "backward_ms": 24.0, "optimizer_ms": 2.0}
+    ahead = bound | {"forward_issue_ms": 3.0, "forward_ms": 120.0}
+    fit = {"overhead_us": 25.0, "bus_gb_s": 300.0}
+    records = [
+        ceiling("matmul", "bf16", tflops=700.0),
+        ceiling("copy", gb_s=4000.0),
+        row_of(
+            "collective fit",
+            {"backend": "nccl", "collective": "broadcast", "world_size": 8, "dtype": "fp32"},
+            {**fit, "bus_gb_s": 1.0},
+        ),
+        row_of(
+            "collective fit", {"backend": "nccl", "collective": "all-reduce", "world_size": 2, "dtype": "fp32"}, fit
+        ),
+        row_of(
+            "collective fit",
+            {"backend": "gloo", "collective": "all-reduce", "world_size": 8, "dtype": "fp32"},
+            {**fit, "bus_gb_s": 1.0},
+        ),
+        row_of("rung", {"rung": "one", **case}, bound),
+        row_of("rung", {"rung": "two", **case}, ahead),
+    ]
+    machine = calibrated(records)
+    assert machine.matmul_flops["bf16"] == machine.matmul_flops["bf16-pure"] == 7e14
+    assert machine.matmul_flops["fp32"] == machine_of(require_device("H200")).matmul_flops["fp32"]
+    assert machine.copy_bytes_per_s == 4e12
+    assert machine.memory_bytes == int(139.8 * 2**30)
+    assert machine.link == Link(25e-6, 300e9)
+    assert machine.launch_s == {("off", "sdpa"): (1e-3, 2e-3)}
+    moved = OPTIMIZER_BYTES["adamw-fused"] * small.num_parameters
+    assert machine.optimizer_fraction["adamw-fused"] == pytest.approx(moved / 2e-3 / 4e12)
+    assert machine.basis == ("measured on NVIDIA H200: rates, connections, launches, the optimizer's bandwidth")
+    assert "connections" in calibrated(records[:2]).basis.partition("; by the ")[2]
+
+
+def test_calibrations_that_say_nothing():
+    with pytest.raises(UsageError, match="names no device; say which with --device"):
+        calibrated([CeilingRow(operation="copy", gb_s=1.0)])
+    with pytest.raises(UsageError, match="several devices: NVIDIA H200, NVIDIA L4"):
+        calibrated([ceiling("copy", gb_s=1.0), WorkloadRow(environment={"device": "NVIDIA L4"})])
+    with pytest.raises(UsageError, match="neither ceilings, nor fits"):
+        calibrated([WorkloadRow(environment=H200)])
+    with pytest.raises(UsageError, match="is of NVIDIA H200, not of Tesla T4"):
+        calibrated([ceiling("copy", gb_s=1.0)], require_device("T4"))
+    with pytest.raises(UsageError, match="gb_s = None"):
+        calibrated([ceiling("copy", gb_s=None)])
+
+
+QUICK = ["plan", "--size", "small", "--gpus-per-node", "4", "--nodes", "2"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plan")
+    code = (
+        "import sys\nfrom trainstep.cli import main\n"
+        f"try: main({[*QUICK, '--out', str(out)]!r})\n"
+        "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return found, out
+
+
+def test_the_command_prints_and_writes_without_torch(planned):
+    found, out = planned
+    assert found.stdout.splitlines()[-1] == "code 0 False", found.stderr
+    records = read_records(out / "results.jsonl")
+    plans = of_kind(records, PlanRow)
+    assert [row.case["strategy"] for row in plans] == [
+        "single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"
+    ]  # fmt: skip
+    for row in plans:
+        kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
+        total = sum(float(row.values[f"{kind}_gib"]) for kind in kinds)
+        assert total == pytest.approx(row.values["peak_gib"], rel=1e-4)
+        whole = float(row.values["compute_ms"]) + float(row.values["exposed_ms"])
+        assert whole == pytest.approx(row.values["step_ms"], rel=1e-4)
+        assert row.values["tokens_per_s"] == pytest.approx(
+            row.case["gpus"] * 4 * 512 / float(row.values["step_ms"]) * 1e3, rel=1e-4
+        )
+    policies = {row.case["checkpointing"] for row in of_kind(records, PlanMemoryRow)}
+    assert {"none", "every-1"} <= policies
+    limits = of_kind(records, PlanLimitRow)
+    assert {row.case["connection"] for row in limits} == {"within a node", "across nodes"}
+    assert "tensor" in {row.case["axis"] for row in limits}
+    most = {row.case["axis"]: row.values["most_gpus"] for row in limits if row.case["connection"] == "within a node"}
+    assert all(isinstance(gpus, int) and gpus >= 1 for gpus in most.values()), most
+    assert max(row.case["gpus"] for row in of_kind(records, PlanScalingRow)) == 16_384
+
+
+def test_the_page_marks_predictions_as_such(planned):
+    page = (planned[1] / "report.html").read_text()
+    assert "predicted, not measured" in page
+    assert "Throughput against GPUs (prediction)" in page
+    assert "launches by the host are not counted" in page
+    assert "138.8 of a GPU’s 139.8 GiB are for tensors" in page.replace("'", "’").replace("&#39;", "’")
+
+
+def planned_here(size, device="NVIDIA H200", **layout):
+    step = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+    machine = machine_of(require_device(device))
+    cluster = Cluster(machine, layout.get("gpus_per_node", 8), layout.get("nodes", 1), 4e10)
+    return list(plan_records(PlanRequest(size, SIZES[size], step, cluster)))
+
+
+def test_what_does_not_fit_by_less_than_the_reserve_says_so():
+    """10B on 16 V100s: the peak is below the GPU's memory, and not below what is left of it for tensors."""
+    records = planned_here("10B", "V100", nodes=2)
+    (tight,) = [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
+    rows = [*of_kind(records, PlanRow), *of_kind(records, PlanMemoryRow)]
+    (machine,) = of_kind(records, PlanMachineRow)
+    room = machine.values["tensors_gib"]
+    assert machine.values["memory_gib"] - room == pytest.approx(1.0)
+    for row in rows:
+        assert row.values["tensors_gib"] == room
+        assert row.values["fits"] is (row.values["peak_gib"] <= room)
+    assert tight.values["peak_gib"] == pytest.approx(29.73, abs=0.01)
+    assert tight.values["fits"] is True, "30.73 of 31.73 GiB are for tensors"
+    less = dataclasses.replace(machine_of(require_device("V100")), memory_bytes=30 * GIB)
+    step = StepConfig(batch=4, context=512, precision="bf16", attention="sdpa", optimizer="adamw-fused")
+    records = list(plan_records(PlanRequest("10B", SIZES["10B"], step, Cluster(less, 8, 2, 4e10))))
+    (tight,) = [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
+    assert tight.values["peak_gib"] < 30
+    assert tight.values["fits"] is False
+    for kind in (PlanRow, PlanMemoryRow):
+        assert "room for tensors (GiB) 29" in make_table(TABLES[kind], of_kind(records, kind)).caption
+    (basis,) = [found.figures["basis"] for found in findings(records) if found.id == "plan.basis"]
+    assert "29 of a GPU's 30 GiB are for tensors" in basis
+
+
+def test_a_limit_is_a_whole_number_of_gpus_and_says_of_what():
+    records = planned_here("10B")
+    limits = {row.case["axis"]: row.values for row in of_kind(records, PlanLimitRow)}
+    for values in limits.values():
+        if (least := values.get("least_tokens_per_gpu")) is not None:
+            assert values["most_gpus"] == 8 * values["tokens_per_gpu"] // least
+    assert (limits["data (gradients as kept)"]["most_gpus"], limits["fsdp"]["most_gpus"]) == (3, 6)
+    (fsdp,) = [row.values for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp"]
+    assert fsdp["communication_ms"] < fsdp["compute_ms"], "though 8 GPUs are beyond the limit of 6: other things count"
+    assert "the matrix products alone" in make_table(TABLES[PlanLimitRow], of_kind(records, PlanLimitRow)).caption
+    assert "memory traffic" in make_table(TABLES[PlanRow], of_kind(records, PlanRow)).caption
+
+
+def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
+    """25 heads on 8 GPUs."""
+    records = planned_here("xl")
+    assert not [row for row in of_kind(records, PlanRow) if row.case["strategy"] == "fsdp + tp"]
+    assert {row.case["axis"] for row in of_kind(records, PlanLimitRow)} == {"data (gradients as kept)", "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "0"], "nodes is 0"),
+        (["--tensor-parallel", "5"], "a mesh with tensor parallelism of 5 is impossible"),
+        (["--device", "TPU"], "'TPU' is not a known device"),
+        (["--batch", "-1"], "batch is -1"),
+        (["--batch", "1" + "0" * 30], "the planner takes at most"),
+        (["--num-layers", "1000000"], "num_layers is 1e+06"),
+        (["--context", "1000000"], "the model accepts at most 131072"),
+        (["--memory-gib", "nan"], "memory_gib is nan"),
+        (["--network-gb-s", "-3"], "expected a positive number"),
+        (["--policies", "every-0"], "checkpointing is 'every-0'"),
+        (["--attention", "flex"], "no memory formula for attention=flex"),
+        (["--calibration", "nowhere.jsonl"], "cannot read results from nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(words, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*QUICK, "--out", str(tmp_path / "out"), *words])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_gpu_a_file_and_a_calibration(tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text('[model]\nsize = "tiny"\nnum_layers = 2\n[step]\nbatch = 3\ncontext = 64\nprecision = "fp32"\n')
+    words = ["plan", "--config", str(config), "--gpus-per-node", "1", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--calibration", ",".join(map(str, CALIBRATION)), "--policies", "none,every-2"])
+    assert stop.value.code == 0
+    assert "mine" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    plan, *others = [row for row in rows if row["kind"] == "plan"]
+    assert plan["case"]["strategy"] == "single"
+    assert {row["case"]["gpus"] for row in others} == {1}
+    assert {row["values"]["communication_ms"] for row in others} == {0.0}
+    assert max(others, key=lambda row: row["values"]["tokens_per_s"])["values"]["step_ms"] >= plan["values"]["step_ms"]
+    assert (plan["case"]["batch"], plan["case"]["context"], plan["case"]["precision"]) == (3, 64, "fp32")
+    (machine,) = [row for row in rows if row["kind"] == "plan machine"]
+    assert machine["values"]["basis"].startswith("measured on NVIDIA H200: rates, launches")
+
+
+def test_what_does_not_fit_says_how_many_gpus_it_takes(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--size", "10B", "--gpus-per-node", "1", "--memory-gib", "80", "--out", str(tmp_path / "out")])
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Predicted: nothing fits. fsdp needs least" in said
+    (fsdp,) = [
+        row
+        for row in of_kind(read_records(tmp_path / "out" / "results.jsonl"), PlanRow)
+        if row.case["strategy"] == "fsdp"
+    ]
+    assert fsdp.values["fits"] is False
+    assert f"With fsdp it takes {fsdp.values['smallest_gpus']} GPUs." in said

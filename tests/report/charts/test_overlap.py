@@ -1,0 +1,169 @@
+"""Traced steps of data parallel schemes on the page: their sums, their strips, and in a browser what is on which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.browsing import complaints, hover, open_page, requests
+from tests.report.page import Page
+from trainstep.bench.outcome import Failure
+from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_row
+from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.measure.kernel_families import kernel_family
+from trainstep.measure.kernels import Kernel, Profile
+from trainstep.measure.trace import Trace
+from trainstep.records import Times
+from trainstep.report.findings import findings
+from trainstep.report.html import render, write_html
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+BLOCKS = 32
+FORWARD, BACKWARD, SENT, UPDATE = 1_200.0, 2_200.0, 1_200.0, 27_000.0
+"""µs: one block's forward, its backward, its gradients' journey; the optimizer's step."""
+STEP_MS = (BLOCKS * (FORWARD + BACKWARD) + UPDATE) / 1e3
+
+
+def step(scheme: str, parts: int = 1) -> Profile:
+    """A GPU's step with `parts` kernels for each pass through a block."""
+    found: list[Kernel] = []
+    now = sent = 0.0
+
+    def run(name: str, microseconds: float, phase: str, start: float | None = None) -> float:
+        begin = now if start is None else start
+        is_sent = kernel_family(name) == "communication"
+        found.append(
+            Kernel(name, kernel_family(name), begin, microseconds, "0/20" if is_sent else "0/7",
+                   "communication" if is_sent else "compute", True, "0", phase, None, None, None)
+        )  # fmt: skip
+        return begin + microseconds
+
+    for phase, length in (("forward", FORWARD), ("backward", BACKWARD)):
+        for _ in range(BLOCKS):
+            for part in range(parts):
+                now = run(f"nvjet_{phase}_{part}", length / parts, phase)
+            if scheme == "overlapped" and phase == "backward":
+                sent = run(ALL_REDUCE, SENT, "backward", max(now, sent))
+    if scheme == "flat":
+        now = run(ALL_REDUCE, BLOCKS * SENT, "communication")
+    now = max(now, sent)
+    run("multi_tensor_apply_kernel", UPDATE, "optimizer")
+    return Profile(tuple(sorted(found, key=lambda each: each.start_us)), 1, True, False, 0.0)
+
+
+def timed(scheme: str) -> ParallelRow:
+    return ParallelRow(workload="2.7B", batch=4, scheme=scheme, world_size=2, times={"step": Times(175.0)})
+
+
+def record(scheme: str, parts: int = 1) -> ParallelTraceRow:
+    profile = step(scheme, parts)
+    traced = TracedStep(profile, phases_of(Trace(), profile), wall_ms=200.0)
+    return trace_row(timed(scheme), [traced, None], trace=f"trace-{scheme}.json.gz")
+
+
+def records(parts: int = 1) -> list[ParallelTraceRow]:
+    return [record(scheme, parts) for scheme in ("single", "flat", "overlapped")]
+
+
+def test_sums_are_exact() -> None:
+    alone, flat, overlapped = records()
+    assert (alone.span_ms, alone.communication_ms, alone.hidden_share) == (pytest.approx(STEP_MS), 0, None)
+    assert flat.exposed_communication_ms == pytest.approx(BLOCKS * SENT / 1e3)
+    assert (flat.hidden_communication_ms, flat.idle_ms) == (0, pytest.approx(0))
+    assert flat.span_ms == pytest.approx(STEP_MS + BLOCKS * SENT / 1e3)
+    assert overlapped.communication_ms == pytest.approx(BLOCKS * SENT / 1e3)
+    assert overlapped.exposed_communication_ms == pytest.approx(SENT / 1e3), "the last block's alone"
+    assert overlapped.hidden_share == pytest.approx(1 - 1 / BLOCKS)
+    assert overlapped.span_ms == pytest.approx(STEP_MS + SENT / 1e3)
+    assert {row.step_ms for row in (alone, flat, overlapped)} == {175.0}
+
+
+def test_phases_of_a_gpu_end_with_their_computation() -> None:
+    flat, overlapped = (phases_of(Trace(), step(scheme)) for scheme in ("flat", "overlapped"))
+    end = BLOCKS * (FORWARD + BACKWARD)
+    assert overlapped["backward"] == pytest.approx((BLOCKS * FORWARD, end))
+    assert "communication" not in overlapped
+    assert flat["communication"] == pytest.approx((end, end + BLOCKS * SENT))
+
+
+def test_a_long_step_is_a_light_row_with_exact_sums() -> None:
+    row = record("overlapped", parts=400)
+    assert row.kernels == 2 * BLOCKS * 400 + BLOCKS + 1
+    assert row.bars is not None
+    assert row.bars <= 1_500
+    assert sum(row.series["count"]) == row.kernels, "none is dropped"
+    assert row.exposed_communication_ms == pytest.approx(SENT / 1e3)
+
+
+def test_the_page_shows_schemes_on_one_axis_and_their_sums() -> None:
+    failed = trace_row(timed("fsdp"), Failure("failed", "no CUPTI"), trace="trace-fsdp.json.gz")
+    html = render([*records(parts=400), failed])
+    page = Page(html)
+    assert "#parallel" in page.anchors
+    assert "chart-parallel-trace" in page.ids
+    assert len(set(page.ids)) == len(page.ids)
+    assert "38.4" in html
+    assert "no CUPTI" in html
+    assert "communication, hidden behind computation" in html
+    assert len(html.encode()) < 1_000_000
+
+
+def test_what_is_hidden_most_and_least_is_found() -> None:
+    (found,) = (each for each in findings(records()) if each.id == "parallel.hidden")
+    assert found.figures == {
+        "most": "overlapped",
+        "most_hidden_share": pytest.approx(1 - 1 / BLOCKS),
+        "most_exposed_ms": pytest.approx(SENT / 1e3),
+        "most_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
+        "least": "flat",
+        "least_hidden_share": 0,
+        "least_exposed_ms": pytest.approx(BLOCKS * SENT / 1e3),
+        "least_communication_ms": pytest.approx(BLOCKS * SENT / 1e3),
+    }
+    assert (found.topic, "97% with overlapped (1.20 of 38.4 ms" in found.sentence) == ("data parallel", True)
+    assert "least" not in findings([record("single"), record("flat")])[0].figures
+    assert [each for each in findings([record("single")]) if each.topic == "data parallel"] == []
+
+
+# In a browser
+
+CHART = "chart-parallel-trace"
+PLACE = """
+const [chart, name, bar, scheme] = arguments;
+const source = Bokeh.documents.map((doc) => doc.get_model_by_name(name)).find(Boolean);
+const {left, right, y, name: names, tip} = source.data;
+const at = [...names].findIndex((each, i) => each === bar && tip[i].startsWith(scheme));
+const view = Bokeh.index.get_by_id(source.document.roots()[0].id).frame;
+const {width} = document.getElementById(chart).getBoundingClientRect();
+return [view.x_scale.compute((left[at] + right[at]) / 2) / width, view.y_scale.compute(y[at])];"""
+
+
+@pytest.mark.browser
+def test_communication_lies_under_backward_with_overlap_and_after_it_without(browser: Any, page_folder: Path) -> None:
+    path = page_folder / "overlap.html"
+    write_html(records(), path)
+    open_page(browser, path.as_uri())
+    all_reduce = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    place = browser.execute_script(PLACE, CHART, "parallel-trace", all_reduce, "overlapped")
+    assert hover(browser, CHART, *place).split("\n") == [all_reduce, "overlapped: communication, backward", "1.20 ms"]
+    place = browser.execute_script(PLACE, CHART, "parallel-trace-exposed", "exposed communication", "flat")
+    assert "38.4 ms in which nothing is computed" in hover(browser, CHART, *place)
+    place = browser.execute_script(PLACE, CHART, "parallel-trace-phases", "communication", "flat")
+    assert hover(browser, CHART, *place).split("\n") == ["communication", "flat: from 109 to 147 ms"]
+    spans = browser.execute_script(
+        """const source = Bokeh.documents.map((doc) => doc.get_model_by_name('parallel-trace')).find(Boolean);
+        const {name, left, right, tip} = source.data, found = {};
+        for (let i = 0; i < name.length; i++) if (name[i].startsWith('nccl')) {
+            const scheme = tip[i].split(':')[0], [first, last] = found[scheme] ?? [Infinity, 0];
+            found[scheme] = [Math.min(first, left[i]), Math.max(last, right[i])];
+        }
+        return found;"""
+    )
+    backward = (BLOCKS * FORWARD / 1e3, BLOCKS * (FORWARD + BACKWARD) / 1e3)
+    assert spans["flat"][0] == pytest.approx(backward[1])
+    assert backward[0] < spans["overlapped"][0] < spans["overlapped"][1] <= backward[1] + SENT / 1e3 + 1e-6
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith(("file://", "data:", "blob:"))] == []
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")

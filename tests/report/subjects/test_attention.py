@@ -1,0 +1,54 @@
+"""Attention on the page."""
+
+import re
+
+from tests.report.page import Page
+from trainstep.kinds import AttentionRow
+from trainstep.records import Times
+from trainstep.report.html import render
+
+
+def row(impl, seq, both=1.0, status="ok", reason=""):
+    found = {}
+    if status == "ok":
+        times = {"forward": Times(0.3), "backward": Times(0.7), "both": Times(both, 0.9, 1.1)}
+        found = {"times": times, "both_tflops": 100.0, "before_backward_gib": 0.5, "peak_gib": 1.0}
+    return AttentionRow(
+        impl=impl, batch=1, heads=2, seq=seq, head_dim=64, causal="yes", dtype="bf16",
+        status=status, reason=reason, **found,
+    )  # fmt: skip
+
+
+def test_every_case_is_a_row_with_its_raw_value():
+    failed = row("eager", 2048, status="out of memory", reason="needed 20 GiB")
+    page = render([row("flash-triton", 1024, 1.23456), row("flash-triton", 512), row("sdpa", 1024, 2.5), failed])
+    shown = Page(page).values["attention"]
+    assert [(cells["impl"], cells["seq"]) for cells in shown.values()] == [
+        ("flash-triton", "1024"), ("flash-triton", "512"), ("sdpa", "1024"), ("eager", "2048"),
+    ]  # fmt: skip
+    assert shown["0"] == {
+        "impl": "flash-triton", "seq": "1024", "forward_ms": "0.3", "backward_ms": "0.7", "both_ms": "1.23456",
+        "both_low_ms": "0.9", "both_high_ms": "1.1", "both_tflops": "100.0", "before_backward_gib": "0.5",
+        "peak_gib": "1.0",
+    }  # fmt: skip
+    assert shown["3"].keys() == {"impl", "seq"}, "no time for what did not run"
+    assert "needed 20 GiB" in page
+    assert page.count("<h2") >= 1
+    assert "Time of forward and backward" in page
+    assert "Peak memory" in page
+
+
+def test_failed_cases_alone_are_a_table():
+    page = render([row("eager", seq, status="wrong", reason="o off by 1") for seq in (512, 1024)])
+    assert "o off by 1" in page
+    assert "Peak memory" not in page
+
+
+def test_one_length_needs_no_chart():
+    page = render([row("flash-triton", 1024), row("sdpa", 1024)])
+    assert "Attention by implementation" in page
+    assert "Time of forward and backward" not in page
+
+
+def test_the_title_says_what_was_measured():
+    assert re.search(r"<h1[^>]*>\s*attention\s*</h1>", render([row("sdpa", 64)]))

@@ -1,0 +1,80 @@
+"""Collectives and schemes of data parallel training on the page."""
+
+from tests.report.page import Page
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow
+from trainstep.records import Times
+from trainstep.report.html import render
+
+
+def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
+    found = {}
+    if status == "ok":
+        found = {
+            "n": 20, "payload_bytes": int(size * 1e6), "times": {"time": Times(time, time, time)},
+            "fastest_rank_ms": time, "slowest_rank_ms": time, "algorithm_gb_s": 200.0, "bus_gb_s": 200.5,
+        }  # fmt: skip
+    return CollectiveRow(
+        collective=collective, world_size=ranks, dtype="fp32", size_mb=size, backend="nccl",
+        status=status, reason=reason, **found,
+    )  # fmt: skip
+
+
+def fit(collective):
+    return CollectiveFitRow(
+        collective=collective, world_size=2, dtype="fp32", backend="nccl",
+        overhead_us=31.25, bus_gb_s=323.5, sizes=2, worst_error=0.0123,
+    )  # fmt: skip
+
+
+def test_every_case_and_fit_is_a_row_with_its_raw_value():
+    page = render([row("all-reduce", 1.0, 0.04875), row("all-reduce", 100.0), fit("all-reduce"),
+                   row("all-gather", 1.0, status="out of memory", reason="needed 9 GiB")])  # fmt: skip
+    tables = Page(page).values
+    first = {"collective": "all-reduce", "size_mb": "1.0", "time_ms": "0.04875", "bus_gb_s": "200.5"}
+    assert first.items() <= tables["collectives"]["0"].items()
+    assert tables["collectives"]["2"].keys() == {"collective", "size_mb"}, "no time for what did not run"
+    fitted = {"overhead_us": "31.25", "bus_gb_s": "323.5", "worst_error": "0.0123"}
+    assert fitted.items() <= tables["collective-fit"]["0"].items()
+    assert "needed 9 GiB" in page
+    assert "collective-bus-2-ranks-fp32-nccl" in page
+    assert "dashed: the fitted line" in page
+
+
+def test_charts_are_per_number_of_ranks_and_need_two_sizes():
+    page = render([row("all-reduce", size, ranks=ranks) for ranks in (2, 4) for size in (1.0, 10.0)])
+    assert "2 ranks, fp32, nccl" in page
+    assert "4 ranks, fp32, nccl" in page
+    assert "fitted" not in page
+    assert "collective-bus" in page
+    assert "collective-bus" not in render([row("all-reduce", 1.0), row("broadcast", 1.0)])
+
+
+def test_failures_alone_are_a_table():
+    page = render([row("all-reduce", size, status="wrong", reason="rank 1 did not get it") for size in (1.0, 2.0)])
+    assert "rank 1 did not get it" in page
+
+
+def scheme(name, step=None, peak=None, **more):
+    times = {} if step is None else {"step": Times(step, step - 1, step + 1)}
+    return ParallelRow(workload="2.7B", scheme=name, world_size=2, times=times, peak_gib=peak, **more)
+
+
+def test_schemes_are_bars_beside_the_step_without_communication_and_rows_with_raw_values():
+    rows = [
+        scheme("single", 100.5, 40.0, before_step_weights_gib=10.0),
+        scheme("flat", 130.25, 40.0, exposed_ms=29.75, before_step_weights_gib=10.0),
+        scheme("fsdp", status="out of memory", reason="needed 300 GiB"),
+    ]
+    page = Page(render(rows))
+    assert {"chart-parallel-step", "chart-parallel-memory"} <= set(page.ids)
+    assert [cells["scheme"] for cells in page.values["parallel"].values()] == ["single", "flat", "fsdp"]
+    second = {"step_ms": "130.25", "step_low_ms": "129.25", "exposed_ms": "29.75", "peak_gib": "40.0"}
+    assert second.items() <= page.values["parallel"]["1"].items()
+    assert page.values["parallel"]["2"] == {"scheme": "fsdp"}
+    assert "needed 300 GiB" in render(rows)
+
+
+def test_memory_has_a_chart_only_where_it_was_measured():
+    ids = Page(render([scheme("single", 100.5), scheme("flat", 130.25)])).ids
+    assert "chart-parallel-step" in ids
+    assert "chart-parallel-memory" not in ids

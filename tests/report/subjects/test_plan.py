@@ -1,0 +1,80 @@
+"""What a plan looks like: sentences, charts, and strategies that do not fit."""
+
+from trainstep.kinds import PlanScalingRow, row_of
+from trainstep.report.findings import findings
+from trainstep.report.html import render
+from trainstep.report.subjects.plan import plan, scaling_table
+
+CASE = {
+    "workload": "big", "device": "NVIDIA H200", "batch": 4, "context": 512, "precision": "bf16", "compile": "off",
+    "attention": "sdpa", "optimizer": "adamw-fused",
+}  # fmt: skip
+
+
+def strategy(name, *, fits, tokens_per_s=1e6, peak_gib=150.0, smallest_gpus=None, room=139.0):
+    values = {
+        "fits": fits, "tokens_per_s": tokens_per_s, "utilisation": 0.4, "step_ms": 51.3, "limit": "communication",
+        "peak_gib": peak_gib, "smallest_gpus": smallest_gpus, "tensors_gib": room,
+    }  # fmt: skip
+    case = {**CASE, "checkpointing": "none", "strategy": name, "gpus": 8, "tensor_parallel": 1}
+    return row_of("plan", case, values)
+
+
+def scaling(gpus, **fits):
+    return [
+        PlanScalingRow(**CASE, gpus=gpus, strategy=name, tokens_per_s=1000.0 * gpus, fits=fit)
+        for name, fit in fits.items()
+    ]
+
+
+MACHINE = row_of("plan machine", {"workload": "big", "device": "NVIDIA H200"}, {"basis": "a datasheet"})
+
+
+def found_in(*records):
+    return {found.id: found for found in findings(records) if found.topic == "plan"}
+
+
+def test_the_fastest_that_fits_is_named():
+    found = found_in(MACHINE, strategy("ddp", fits=False, tokens_per_s=9e6), strategy("fsdp", fits=True))
+    assert list(found) == ["plan.fastest", "plan.basis"]
+    assert found["plan.fastest"].figures == {
+        "strategy": "fsdp", "gpus": 8, "tokens_per_s": 1e6, "utilisation": 0.4, "step_ms": 51.3,
+        "limit": "communication",
+    }  # fmt: skip
+    for text in ("fsdp is fastest on 8 GPUs", "1,000,000 tokens/s", "40% of the peak", "51.3 ms a step"):
+        assert text in found["plan.fastest"].sentence
+    assert found["plan.basis"].figures == {"basis": "a datasheet"}
+
+
+def test_where_nothing_fits():
+    fsdp = strategy("fsdp", fits=False, peak_gib=12.34, smallest_gpus=64, room=10.0)
+    (found,) = found_in(strategy("ddp", fits=False), fsdp).values()
+    assert (found.id, found.figures) == (
+        "plan.nothing-fits",
+        {
+            "strategy": "fsdp", "peak_gib": 12.34, "tensors_gib": 10.0, "fewest_gpus": 64,
+            "fewest_gpus_strategy": "fsdp",
+        },
+    )  # fmt: skip
+    assert "needs least, 12.34 GiB on each GPU, which has room for 10.00 GiB" in found.sentence
+    (found,) = found_in(strategy("ddp", fits=False)).values()
+    assert found.figures["fewest_gpus"] is None
+    assert found.sentence.endswith("checkpoint activations, or take a smaller batch.")
+    assert found_in(MACHINE) == {}
+
+
+def test_charts_say_that_they_predict_and_leave_out_what_does_not_fit():
+    rows = [MACHINE, *(row for gpus in (2, 4, 8) for row in scaling(gpus, ddp=gpus > 2, fsdp=False))]
+    section = plan(rows)
+    charts = section.blocks[0].charts
+    assert all("prediction" in chart.title for chart in charts)
+    assert [name for _, name in charts[0].legend] == ["ddp", "perfect scaling"]
+    assert "a datasheet" in section.lead
+    (table,) = scaling_table(rows)
+    column = table.columns.index("ddp")
+    assert [row.cells[column].plain for row in table.rows] == ["does not fit", "4,000", "8,000"]
+    assert [row.cells[column].value for row in table.rows] == [None, 4000.0, 8000.0]
+    assert "predicted, not measured" in render(rows)
+    nothing = plan([row for gpus in (2, 4) for row in scaling(gpus, ddp=False)])
+    assert not [block for block in nothing.blocks if block.kind == "charts"]
+    assert plan([]) is None
