@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, and what starting must not cost."""
+"""The shape of the package: who may import whom, in every folder; no circles; and what starting must not cost."""
 
 import ast
 import subprocess
@@ -11,104 +11,131 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
+GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phases", "kinds", "records"}
+"""Lists, rows and statistics: no torch."""
+STEP = {"casting", "workload", "training_step", "blocks", "checkpointing", "model", "attention"}
+"""What is run."""
+MEASURED = {"measure", "measure/allocations", "measure/profile", "parallel", "replicas"}
+"""What measures it, on one rank or on many."""
+
 MAY_IMPORT = {
     "errors": set(),
     "stats": set(),
+    "precision": set(),
+    "config": {"errors", "precision"},
+    "hardware": {"errors", "precision"},
+    "schemes": {"config", "errors"},
     "phases": {"config"},
-    "records": {"errors"},
-    "batch": set(),
-    "user_code": set(),
-    "held_folder": {"errors"},
-    "config": {"errors"},
-    "precision": {"config", "errors"},
-    "hardware": {"config", "errors"},
-    "plan": {"config", "hardware", "errors"},
-    "attention": {"config", "errors", "precision"},
+    "kinds": {"stats"},
+    "records": {"errors", "kinds"},
+    "guards": {"errors"},
+    "casting": {"errors", "precision"},
+    "attention": {"attention/hopper", "attention/triton", "casting", "config", "errors", "precision"},
+    "attention/triton": {"attention", "casting", "errors", "precision"},
+    "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
     "blocks": {"errors"},
     "checkpointing": {"blocks", "config", "errors"},
-    "parallel": {"blocks", "config", "errors"},
-    "measure": {"blocks", "config", "errors", "phases", "precision", "stats"},
-    "workload": {"attention", "config", "errors", "model", "user_code"},
-    "training_step": {
-        "batch",
-        "phases",
-        "blocks",
-        "checkpointing",
-        "config",
-        "errors",
-        "measure",
-        "precision",
-        "workload",
-    },
-    "schemes": {"config", "errors", "parallel", "precision", "training_step"},
-    "bench": {
-        "attention",
-        "batch",
-        "blocks",
-        "config",
-        "errors",
-        "hardware",
-        "measure",
-        "parallel",
-        "plan",
-        "phases",
-        "precision",
-        "records",
-        "report",
-        "schemes",
-        "stats",
-        "training_step",
-        "user_code",
-        "workload",
-    },
-    "train": {
-        "config",
-        "errors",
-        "hardware",
-        "held_folder",
-        "measure",
-        "model",
-        "parallel",
-        "plan",
-        "phases",
-        "precision",
-        "records",
-        "report",
-        "schemes",
-        "stats",
-        "training_step",
-        "workload",
-    },
-    "report": {"errors", "records", "stats"},
+    "workload": {"attention", "config", "errors", "model", "precision"},
+    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "phases", "precision", "workload"},
+    "parallel": {"blocks", "errors"},
+    "parallel/zero": {"errors", "parallel"},
+    "parallel/fsdp": {"blocks", "errors", "parallel"},
+    "measure": {"blocks", "casting", "errors", "phases", "precision"},
+    "measure/profile": {"blocks", "errors", "measure", "phases"},
+    "measure/allocations": {"blocks", "errors", "measure", "measure/profile", "phases"},
+    "replicas": {"blocks", "casting", "config", "measure", "parallel", "parallel/fsdp", "schemes", "training_step"},
+    "plan": GROUND,
+    "bench": GROUND
+    | STEP
+    | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan", "replicas"},
+    "bench/check": GROUND | STEP | MEASURED | {"bench"},
+    "bench/parallel": GROUND
+    | STEP
+    | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
+    "bench/sweep": GROUND | {"bench"},
+    "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "plan", "replicas"},
+    "report": GROUND | {"report/charts", "report/subjects"},
+    "report/charts": GROUND | {"report"},
+    "report/subjects": GROUND | {"report", "report/charts"},
 }
-"""Room → the rooms it may import. `analysis`, `commands` and `cli` sit on top and may import all."""
+"""Room (a folder, or a module at the top) → rooms it may import. `analysis`, `commands` and `cli` stand above all."""
+ABOVE = {"__init__", "__main__", "analysis", "cli", "commands"}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path):
+    return ".".join(("trainstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    return {name.split(".")[1] for name in names if name.startswith("trainstep.")}
+FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def room_of(module):
+    """The deepest folder that a module is in, or its own name at the top."""
+    folder = FILES[module].relative_to(PACKAGE).parent
+    return folder.as_posix() if folder.parts else FILES[module].stem
+
+
+def imports_of(path):
+    """The modules of the package that a file imports, in functions too; what only type checkers read does not count."""
+    found = set()
+
+    def visit(node):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.module:
+                names = {f"{child.module}.{alias.name}" for alias in child.names}
+                found.update(name if name in FILES else child.module for name in names)
+            elif isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found & set(FILES)
+
+
+GRAPH = {module: imports_of(path) - {module} for module, path in FILES.items()}
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_imports_point_one_way(room):
-    files = [path for path in PACKAGE.rglob("*.py") if room_of(path) == room]
-    assert files, f"no room called {room}"
-    for path in files:
-        extra = imported_rooms(path) - MAY_IMPORT[room] - {room}
-        assert not extra, f"{path.relative_to(PACKAGE)} imports {sorted(extra)}"
+    inside = [module for module in FILES if room_of(module) == room]
+    assert inside, f"no room called {room}"
+    for module in inside:
+        rooms = {room_of(imported) for imported in GRAPH[module]} - {room}
+        assert rooms <= MAY_IMPORT[room], f"{module} imports {sorted(rooms - MAY_IMPORT[room])}"
 
 
-def loaded_after(statement: str) -> set[str]:
+def test_every_room_is_guarded():
+    assert {room_of(module) for module in FILES} == set(MAY_IMPORT) | ABOVE
+
+
+def test_there_is_no_circle_of_imports():
+    done, path = set(), []
+
+    def walk(module):
+        assert module not in path, f"a circle: {' → '.join([*path[path.index(module) :], module])}"
+        if module in done:
+            return
+        path.append(module)
+        for imported in sorted(GRAPH[module]):
+            walk(imported)
+        path.pop()
+        done.add(module)
+
+    for module in sorted(GRAPH):
+        walk(module)
+
+
+def test_a_file_is_one_idea():
+    """Kernels apart, none has more than 400 lines."""
+    kernels = {f"attention/{room}/{name}.py" for room in ("triton", "hopper") for name in ("forward", "dq", "dkdv")}
+    lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in FILES.values()}
+    assert {name: length for name, length in lengths.items() if length > 400 and name not in kernels} == {}
+
+
+def loaded_after(statement):
     """Top-level modules in a fresh interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -120,7 +147,10 @@ def loaded_after(statement: str) -> set[str]:
     [
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
-        ("import trainstep.plan.flops, trainstep.hardware, trainstep.config", {"torch", "numpy"}),
+        (
+            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config, trainstep.phases",
+            {"torch", "numpy"},
+        ),
         (
             "import trainstep.bench.sweep.rows, trainstep.bench.sweep.processes, trainstep.bench.sweep.jobs",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
@@ -129,10 +159,8 @@ def loaded_after(statement: str) -> set[str]:
             "import trainstep.plan.rows, trainstep.plan.check, trainstep.plan.calibration",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
-        (
-            "import trainstep.records, trainstep.report.compare, trainstep.report.tables",
-            {"torch", "pandas", "bokeh"},
-        ),
+        ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
+        ("import trainstep.report.subjects, trainstep.report.findings", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),
         ("import trainstep.parallel", {"torch"}),
     ],

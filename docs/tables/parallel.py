@@ -13,6 +13,7 @@ from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, Parall
 from trainstep.records import Row
 from trainstep.report.columns import case_column, median_column, value_column
 from trainstep.report.tables import Table, tabulate
+from trainstep.schemes import SCHEMES
 
 
 def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
@@ -58,15 +59,15 @@ def planned_anew(row: Row) -> Row:
     """A scheme's row with what the plan says today; rows of other kinds as they are."""
     if not isinstance(row, ParallelRow):
         return row
-    model = SIZES[str(row.workload)]
+    model, scheme = SIZES[str(row.workload)], SCHEMES[row.scheme]
     plan = planned_bytes(
-        row.scheme,
+        scheme,
         model.num_parameters,
         row.world_size,
         precision=row.precision,
         optimizer=row.optimizer,
         model=model,
-        peer_copies=row.scheme == "fsdp",
+        peer_copies=scheme.takes_peer_copies,
     )
     return dataclasses.replace(row, **moments(plan))
 

@@ -124,7 +124,7 @@ def plan_rings() -> Table:
 
 def plan_rates() -> Table:
     """What a second is computed from, and where each part comes from without a calibration."""
-    products = [ATTAINABLE[precision] for precision in ("fp32", "tf32", "half")]
+    products = [ATTAINABLE[precision] for precision in ("fp32", "tf32", "bf16")]
     wide, fp32 = (TILES[name] for name in ("wide", "fp32"))
     slower = [speed for _, _, speed in (*wide, *fp32) if speed < 1]
     rows = (

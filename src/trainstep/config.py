@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainstep.errors import UsageError
+from trainstep.precision import PrecisionName
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
 CompileMode = Literal["off", "blocks", "model"]
 AttentionImpl = Literal[
     "auto",
@@ -106,7 +106,7 @@ class StepConfig:
     """Sequences per step; under `trainstep train` those of one rank in one pass."""
     context: int = 512
     """Tokens per sequence."""
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
     bf16-pure (weights, gradients and optimizer state in bf16)."""
     compile: CompileMode = "off"

@@ -4,6 +4,12 @@ They are `ValueError`s, so library callers catch them as usual. The command line
 traceback, and exits with 2; every other exception is a fault of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class UsageError(ValueError):
     """Bad input: the message says what came, what was expected and what to do."""
@@ -11,3 +17,12 @@ class UsageError(ValueError):
 
 class UnsupportedError(UsageError):
     """Sound input that this machine, or this combination, cannot run. A grid records it as a row and goes on."""
+
+
+def place_of(error: BaseException) -> str:
+    """` (file.py:12)`: the innermost line of the user's own code that an error came through; empty if there is none."""
+    not_the_users = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")), "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(not_the_users):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
+    return ""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainstep.config import Precision
 from trainstep.errors import UsageError
+from trainstep.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class DeviceSpec:
     source: str
     """The document the figures were read in."""
 
-    def peak_tflops(self, precision: Precision) -> float:
+    def peak_tflops(self, precision: str) -> float:
         """Peak of the units that matrix products run on at this precision, in 1e12 FLOP/s."""
-        return {"fp32": self.fp32_tflops, "tf32": self.tf32_tflops}.get(precision, self.bf16_tflops)
+        rates = {"fp32": self.fp32_tflops, "tf32": self.tf32_tflops, "bf16": self.bf16_tflops}
+        return rates[PRECISIONS[precision].rate]
 
 
 DEVICES: Mapping[str, DeviceSpec] = {

@@ -1,59 +1,76 @@
-"""What a precision means to torch: which hardware it needs, what autocast casts to, how float32 is multiplied."""
+"""The precisions a step can be taken in, with what each one means for bytes, rates and rounding. Imports no torch.
+
+What torch does for a precision follows from these properties, in `trainstep.casting`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import nn
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""A torch dtype, by its name."""
+Rate = Literal["fp32", "tf32", "bf16"]
+"""Units that multiply matrices, each named by a precision that runs on them: ordinary float32 units, tensor cores on
+TF32, tensor cores on 16-bit types."""
 
-from trainstep.config import Precision
-from trainstep.errors import UnsupportedError
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "bf16-pure": torch.bfloat16,
+@dataclass(frozen=True)
+class Precision:
+    """One precision. Everything else is derived from these four fields."""
+
+    stored: Dtype
+    """Of weights, gradients and the optimizer's state."""
+    computed: Dtype
+    """Of the inputs of matrix products; where it is not `stored`, autocast converts them."""
+    rate: Rate
+    """The units that matrix products run on."""
+    unit_roundoff: float
+    """Half the spacing of numbers near 1, in the format that the inputs of matrix products are rounded to."""
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether products run in another type than the weights are stored in."""
+        return self.stored != self.computed
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products have 16-bit inputs."""
+        return self.computed != "float32"
+
+    @property
+    def is_stored_half(self) -> bool:
+        """Whether weights, gradients and optimizer state have 16 bits per element."""
+        return self.stored != "float32"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes per weight, and per number of its gradient and of each of its moments."""
+        return 2 if self.is_stored_half else 4
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes per element of a product's inputs."""
+        return 2 if self.is_half else 4
+
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether float32 products may be rounded to TF32."""
+        return self.rate == "tf32"
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether gradients underflow without a scaled loss: float16 has five bits of exponent."""
+        return self.computed == "float16"
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "fp32": Precision("float32", "float32", "fp32", 2.0**-24),
+    "tf32": Precision("float32", "float32", "tf32", 2.0**-11),
+    "bf16": Precision("float32", "bfloat16", "bf16", 2.0**-8),
+    "fp16": Precision("float32", "float16", "bf16", 2.0**-11),
+    "bf16-pure": Precision("bfloat16", "bfloat16", "bf16", 2.0**-8),
 }
-"""Precision → the dtype of what is multiplied."""
-
-AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise `UnsupportedError` where the device has no hardware for the precision."""
-    if precision == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise UnsupportedError(f"tf32 needs an NVIDIA GPU of compute capability 8.0 or later, not {device}")
-    if precision in ("bf16", "bf16-pure") and device.type == "cuda":
-        with torch.cuda.device(device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(device)
-                raise UnsupportedError(f"{precision}: {name} has no bfloat16 units; use --precision fp16")
-
-
-@contextmanager
-def matmul_precision(precision: Precision) -> Iterator[None]:
-    """float32 matmuls on TF32 units for "tf32", in full float32 otherwise; the process's setting is put back."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to the precision's 16-bit type, or nothing where the precision has none."""
-    dtype = AUTOCAST_DTYPES.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters only: buffers, such as rotary tables, keep the precision their authors chose."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+"""To add one: its name in `PrecisionName`, and its entry here."""

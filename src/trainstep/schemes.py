@@ -1,91 +1,99 @@
-"""Our schemes of data parallel training, as `TrainingStep` takes them: a module and its optimizer, on this rank.
+"""The schemes of data parallel training, each once: what `bench parallel` compares, what `train` trains with, and what
+the planner calls it. Imports no torch; `trainstep.replicas` builds them.
 
-Each takes a module that is on its device, checkpointed and compiled as asked. `bench parallel` compares them, `train`
-trains with them.
+To add a scheme: its entry here, and its wrapper in `trainstep.replicas.build` unless it is another setting of one that
+is there.
 """
 
 from __future__ import annotations
 
-from torch import nn
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
-from trainstep.parallel.fsdp.transport import TransportName
-from trainstep.parallel.process import Process
-from trainstep.precision import AUTOCAST_DTYPES
-from trainstep.training_step import MakeOptimizer, Replica, recipe
+
+DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp"]
+"""What a rank keeps, as the planner calls it: everything; a slice of the optimizer's state (ZeRO-1); of gradients too
+(ZeRO-2, planned only); of weights too (ZeRO-3)."""
+Strategy = Literal["single", DataParallel, "fsdp + tp"]
+"""What the planner predicts; fsdp + tp has tensor parallelism beside FSDP and is planned only."""
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+Wrapper = Literal["none", "ddp", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2"]
+"""What a module and its optimizer are wrapped in. torch-*: PyTorch's own DistributedDataParallel, the same with
+ZeroRedundancyOptimizer, and fully_shard."""
+
+TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
+"""What `train --scheme` takes: `auto`, and every scheme with `in_train`."""
 
 
-def data_parallel(
-    process: Process,
-    module: nn.Module,
-    make_optimizer: MakeOptimizer,
-    *,
-    bucket_mb: float = 25,
-    overlap: bool = True,
-    allow_unused: bool = False,
-) -> Replica:
-    """Everything on every rank; gradients are averaged."""
-    wrapper = DistributedDataParallel(
-        module, bucket_mb=bucket_mb, overlap=overlap, process_group=process.group, allow_unused=allow_unused
-    )
-    return Replica(
-        wrapper, make_optimizer(module.parameters()), wrapper.finish_gradient_synchronization, wrapper.no_sync
-    )
+@dataclass(frozen=True)
+class Scheme:
+    """One scheme: a wrapper and its settings."""
+
+    name: str
+    """On the command line and in rows."""
+    wrapper: Wrapper
+    planned_as: DataParallel | None
+    """What the planner calls it; None without communication."""
+    bucket_mb: float = 25.0
+    """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer)."""
+    overlap: bool = True
+    """Whether gradients are sent during backward, not after it (ddp)."""
+    transport: Literal["auto", "collectives"] = "auto"
+    """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
+    in_bench: bool = True
+    """Whether `bench parallel` compares it."""
+    in_train: bool = False
+    """Whether `train` offers it."""
+    is_planned: bool = False
+    """Whether the planner predicts its step's time, so that `plan check` holds it against measurements."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange anything."""
+        return self.wrapper != "none"
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a rank has only a part of the weights between uses."""
+        return self.wrapper in ("fsdp", "torch-fsdp2")
+
+    @property
+    def takes_peer_copies(self) -> bool:
+        """Whether shards go by copies between GPUs of one host, where there are such."""
+        return self.wrapper == "fsdp" and self.transport == "auto"
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
+        return self.wrapper in ("torch-ddp", "torch-zero")
+
+    def check(self, step: StepConfig) -> None:
+        """Raise `UnsupportedError` where a step reads weights outside of the modules that have them."""
+        if self.shards_weights and step.loss == "chunked":
+            raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
 
 
-def sharded_optimizer(
-    process: Process,
-    module: nn.Module,
-    make_optimizer: MakeOptimizer,
-    *,
-    bucket_mb: float = 25,
-    allow_unused: bool = False,
-) -> Replica:
-    """Weights on every rank; gradients and the optimizer's state in slices."""
-    wrapper = DistributedDataParallel(
-        module, bucket_mb=bucket_mb, process_group=process.group, allow_unused=allow_unused
-    )
-    undivided = make_optimizer(module.parameters())
-    groups, options = recipe(undivided)
-    optimizer = ShardedOptimizer(groups, type(undivided), ddp=wrapper, **options)
-    return Replica(
-        wrapper, optimizer, wrapper.finish_gradient_synchronization, wrapper.no_sync, optimizer.clip_grad_norm_
-    )
+_ALL = (
+    Scheme("single", "none", None, in_train=True, is_planned=True),  # every rank by itself
+    Scheme("ddp", "ddp", "ddp", in_bench=False, in_train=True),  # with the bucket that train's flags say
+    Scheme("naive", "ddp", "ddp", bucket_mb=0, overlap=False),
+    Scheme("flat", "ddp", "ddp", bucket_mb=math.inf, overlap=False),
+    Scheme("overlapped", "ddp", "ddp", bucket_mb=0),
+    *(Scheme(f"bucketed-{mb}", "ddp", "ddp", bucket_mb=mb, is_planned=mb == 25) for mb in (1, 10, 25, 100, 1000)),
+    Scheme("sharded-optimizer", "sharded-optimizer", "sharded optimizer", in_train=True, is_planned=True),
+    Scheme("sharded-optimizer-1000", "sharded-optimizer", "sharded optimizer", bucket_mb=1000, is_planned=True),
+    Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
+    Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts
+    Scheme("torch-ddp", "torch-ddp", "ddp"),
+    Scheme("torch-zero", "torch-zero", "sharded optimizer"),
+    Scheme("torch-fsdp2", "torch-fsdp2", "fsdp"),
+)
 
-
-def fully_sharded(
-    process: Process,
-    config: StepConfig,
-    module: nn.Module,
-    make_optimizer: MakeOptimizer,
-    *,
-    transport: TransportName = "auto",
-) -> Replica:
-    """Weights, gradients and the optimizer's state in shards; weights are gathered in the dtype they compute in.
-
-    Raises:
-        UnsupportedError: the chunked loss.
-    """
-    check_shardable(config)
-    dtype = AUTOCAST_DTYPES.get(config.precision)
-    wrapper = FullyShardedDataParallel(module, compute_dtype=dtype, process_group=process.group, transport=transport)
-    return Replica(
-        wrapper,
-        make_optimizer(wrapper.parameters()),
-        wrapper.finish_gradient_synchronization,
-        wrapper.no_sync,
-        wrapper.clip_grad_norm_,
-    )
-
-
-def check_shardable(config: StepConfig) -> None:
-    """Raise `UnsupportedError` where a step reads weights outside of the modules that have them."""
-    if config.loss == "chunked":
-        raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
-
-
-def uncounted_bytes(replica: Replica) -> int:
-    """What this rank holds for communication that torch's allocator does not count."""
-    return replica.module.uncounted_bytes if isinstance(replica.module, FullyShardedDataParallel) else 0
+SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}
+"""By name, in the order of tables."""
+BENCH_SCHEMES: tuple[str, ...] = tuple(each.name for each in _ALL if each.in_bench)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.batch import map_tensors
 from trainstep.blocks import find_blocks
+from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
 from trainstep.checkpointing import apply as apply_checkpointing
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.phases import PhaseContext, no_phases
-from trainstep.precision import autocast, cast_parameters, check_precision, matmul_precision
-from trainstep.workload import Workload, WorkloadSource, resolve_device
+from trainstep.precision import PRECISIONS
+from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -66,8 +66,9 @@ class TrainingStep:
         if not any(parameter.requires_grad for parameter in workload.module.parameters()):
             raise UsageError("the workload's module has no parameter that takes a gradient: nothing to train")
         self.module = workload.module.to(self.device)
-        if config.precision == "bf16-pure":
-            cast_parameters(self.module, torch.bfloat16)
+        self._stored_dtype = stored_dtype(config.precision)
+        if self._stored_dtype is not None:
+            cast_parameters(self.module, self._stored_dtype)
         apply_checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
@@ -79,7 +80,7 @@ class TrainingStep:
 
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
-        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
         self._forward, self._loss = workload.forward, workload.loss
         self._batches = _forever(workload)
 
@@ -88,8 +89,8 @@ class TrainingStep:
         return self.place(next(self._batches))
 
     def place(self, batch: Any) -> Any:
-        """`batch` with its tensors on the device, floating-point ones in the weights' dtype if that is bf16-pure."""
-        dtype = torch.bfloat16 if self.config.precision == "bf16-pure" else None
+        """`batch` with its tensors on the device, floating-point ones in the weights' dtype if that is a 16-bit one."""
+        dtype = self._stored_dtype
         return map_tensors(batch, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None))
 
     def __call__(self, batch: Any, *, mode: StepMode = "step", phase: PhaseContext = no_phases) -> Tensor | None:

@@ -6,24 +6,26 @@ seed, because comparing two settings means starting twice from the same weights.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer
-from trainstep.user_code import place_of
+from trainstep.precision import PRECISIONS
 
 
 def call_with_first(module: nn.Module, batch: Any) -> Any:
@@ -187,7 +189,7 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
         raise UsageError(
             f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
         )
-    if step.precision != "bf16-pure":
+    if not PRECISIONS[step.precision].is_stored_half:
         _check_float32(spec, workload.module)
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)
@@ -249,3 +251,41 @@ def resolve_device(name: str) -> torch.device:
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise UsageError(f"device is {name!r}, but this machine has {found}; use --device auto")
     return device
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` applied to every tensor in its tuples, lists and dicts, and in classes derived from them.
+
+    A mapping of another class (such as the `BatchEncoding` of Hugging Face) and a dataclass are shallow copies.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (MutableMapping, list)):
+        changed = copy.copy(value)  # of the same class, for what a loss reads as an attribute
+        for key in range(len(value)) if isinstance(value, list) else list(value):
+            changed[key] = map_tensors(value[key], change)
+        return changed
+    if isinstance(value, PackedSequence):
+        fields = {name: map_tensors(item, change) for name, item in value._asdict().items() if name != "batch_sizes"}
+        return value._replace(**fields)  # its batch_sizes belong on the CPU
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # a namedtuple, or plain
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(other, field.name, map_tensors(getattr(value, field.name), change))
+        return other
+    return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors that `map_tensors` changes."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, collect)
+    return found

@@ -17,9 +17,9 @@ from tests.attention.budget import (
 )
 from trainstep.attention import FlashAttentionTriton, attention, flash_attention
 from trainstep.attention.flash import backward_op, forward_op
-from trainstep.config import Precision
+from trainstep.casting import matmul_precision
 from trainstep.errors import UsageError
-from trainstep.precision import matmul_precision
+from trainstep.precision import PrecisionName
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [
@@ -107,7 +107,7 @@ def test_scores_of_ten_thousand_stay_finite(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("tf32", 2e-3)])
-def test_nan_and_infinity_in_float32(precision: Precision, allowed: float) -> None:
+def test_nan_and_infinity_in_float32(precision: PrecisionName, allowed: float) -> None:
     with matmul_precision(precision):
         assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(flash(False, 0.2), allowed, "cuda")
 

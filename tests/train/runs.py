@@ -8,12 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.parallel.process import join_group_or_alone
-from trainstep.train.agreement import AgreedError
+from trainstep.parallel.process import AgreedError, join_group_or_alone
 from trainstep.train.config import RunConfig, TrainConfig
 from trainstep.train.learner import Learner
 from trainstep.train.loop import train
-from trainstep.train.progress import Show
+from trainstep.train.metrics import Show
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 STEP = StepConfig(batch=2, context=32, learning_rate=3e-3, device="cpu")

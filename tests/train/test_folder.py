@@ -1,13 +1,59 @@
-"""The folder of a run: what is there of a start that got nowhere, and that a mistake changes nothing."""
+"""The folder of a run: where it goes on from, and that a start that got nowhere or a mistake changes nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.train.runs import names
+from tests.train.runs import MODEL, config, names
 from trainstep.errors import UsageError
-from trainstep.train.folder import check_not_of_others, open_folder
-from trainstep.train.resume import Asked
+from trainstep.train.checkpoints import Checkpoint
+from trainstep.train.folder import Asked, Choice, Found, Start, check_not_of_others, choose, open_folder
+
+OUT = Path("runs/a")
+UNDER_WAY = Found((4, 8))
+FINISHED = Found((4, 8, 12), has_results=True)
+WENT_BACK = Found((4, 8, 10), resumed_from="step-00000004")
+"""As a command left it that had said --resume-from step-00000004."""
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "expected"),
+    [
+        pytest.param(None, Asked(12), Choice(None), id="no run yet"),
+        pytest.param(None, Asked(12, is_restart=True), Choice(None), id="a worker died before the first update"),
+        pytest.param(Found(), Asked(12), Choice(None), id="no checkpoint yet"),
+        pytest.param(UNDER_WAY, Asked(12), Choice(8), id="the newest"),
+        pytest.param(UNDER_WAY, Asked(12, is_restart=True), Choice(8), id="the newest, after a worker died"),
+        pytest.param(UNDER_WAY, Asked(12, "step-00000008"), Choice(8), id="the newest, by name"),
+        pytest.param(UNDER_WAY, Asked(12, "step-00000004"), Choice(4, (8,)), id="an older one"),
+        pytest.param(UNDER_WAY, Asked(12, "runs/a/checkpoints/step-00000004/"), Choice(4, (8,)), id="by its path"),
+        pytest.param(UNDER_WAY, Asked(12, "step-00000004", True), Choice(4, (8,)), id="died before it went back"),
+        pytest.param(WENT_BACK, Asked(12, "step-00000004", True), Choice(10), id="died after it went back"),
+        pytest.param(WENT_BACK, Asked(12, "step-00000008", True), Choice(8, (10,)), id="another command went back"),
+        pytest.param(WENT_BACK, Asked(12, "step-00000004"), Choice(4, (8, 10)), id="a command that is given anew"),
+        pytest.param(Found((4, 8, 12)), Asked(12), Choice(12), id="all updates made, and no results yet"),
+        pytest.param(FINISHED, Asked(12), Choice(12, is_finished=True), id="finished"),
+        pytest.param(FINISHED, Asked(12, "step-00000012"), Choice(12, is_finished=True), id="finished, by name"),
+        pytest.param(FINISHED, Asked(12, "step-00000008"), Choice(8, (12,)), id="back from the end"),
+    ],
+)
+def test_where_it_goes_on(found, asked, expected):
+    assert choose(found, asked, OUT) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, r"--resume-from is 'step-00000005', but runs/a holds no run to go on with; leave it out to begin one"),
+        (Found(), r"the checkpoints in runs/a are: none"),
+        (UNDER_WAY, r"the checkpoints in runs/a are: step-00000004, step-00000008"),
+    ],
+)
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_checkpoint_that_is_not_there(found, message, is_restart):
+    with pytest.raises(UsageError, match=message):
+        choose(found, Asked(12, "step-00000005", is_restart), OUT)
 
 
 def test_a_start_that_was_killed_in_its_first_moments(tmp_path):
@@ -58,3 +104,28 @@ def test_a_mistake_changes_nothing(trained, mistake):
     with pytest.raises(UsageError):
         open_folder(trained, {"a": 2 if mistake == "another run" else 1}, Asked(12, named))
     assert sorted(trained.rglob("*")) == before
+
+
+def test_the_first_line_says_what_is_trained_how_and_from_where():
+    older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1})
+
+    def first(start):
+        return start.describe(config(), 2, Path("runs/a"))
+
+    what = (
+        f"small test: {MODEL.num_parameters:,} parameters, 12 updates of 8 × 32 tokens (2 ranks × 2 passes × batch 2), "
+        "ddp, fp32 → runs/a"
+    )
+    assert first(Start(is_new=True, checkpoint=None)) == what
+    assert first(Start(is_new=False, checkpoint=None)).splitlines() == [
+        what,
+        "the run was begun before, but has no checkpoint yet: from the first update again",
+    ]
+    assert first(Start(is_new=False, checkpoint=older, aside=("aside-1-step-00000008",))).splitlines() == [
+        what,
+        "resumed from step-00000004, written by 1 rank",
+        "set aside: aside-1-step-00000008",
+    ]
+    assert first(Start(is_new=False, checkpoint=older, is_finished=True)) == (
+        "the run in runs/a is finished: all 12 updates are made; nothing to do"
+    )

@@ -10,12 +10,11 @@ import torch
 
 from tests.train.runs import TEXT, alone, config, far_apart, losses, names, rows
 from trainstep.errors import UsageError
-from trainstep.held_folder import held_folder
+from trainstep.guards import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.records import read_records
-from trainstep.train.folder import open_folder
+from trainstep.train.folder import Asked, open_folder
 from trainstep.train.learner import Learner
-from trainstep.train.resume import Asked
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_a_run_learns_and_leaves_its_files(finished):
     assert record.kind == "train"
     assert (record.case["scheme"], record.case["world_size"], record.case["steps"]) == ("single", 1, 12)
     assert record.values["last_loss"] == pytest.approx(curve[-1], rel=1e-5)
-    assert record.values["utilisation"] is None
+    assert record.utilisation is None
     assert record.values["tokens"] == 12 * 8 * 32
     assert record.series["step"] == list(range(1, 13))
 

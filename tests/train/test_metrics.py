@@ -1,8 +1,21 @@
-"""metrics.jsonl has every update once, whatever happened."""
+"""metrics.jsonl has every update once; the terminal shows some; a record's speed is the last start's."""
 
+import dataclasses
+import io
 import json
 
-from trainstep.train.metrics import MetricsWriter, read_metrics
+import torch
+from rich.console import Console
+
+from tests.train.runs import config
+from trainstep.kinds import TrainRow
+from trainstep.parallel.process import Process
+from trainstep.records import Times
+from trainstep.train.metrics import WARMUP, MetricsWriter, Show, as_summary, read_metrics, run_record
+
+ROW = {"loss": 2.5, "learning_rate": 3e-4, "gradient_norm": 1.25, "tokens_per_s": 12345.6, "utilisation": None,
+       "validation_loss": None}  # fmt: skip
+ALONE = Process(0, 1, torch.device("cpu"), None)
 
 
 def test_rows_after_the_checkpoint_are_cut_when_a_run_goes_on(tmp_path):
@@ -46,3 +59,75 @@ def test_tensorboard_reads_the_curves_without_what_was_cut(tmp_path):
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
     assert [(each.step, each.value) for each in events.Scalars("validation_loss")] == [(2, 7.0)]
     assert "utilisation" not in events.Tags()["scalars"]
+
+
+def shown(rows, **options):
+    console = Console(file=io.StringIO(), width=200, **options)
+    show = Show(console, log_every=10)
+    with show.progress(30, 0):
+        for row in rows:
+            show.update(row)
+    return console.file.getvalue()
+
+
+def test_the_first_every_tenth_and_validated_updates_are_lines():
+    rows = [ROW | {"step": step} for step in range(1, 31)]
+    rows[14] |= {"validation_loss": 2.75, "utilisation": 0.415}
+    lines = shown(rows).splitlines()
+    assert [line.split()[1] for line in lines] == ["1", "10", "15", "20", "30"]
+    assert lines[0].endswith("loss 2.5000  learning rate 3.00e-04  gradient norm 1.250  12,346 tokens/s")
+    assert lines[2].endswith("utilisation 41.5 %  validation loss 2.7500")
+
+
+def test_on_a_terminal_there_is_a_bar_too():
+    assert "30/30" in shown([ROW | {"step": step} for step in range(1, 31)], force_terminal=True)
+
+
+def test_other_ranks_are_silent(capsys):
+    show = Show(None, log_every=1)
+    with show.progress(3, 0):
+        show.update(ROW | {"step": 1})
+        show.line("nothing")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_summary_leaves_out_what_was_not_measured():
+    record = TrainRow(validation_loss=2.0, n=7, times={"step": Times(123.456)}, tokens_per_s=5000.0)
+    assert as_summary(record) == "validation loss 2.0000  median of 7 updates: 123.5 ms, 5,000 tokens/s"
+    assert as_summary(TrainRow(validation_loss=2.0, n=0)) == "validation loss 2.0000"
+    assert as_summary(dataclasses.replace(record, utilisation=0.4, peak_gib=12.3)).endswith(
+        "utilisation 40.0 %  peak 12.3 GiB on a rank"
+    )
+
+
+def rows_of(*starts):
+    """Metrics of starts one after the other, each so many updates of so many milliseconds."""
+    found = []
+    for count, milliseconds in starts:
+        first = len(found)
+        found += [
+            {"step": first + number, "since_start": number, "step_ms": 1000.0 if number <= WARMUP else milliseconds,
+             "loss": 9.0 - 0.01 * (first + number), "validation_loss": None, "utilisation": None,
+             "tokens": 256 * (first + number)}
+            for number in range(1, count + 1)
+        ]  # fmt: skip
+    found[-1]["validation_loss"] = 2.0
+    return found
+
+
+def test_updates_of_earlier_starts_are_in_the_curve_and_not_in_the_speed():
+    values = run_record(config(), ALONE, rows_of((40, 8.0), (WARMUP + 9, 2.0)), 40, 2**30).values
+    assert (values["n"], values["step_ms"], values["tokens_per_s"]) == (9, 2.0, 1e3 * 8 * 32 / 2.0)
+    assert (values["first_loss"], values["tokens"], values["peak_gib"]) == (8.99, 256 * (40 + WARMUP + 9), 1.0)
+
+
+def test_a_last_start_within_its_first_updates_has_those():
+    record = run_record(config(), ALONE, rows_of((40, 8.0), (3, 2.0)), 40, None)
+    assert (record.n, record.times["step"].median, record.peak_gib) == (3, 1000.0, None)
+
+
+def test_a_start_after_the_last_update_measured_nothing():
+    record = run_record(config(), ALONE, rows_of((40, 8.0)), 40, 2**30)
+    assert (record.n, record.times) == (0, {})
+    assert (record.tokens_per_s, record.peak_gib) == (None, None)
+    assert record.validation_loss == 2.0

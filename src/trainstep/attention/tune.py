@@ -30,9 +30,9 @@ from trainstep.attention.hopper import dq as hopper_dq
 from trainstep.attention.hopper import forward as hopper_forward
 from trainstep.attention.triton import dkdv, dq, forward
 from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, Kernel, Tile
-from trainstep.config import Precision
+from trainstep.casting import DTYPES, matmul_precision
 from trainstep.errors import UsageError
-from trainstep.precision import DTYPES, matmul_precision
+from trainstep.precision import PrecisionName
 
 IMPLEMENTATIONS = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """What `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""
@@ -55,7 +55,7 @@ class Measurement:
     """One candidate on one case: its median time, or why it has none."""
 
     kernel: Kernel
-    dtype: Precision
+    dtype: PrecisionName
     head_dim: int
     is_causal: bool
     tile: AnyTile
@@ -68,7 +68,7 @@ class Measurement:
 def tune_tiles(
     *,
     head_dims: Iterable[int] = (16, 32, 64, 128, 256),
-    dtypes: Iterable[Precision] = ("bf16", "fp32", "tf32"),
+    dtypes: Iterable[PrecisionName] = ("bf16", "fp32", "tf32"),
     seq: int = 8192,
     rep_ms: int = 60,
     progress: Callable[[Measurement], None] = lambda _: None,
@@ -175,12 +175,12 @@ class _Case:
     k: Tensor
     v: Tensor
     do: Tensor
-    dtype: Precision
+    dtype: PrecisionName
     is_causal: bool
     hopper: bool
 
     @classmethod
-    def make(cls, head_dim: int, dtype: Precision, is_causal: bool, seq: int) -> "_Case":
+    def make(cls, head_dim: int, dtype: PrecisionName, is_causal: bool, seq: int) -> "_Case":
         shape = (1, max(1, 2048 // head_dim), seq, head_dim)
         q, k, v, do = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4))
         return cls(q, k, v, do, dtype, is_causal, runs_hopper_kernels(q))
@@ -228,7 +228,11 @@ def _check_gpu(latest: Measurement) -> None:
 
 
 def _compile_ahead(
-    pool: ProcessPoolExecutor, head_dim: int, dtype: Precision, is_causal: bool, trials: list[tuple[Kernel, AnyTile]]
+    pool: ProcessPoolExecutor,
+    head_dim: int,
+    dtype: PrecisionName,
+    is_causal: bool,
+    trials: list[tuple[Kernel, AnyTile]],
 ) -> None:
     jobs = [(head_dim, dtype, is_causal, kernel, tile) for kernel, tile in trials]
     try:
@@ -237,7 +241,7 @@ def _compile_ahead(
         return  # a candidate took its process along: what is not compiled yet is when it is measured
 
 
-def _compile(job: tuple[int, Precision, bool, Kernel, AnyTile]) -> None:
+def _compile(job: tuple[int, PrecisionName, bool, Kernel, AnyTile]) -> None:
     """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
     head_dim, dtype, is_causal, kernel, tile = job
     try:

@@ -20,6 +20,7 @@ from trainstep.attention import attention
 from trainstep.bench.attention_cases import AttentionCase
 from trainstep.bench.check.attention import Errors, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt
+from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRow
 from trainstep.measure.environment import describe, gpu_state
@@ -28,7 +29,6 @@ from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, tim
 from trainstep.phases import PhaseContext
 from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
-from trainstep.precision import DTYPES
 from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device

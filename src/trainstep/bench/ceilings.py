@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import get_args
 
 import torch
 
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.config import Precision
+from trainstep.casting import check_precision
 from trainstep.kinds import CeilingRow
 from trainstep.measure.ceilings import measure_ceilings
 from trainstep.measure.environment import describe
-from trainstep.precision import check_precision
-
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
+from trainstep.precision import Rate
 
 
 def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
     """One row per precision that the device has, and one for the copy."""
     environment = describe(device)
     supported = [
-        each for each in PRECISIONS if not isinstance(attempt(partial(check_precision, each, device)), Failure)
+        each for each in get_args(Rate) if not isinstance(attempt(partial(check_precision, each, device)), Failure)
     ]
     measured = attempt(partial(measure_ceilings, device, supported))
     if isinstance(measured, Failure):

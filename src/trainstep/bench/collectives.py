@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainstep.bench.collective_cases import CollectiveCase
 from trainstep.bench.outcome import Failure, classify, failed_row
+from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
@@ -27,7 +28,6 @@ from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, re
 from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
-from trainstep.precision import DTYPES
 from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize
 

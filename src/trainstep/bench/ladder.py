@@ -23,7 +23,7 @@ from trainstep.bench.step import StepMeasurement, case_columns, measure_training
 from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
-from trainstep.stats import WILD_INTERVAL, Ratio, ratio_of_medians, summarize, verdict
+from trainstep.stats import RUN_SPREAD, WILD_INTERVAL, Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -175,9 +175,9 @@ class _Ladder:
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
-    """Whether the rung's peak is known and at least 2 % lower."""
+    """Whether the rung's peak is known and lower by more than runs differ."""
     own, other = rung.measurement.memory, than.measurement.memory
-    return own is not None and other is not None and own.peak < 0.98 * other.peak
+    return own is not None and other is not None and own.peak < (1 - RUN_SPREAD) * other.peak
 
 
 def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:

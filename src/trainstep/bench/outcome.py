@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.parallel.process import Process
 from trainstep.records import AnyRow, Scalar, Status, make_row
-from trainstep.user_code import place_of
 
 Result = TypeVar("Result")
 

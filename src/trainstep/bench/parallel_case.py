@@ -13,16 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trainstep.batch import map_tensors
-from trainstep.bench.parallel.names import SchemeName
-from trainstep.bench.parallel.schemes import parallelize
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar
+from trainstep.replicas import build
+from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.workload import Workload, WorkloadSource, map_tensors
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ParallelCase:
     source: WorkloadSource
     config: StepConfig
     """The batch is one rank's, where the workload lets it be chosen; a user's own is divided among the ranks."""
-    scheme: SchemeName
+    scheme: Scheme
     warmup: int = 5
     steps: int = 10
     allow_unused: bool = False
@@ -40,7 +39,7 @@ class ParallelCase:
 
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
-        return case_columns(self.source, self.config) | {"scheme": self.scheme, "world_size": world_size}
+        return case_columns(self.source, self.config) | {"scheme": self.scheme.name, "world_size": world_size}
 
     def whole(self, world_size: int) -> StepConfig:
         """The configuration whose workload has the batch of all ranks."""
@@ -54,8 +53,8 @@ class ParallelCase:
         workload = part_of(self.source.build(config), process.rank, process.world_size)
         if change is not None:
             workload = change(workload)
-        scheme = partial(parallelize, self.scheme, process, config, allow_unused=self.allow_unused)
-        return TrainingStep(workload, config, scheme)
+        parallelize = partial(build, self.scheme, process, config, allow_unused=self.allow_unused)
+        return TrainingStep(workload, config, parallelize)
 
 
 def part_of(workload: Workload, rank: int, world_size: int) -> Workload:

@@ -12,6 +12,7 @@ from trainstep.measure.profile.families import MATMULS, short_name
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, busy_us, gaps, length, overlap_of
 from trainstep.measure.profile.trace import Stream
 from trainstep.phases import PHASES
+from trainstep.precision import PRECISIONS
 from trainstep.records import AnyRow, Row, Scalar, make_row
 
 STEP = "step"
@@ -173,7 +174,7 @@ def _ceiling_precision(family: str, precision: str | None) -> str | None:
     if family == "FP32 SIMT matmul":
         return "fp32"
     if family in ("tensor-core matmul", "matmul", "fused attention") and precision is not None:
-        return "bf16" if precision in ("bf16", "fp16", "bf16-pure") else precision
+        return PRECISIONS[precision].rate
     return None
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainstep.batch import map_tensors
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
 from trainstep.blocks import find_blocks, without_numbers
@@ -24,7 +23,7 @@ from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.workload import WorkloadSource, map_tensors, resolve_device
 
 TOP = 5
 """The largest groups that are rows of their own."""

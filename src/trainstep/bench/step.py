@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.batch import tensors_of
 from trainstep.bench.grid import expand
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.config import Precision, StepConfig, StepMode
+from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
@@ -25,10 +24,11 @@ from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, 
 from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
+from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, resolve_device
+from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
@@ -205,7 +205,7 @@ def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: S
     return count() or None
 
 
-def measured_fields(measurement: StepMeasurement, timing: Timing, precision: Precision) -> dict[str, Any]:
+def measured_fields(measurement: StepMeasurement, timing: Timing, precision: PrecisionName) -> dict[str, Any]:
     """The fields of `MeasuredStep` for one window of a measurement."""
     step_s = summarize([sample.wall_ms for sample in timing.samples]).median / 1e3
     spec = find_device(device_name(measurement.device))

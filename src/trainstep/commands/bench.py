@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
 from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
 from trainstep.bench.collective_cases import DEFAULTS, CollectiveCase, collective_cases
-from trainstep.bench.parallel.names import SCHEMES, SchemeName
 from trainstep.commands.options import Common, OneModel, StepGrid, axes_of, commas, flags_of, shown, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 
 if TYPE_CHECKING:
     from trainstep.parallel.process import Process
@@ -140,7 +140,7 @@ class BenchCollectives(Common):
 class BenchParallel(OneModel):
     """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed."""
 
-    scheme: commas(SchemeName) = SCHEMES  # type: ignore[valid-type]
+    scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
     """The schemes, in order; single is the step without communication that the others are held against."""
     trace: FlagCreatePairsOff[bool] = False
     """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
@@ -160,7 +160,7 @@ class BenchParallel(OneModel):
         config = self.step_config()
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
-            cases = [ParallelCase(source, config, name, self.warmup, self.steps) for name in self.scheme]
+            cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
             records = run_cases(cases, process, self.out if self.trace else None)
             return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
 

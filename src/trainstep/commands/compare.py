@@ -9,6 +9,7 @@ from tyro.conf import Positional
 
 from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
+from trainstep.stats import RUN_SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class Compare(Common):
     """results.jsonl of the run before."""
     new: Positional[Path]
     """results.jsonl of the run after."""
-    spread: float = 0.02
+    spread: float = RUN_SPREAD
     """Relative difference between runs of one program on one machine; every interval is widened by it."""
     across: commas(str) = ()  # type: ignore[valid-type]
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""

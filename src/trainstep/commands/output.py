@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from trainstep.guards import StopSignals
 
 if TYPE_CHECKING:
     import rich.console
@@ -40,11 +39,11 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
     taken: list[Row] = []
     code = 0
     try:
-        with _interrupts() as interrupted:
+        with StopSignals(signal.SIGINT, raises=True) as signals:
             for record in _with_progress(records, console, title, total):
                 writer.write(record)
                 taken.append(record)
-                if interrupted():
+                if signals.received:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.")
@@ -72,26 +71,6 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
         console.print(f"{cases[0].status}: {cases[0].reason}", markup=False, highlight=False)
         return code or NOTHING_RAN
     return code
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, for between two rows: where it strikes inside a destructor, Python drops it."""
-    pressed = False
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _with_progress(

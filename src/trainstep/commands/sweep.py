@@ -6,11 +6,9 @@ import contextlib
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -66,7 +64,7 @@ class Sweep(Common):
         from trainstep.bench.sweep.grid_file import load_grid
         from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
-        from trainstep.held_folder import held_folder
+        from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             raise UsageError(
@@ -87,7 +85,8 @@ class Sweep(Common):
         if self.executor == "slurm":
             require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
-        with held_folder(out, "another sweep is running"), _ended_like_ctrl_c():
+        # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
+        with held_folder(out, "another sweep is running"), StopSignals(signal.SIGTERM, raises=True):
             print(_count(places, retried), flush=True)
 
             def execute(pending: Sequence[Place]) -> Generator[Place, None, None]:
@@ -125,20 +124,3 @@ def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[R
             point = {name: record.case[name] for name in (*axes, "row") if record.case.get(name) is not None}
             print(f"{record.values['number']}/{total} {named(point)}: {record.status}", flush=True)
         yield record
-
-
-@contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does."""
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -30,10 +30,9 @@ class Train(BuiltinModel):
     already goes on; another one is never overwritten."""
 
     def run(self) -> int:
-        from trainstep.parallel.process import join_group_or_alone
-        from trainstep.train.agreement import AgreedError
+        from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
-        from trainstep.train.progress import Show
+        from trainstep.train.metrics import Show
 
         config = self.run_config()
         mistake: AgreedError | None = None

@@ -33,7 +33,7 @@ class Tune(Common):
     def run(self) -> int:
         from trainstep.attention.tune import tune_choice, tune_tiles
         from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES
-        from trainstep.precision import DTYPES
+        from trainstep.casting import DTYPES
 
         chosen = [name for name in self.dtype if name != "tf32"]
         if "tiles" not in self.part and not chosen:

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
-from trainstep.config import Precision
+from trainstep.casting import DTYPES, matmul_precision
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.phases import PhaseContext
-from trainstep.precision import DTYPES, matmul_precision
+from trainstep.precision import PrecisionName
 
 
 @dataclass(frozen=True)
 class Ceilings:
     """Measured limits of one device."""
 
-    matmul_tflops: dict[Precision, float]
+    matmul_tflops: dict[PrecisionName, float]
     """Best rate of an n × n × n product, 1e12 FLOP/s."""
     copy_gb_s: float
     """Best rate of a device-to-device copy, bytes read plus bytes written, 1e9 bytes/s."""
 
 
-def measure_ceilings(device: torch.device, precisions: Sequence[Precision]) -> Ceilings:
+def measure_ceilings(device: torch.device, precisions: Sequence[PrecisionName]) -> Ceilings:
     """Measure in about a second on a CPU and less on a GPU; `precisions` must be supported by the device."""
     on_gpu = device.type == "cuda"
     size, copied = (8192, 2**30) if on_gpu else (1024, 2**27)
@@ -38,7 +38,7 @@ def measure_ceilings(device: torch.device, precisions: Sequence[Precision]) -> C
     return Ceilings(rates, 2 * copied / milliseconds / 1e6)
 
 
-def _matmul_tflops(device: torch.device, precision: Precision, size: int) -> float:
+def _matmul_tflops(device: torch.device, precision: PrecisionName, size: int) -> float:
     a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(precision):

@@ -25,6 +25,7 @@ from trainstep.kinds.steps import MeasuredStep
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import LaunchKey, Machine, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
+from trainstep.precision import PRECISIONS
 from trainstep.records import Row, of_kind
 
 LAUNCH_BOUND = 0.97
@@ -83,8 +84,8 @@ def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
             products[row.precision] = max(products.get(row.precision, 0.0), _positive(row, "tflops") * 1e12)
     found: dict[str, Any] = {}
     if products:
-        half = {name: products["bf16"] for name in ("fp16", "bf16-pure") if "bf16" in products}
-        found["matmul_flops"] = {**machine.matmul_flops, **products, **half}
+        reached = {name: products[each.rate] for name, each in PRECISIONS.items() if each.rate in products}
+        found["matmul_flops"] = {**machine.matmul_flops, **reached}
     if copies:
         found["copy_bytes_per_s"] = max(copies)
     memory = [row.environment.get("device_memory_gib") for row in rows]
@@ -133,10 +134,11 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
 
 def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
+    stored_half = {name for name, each in PRECISIONS.items() if each.is_stored_half}
     for row in _timed(records):
         name = str(row.optimizer)
         moved = OPTIMIZER_BYTES[name] * SIZES[str(row.workload)].num_parameters
-        if row.precision != "bf16-pure":
+        if row.precision not in stored_half:
             fraction = moved / (row.times["optimizer"].median / 1e3) / machine.copy_bytes_per_s
             reached[name] = max(reached.get(name, 0.0), fraction)
     return {"optimizer_fraction": {**machine.optimizer_fraction, **reached}} if reached else {}

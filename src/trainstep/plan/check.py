@@ -12,18 +12,9 @@ from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import step_seconds
-from trainstep.plan.strategies import Layout, Strategy, strategy_memory
+from trainstep.plan.strategies import Layout, strategy_memory
 from trainstep.records import Row, Scalar, make_row
-
-STRATEGY_OF_SCHEME: dict[str, Strategy] = {
-    "single": "single",
-    "bucketed-25": "ddp",
-    "sharded-optimizer": "sharded optimizer",
-    "sharded-optimizer-1000": "sharded optimizer",
-    "fsdp": "fsdp",
-    "fsdp-collectives": "fsdp",
-}
-"""Schemes of `trainstep bench parallel` that are planned."""
+from trainstep.schemes import SCHEMES
 
 
 def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:
@@ -32,9 +23,10 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
     for row in records:
         if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
             continue
-        strategy = STRATEGY_OF_SCHEME.get(str(row.case.get("scheme", "single")))
-        if strategy is None:
+        scheme = SCHEMES.get(str(row.case.get("scheme", "single")))
+        if scheme is None or not scheme.is_planned:
             continue
+        strategy = scheme.planned_as or "single"
         model, step = SIZES[str(row.case["workload"])], _step_of(row)
         ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1
         cluster = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s)

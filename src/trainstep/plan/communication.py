@@ -32,15 +32,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trainstep.errors import UsageError
+from trainstep.schemes import DataParallel
 
 CollectiveName = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
-Scheme = Literal["ddp", "sharded optimizer", "zero-2", "fsdp"]
 
 COLLECTIVES: tuple[CollectiveName, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
-SCHEMES: tuple[Scheme, ...] = ("ddp", "sharded optimizer", "zero-2", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class RankBytes:
 
 
 def rank_bytes(
-    scheme: Scheme,
+    scheme: DataParallel,
     num_parameters: int,
     world_size: int,
     *,
@@ -225,7 +224,7 @@ def rank_bytes(
         outbox = -(-group // n) if peer_copies else 0
         inbox = group if peer_copies and on_the_way < full else 0  # one of the two that are sent and received
         return RankBytes(share, share, state_share, group * (3 + 1 + 2) + outbox, sent // n, staging=outbox + inbox)
-    raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
+    raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")
 
 
 def _check_world_size(world_size: int) -> None:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
 
-from trainstep.config import Precision
 from trainstep.errors import UsageError
 from trainstep.hardware import DeviceSpec
 from trainstep.plan.communication import CollectiveName, Link
+from trainstep.precision import PRECISIONS
 
 GIB = 2**30
 
-ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "half": 0.79, "copy": 0.88, "link": 0.72, "network": 0.8}
-"""Fractions of the datasheet's peaks: large products, a large copy and a large all-reduce over NVLink as measured on
-H200s; of the network's nothing was measured, and 0.8 is an assumption."""
+ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "bf16": 0.79, "copy": 0.88, "link": 0.72, "network": 0.8}
+"""Fractions of the datasheet's peaks: large products by the units they run on, a large copy and a large all-reduce over
+NVLink as measured on H200s; of the network's nothing was measured, and 0.8 is an assumption."""
 
 OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
 """Of a copy's bandwidth, reached by the optimizer: measured on an H200 (sgd as foreach)."""
@@ -47,13 +46,13 @@ class Machine:
     """One GPU as it is, not as it is advertised."""
 
     name: str
-    matmul_flops: Mapping[Precision, float]
+    matmul_flops: Mapping[str, float]
     """FLOP/s of a large product, per precision."""
     copy_bytes_per_s: float
     """Of a large copy, bytes read plus bytes written."""
     memory_bytes: int
     multiprocessors: int
-    peak_flops: Mapping[Precision, float]
+    peak_flops: Mapping[str, float]
     """The datasheet's: what utilisation is a fraction of."""
     link: Link
     """Between GPUs of one node."""
@@ -74,11 +73,10 @@ class Machine:
 
 def machine_of(spec: DeviceSpec) -> Machine:
     """A device by its datasheet and `ATTAINABLE`."""
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    peaks = {each: spec.peak_tflops(each) * 1e12 for each in precisions}
+    peaks = {each: spec.peak_tflops(each) * 1e12 for each in PRECISIONS}
     return Machine(
         name=spec.name,
-        matmul_flops={each: peak * ATTAINABLE.get(each, ATTAINABLE["half"]) for each, peak in peaks.items()},
+        matmul_flops={each: peak * ATTAINABLE[PRECISIONS[each].rate] for each, peak in peaks.items()},
         copy_bytes_per_s=spec.bandwidth_gb_s * 1e9 * ATTAINABLE["copy"],
         memory_bytes=int(spec.memory_gib * GIB),
         multiprocessors=spec.multiprocessors,

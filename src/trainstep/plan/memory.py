@@ -40,8 +40,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, OptimizerImpl, Precision, StepConfig, blocks_per_checkpoint
+from trainstep.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UnsupportedError
+from trainstep.precision import PRECISIONS, PrecisionName
 
 FUSED_ATTENTION = ("auto", "flash-reference", "flash-triton", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """Implementations that keep q, k, v, the result and the log-sum-exp."""
@@ -61,9 +62,9 @@ class StaticBytes:
         return self.weights + self.optimizer_state
 
 
-def static_bytes(num_parameters: int, precision: Precision, optimizer: OptimizerImpl) -> StaticBytes:
+def static_bytes(num_parameters: int, precision: PrecisionName, optimizer: OptimizerImpl) -> StaticBytes:
     """Bytes of weights, gradients and optimizer state; autocast keeps all of them in float32."""
-    weights = num_parameters * (2 if precision == "bf16-pure" else 4)
+    weights = num_parameters * PRECISIONS[precision].stored_bytes
     return StaticBytes(weights, weights, 0 if optimizer == "sgd" else 2 * weights)
 
 
@@ -122,16 +123,19 @@ class _Sizes:
     """Elements and bytes per element, as the module's docstring names them."""
 
     def __init__(self, model: ModelConfig, step: StepConfig, on_cuda: bool) -> None:
-        self.autocast = step.precision in ("bf16", "fp16")
-        pure = step.precision == "bf16-pure"
-        self.element = 2 if self.autocast or pure else 4
-        self.residual = self.weight = 2 if pure else 4
+        precision = PRECISIONS[step.precision]
+        self.autocast, self.element = precision.is_autocast, precision.computed_bytes
+        self.residual = self.weight = precision.stored_bytes
         self.tokens = step.batch * step.context
         self.stream = self.tokens * model.d_model
         self.wide = self.tokens * model.d_ff
         self.scores = step.batch * model.num_heads * step.context**2
         self.logits = self.tokens * model.vocab_size
-        self.norm = (4 if on_cuda else 8) * self.stream + 4 * self.tokens + (4 * model.d_model if pure else 0)
+        self.norm = (
+            (4 if on_cuda else 8) * self.stream
+            + 4 * self.tokens
+            + (4 * model.d_model if precision.is_stored_half else 0)
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, shared_bytes, strategy_memory
+from trainstep.precision import PRECISIONS, Precision
 
 BUCKET_BYTES = 25e6
 """Of gradients reduced in one call at least: the default of our DistributedDataParallel. More, where calls cost more
@@ -84,7 +85,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     memory = strategy_memory(model, step, layout)
     shared = dataclasses.replace(step, batch=step.batch * t)
     is_fsdp = layout.scheme == "fsdp" and layout.strategy != "single"
-    is_half = step.precision not in ("fp32", "tf32")
+    precision = PRECISIONS[step.precision]
     compute = step_seconds(
         model,
         shared,
@@ -93,15 +94,14 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         casts_weights=False if is_fsdp else None,
         optimizer_share=1 / n if layout.strategy not in ("single", "ddp") else 1.0,
     )
-    kept_width = 2 if step.precision == "bf16-pure" else 4
     parameters = model.num_parameters / t
-    busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, kept_width, is_half, model)
+    busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, precision, model)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
-    if is_fsdp and is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
+    if is_fsdp and precision.is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
         compute = dataclasses.replace(compute, backward=backward)
-    sent = shared_bytes(model, step, layout, kept_width, 0).sent
+    sent = shared_bytes(model, step, layout, precision.stored_bytes, 0).sent
     if t > 1:
         calls, payload = _tensor_parallel_calls(model, shared)
         link = cluster.group_link("all-gather", t)
@@ -118,8 +118,7 @@ def _data_parallel_seconds(
     cluster: Cluster,
     compute: StepSeconds,
     parameters: float,
-    kept_width: int,
-    is_half: bool,
+    precision: Precision,
     model: ModelConfig,
 ) -> tuple[float, float]:
     """(seconds that the connections are busy, seconds that stick out) for what data parallel ranks exchange."""
@@ -130,7 +129,7 @@ def _data_parallel_seconds(
     scatter = cluster.group_link("reduce-scatter", n, stride)
     part = (n - 1) / n
     if layout.scheme == "fsdp":
-        width = 2 if is_half else 4
+        width = precision.computed_bytes
         groups = model.num_layers + 2
         gathered = part * parameters * width / gather.bus_bytes_per_s
         exchanged = part * parameters * width / scatter.bus_bytes_per_s
@@ -140,7 +139,7 @@ def _data_parallel_seconds(
             sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
             + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
         )
-    kept = parameters * kept_width
+    kept = parameters * precision.stored_bytes
     backward_s, optimizer_s = compute.backward.total, compute.optimizer.total
     if layout.scheme == "ddp":
         reduce = cluster.group_link("all-reduce", n, stride)
@@ -164,8 +163,8 @@ def _in_best_calls(
 def _tensor_parallel_calls(model: ModelConfig, step: StepConfig) -> tuple[int, int]:
     """(calls in a step, payload bytes of each); `step.batch` is the group's."""
     per_block = 4 + 6 + (4 if step.checkpointing != "none" else 0)
-    width = 2 if step.precision not in ("fp32", "tf32") else 4
-    return model.num_layers * per_block + 4, step.batch * step.context * model.d_model * width
+    width = model.d_model * PRECISIONS[step.precision].computed_bytes
+    return model.num_layers * per_block + 4, step.batch * step.context * width
 
 
 def scaled(cluster: Cluster, gpus: int) -> Cluster:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UnsupportedError
 from trainstep.plan.machine import Machine
+from trainstep.precision import PRECISIONS
 
 TILES = {
     "wide": ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65)),
@@ -147,11 +148,9 @@ def step_seconds(
         layers * launch_backward + again * launch_forward,
     )
     parameters = optimizer_share * model.num_parameters / tensor_parallel
-    width_of = 0.5 if step.precision == "bf16-pure" else 1.0
+    bytes_per_parameter = OPTIMIZER_BYTES[step.optimizer] * PRECISIONS[step.precision].stored_bytes / 4
     rate = copy * machine.optimizer_fraction[step.optimizer]
-    return StepSeconds(
-        forward, backward, PhaseSeconds(0.0, OPTIMIZER_BYTES[step.optimizer] * width_of * parameters / rate)
-    )
+    return StepSeconds(forward, backward, PhaseSeconds(0.0, bytes_per_parameter * parameters / rate))
 
 
 class _Block:
@@ -162,8 +161,8 @@ class _Block:
     ) -> None:
         self._machine, self._precision = machine, step.precision
         t = tensor_parallel
-        autocast = step.precision in ("bf16", "fp16")
-        e = self.element = 4 if step.precision in ("fp32", "tf32") else 2
+        autocast = PRECISIONS[step.precision].is_autocast
+        e = self.element = PRECISIONS[step.precision].computed_bytes
         d, f, heads, s, k = model.d_model, model.d_ff, model.num_heads, step.context, model.head_dim
         tokens = step.batch * s
         own, inner = -(-d // t), -(-f // t)  # columns of the attention's and the feed-forward's matrices on this GPU
@@ -209,5 +208,5 @@ class _Block:
 
     def product(self, m: int, n: int, k: int, batch: int = 1) -> float:
         flops = self._machine.matmul_flops[self._precision]
-        fp32 = self._precision == "fp32"
+        fp32 = PRECISIONS[self._precision].rate == "fp32"
         return product_seconds(m, n, k, flops, self._machine.multiprocessors, fp32=fp32, batch=batch)

@@ -25,7 +25,6 @@ from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import (
     MOST_GPUS,
-    STRATEGIES,
     Layout,
     MemorySplit,
     fits,
@@ -36,7 +35,9 @@ from trainstep.plan.strategies import (
     tensor_bytes,
     tensor_parallel_choices,
 )
+from trainstep.precision import PRECISIONS
 from trainstep.records import Row
+from trainstep.schemes import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +189,14 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
     """
     cluster, step = request.cluster, request.step
     flops = cluster.machine.matmul_flops[step.precision]
-    kept = 2 if step.precision == "bf16-pure" else 4
-    travels = 2 if step.precision not in ("fp32", "tf32") else 4
+    precision = PRECISIONS[step.precision]
     width = width_between_collectives(request.model)
     tokens = cluster.gpus * step.batch * step.context
     connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
     if cluster.nodes > 1:
         connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
     for connection, rate in connections:
-        narrow, wide = (intensity(flops, rate, size) for size in (travels, kept))
+        narrow, wide = (intensity(flops, rate, size) for size in (precision.computed_bytes, precision.stored_bytes))
         rows: dict[str, tuple[float | None, float | None]] = {
             "data (gradients as kept)": (data_axis_tokens(wide), None),
             "fsdp": (data_axis_tokens(narrow), None),

@@ -20,17 +20,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
-from trainstep.plan.communication import RankBytes, Scheme, rank_bytes
+from trainstep.plan.communication import RankBytes, rank_bytes
 from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import peak_bytes
-
-Strategy = Literal["single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"]
-
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+from trainstep.precision import PRECISIONS
+from trainstep.schemes import DataParallel, Strategy
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Layout:
         return self.data * self.tensor
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> DataParallel:
         """What the data parallel ranks do."""
         if self.strategy == "single":
             return "ddp"
@@ -126,11 +123,10 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     is_fsdp = layout.scheme == "fsdp"
     shared = dataclasses.replace(step, batch=step.batch * t, compile="off")
     computed = shared
-    if is_fsdp and step.precision in ("bf16", "fp16"):
+    if is_fsdp and PRECISIONS[step.precision].is_autocast:
         computed = dataclasses.replace(shared, precision="bf16-pure")
     peak = peak_bytes(model, computed, on_cuda=True)
-    kept_width = 2 if step.precision == "bf16-pure" else 4
-    made_width = 2 if computed.precision == "bf16-pure" else 4
+    kept_width, made_width = PRECISIONS[step.precision].stored_bytes, PRECISIONS[computed.precision].stored_bytes
     state_width = 0 if step.optimizer == "sgd" else 2 * kept_width
     kept = shared_bytes(model, step, layout, kept_width, state_width)
     divides_gradients = layout.scheme in ("zero-2", "fsdp")
@@ -156,15 +152,15 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
 
 def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout, kept_width: int, state_width: int) -> RankBytes:
     """What the data parallel ranks keep and send, by `rank_bytes`."""
-    is_half = step.precision not in ("fp32", "tf32")
+    precision = PRECISIONS[step.precision]
     found = rank_bytes(
         layout.scheme,
         -(-model.num_parameters // layout.tensor),
         layout.data,
         bytes_per_parameter=kept_width,
         state_per_parameter=state_width,
-        compute_bytes=2 if is_half else 4,
-        reduce_bytes=2 if is_half and layout.scheme == "fsdp" else None,
+        compute_bytes=precision.computed_bytes,
+        reduce_bytes=2 if precision.is_half and layout.scheme == "fsdp" else None,
         largest_group=-(-largest_group(model) // layout.tensor),
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)

@@ -1,1 +1,1 @@
-"""A real training loop: `loop.py` is the story, the other files are what it uses, one thing each."""
+"""A real training loop: `loop.py` is the whole of it, the other files are what it uses."""

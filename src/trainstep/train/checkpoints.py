@@ -1,13 +1,18 @@
-"""The checkpoints of a run: written beside training, complete or not there, the newest ones kept.
+"""The checkpoints of a run: what they hold, written beside training, complete or not there, the newest ones kept.
 
 All ranks write their parts into a hidden folder, in a thread, while training goes on; the tensors were copied to the
 host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size) and renames
 the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed. What is hidden is
 removed at the next start.
+
+Weights and the optimizer's state go by the parameters' names in the plain module, in full shape, whatever part of them
+a rank has. So single, ddp and fsdp read each other's checkpoints at any world size. The sharded optimizer cuts
+parameters by their memory instead of by rows and keeps its state in a form of its own, for any world size too.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -15,17 +20,29 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from trainstep.errors import UsageError
+from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.fsdp.checkpoint import empty_optimizer, local_part, state_by_name
+from trainstep.parallel.process import AgreedError, Process, on_all_ranks
+from trainstep.schemes import SCHEMES
+from trainstep.training_step import Replica
 
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
 _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
+
+
+StateForm = Literal["by name", "in slices"]
+"""How the optimizer's state is kept."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +160,9 @@ class CheckpointWriter:
             before = (
                 "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
             )
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UsageError(
-                f"checkpoint {name_of(step)} could not be written: {reason}; {before}. See that there is room in "
-                f"{self.folder}, then give the same command again to go on"
+                f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
+                f"room in {self.folder}, then give the same command again to go on"
             ) from error
         self.last = step
 
@@ -167,3 +183,92 @@ class CheckpointWriter:
 
     def _hidden(self, step: int) -> Path:
         return self.folder / f".{name_of(step)}.writing"
+
+
+def form_of(replica: Replica) -> StateForm:
+    """The form in which this replica's optimizer state is written and read."""
+    return "in slices" if isinstance(replica.optimizer, ShardedOptimizer) else "by name"
+
+
+def training_state(replica: Replica) -> dict[str, Any]:
+    """Weights, buffers and optimizer state, for torch.distributed.checkpoint. Tensors share memory with the replica."""
+    model = _model_state(replica)
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        return {"model": model, "optimizer": replica.optimizer}
+    state = state_by_name(replica.optimizer, _trained(replica), model)
+    return {"model": model, "optimizer": {"state": state}}
+
+
+def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
+    """Read into the replica what `training_state` was when it was written, by this or another number of ranks.
+
+    Args:
+        checkpoint: a complete one.
+        replica: of the same model, by any scheme that keeps the optimizer's state in the same form.
+        process: this rank; all call it.
+        group: a Gloo group of all ranks.
+
+    Raises:
+        UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
+    """
+    kept, wanted = checkpoint.note.get("form"), form_of(replica)
+    if kept != wanted:
+        alike = [
+            each.name
+            for each in SCHEMES.values()
+            if each.in_train and (each.wrapper == "sharded-optimizer") == (kept == "in slices")
+        ]
+        raise AgreedError(
+            f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
+            f"{' or '.join(alike)}"
+        )
+    on_all_ranks(process, functools.partial(_load, checkpoint.path, replica, group))
+
+
+def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
+    """Read weights, buffers and optimizer state in place."""
+    model = _model_state(replica)
+    in_slices = isinstance(replica.optimizer, ShardedOptimizer)
+    try:
+        state: Any = replica.optimizer
+        if not in_slices:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
+            state = {"state": {}} | empty_optimizer(FileSystemReader(str(path)).read_metadata(), model)
+        load({"model": model, "optimizer": state}, checkpoint_id=str(path), process_group=group)
+        if not in_slices:
+            _give_state(replica, state["state"])
+    except (Exception, CheckpointException) as error:
+        raise UsageError(
+            f"{path} cannot be read: {_last_line(error)}; name an older checkpoint with --resume-from"
+        ) from error
+
+
+def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hand the optimizer the state of each parameter, by its name in the plain module."""
+    optimizer, trained = replica.optimizer, _trained(replica)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    state = {
+        numbers[id(trained[name])]: {key: local_part(value) for key, value in values.items()}
+        for name, values in loaded.items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """What DistributedDataParallel wraps; FSDP answers for the module itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _model_state(replica: Replica) -> dict[str, Any]:
+    return _plain(replica.module).state_dict()
+
+
+def _trained(replica: Replica) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by name in the plain module."""
+    if isinstance(replica.module, FullyShardedDataParallel):
+        return {parameter.name: parameter.shard for parameter in replica.module.sharded_parameters()}
+    return dict(_plain(replica.module).named_parameters())
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -10,14 +10,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar
-from trainstep.train.schedule import learning_rate
-
-Scheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
+from trainstep.schemes import SCHEMES, Scheme, TrainScheme
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class TrainConfig:
     """Checkpoints kept, the newest ones."""
     log_every: int = 10
     """Updates between two lines on the terminal; files have every one."""
-    scheme: Scheme = "auto"
+    scheme: TrainScheme = "auto"
     """single (one process), ddp (every rank has all; gradients are averaged), sharded-optimizer (gradients and
     optimizer state in slices), fsdp (weights too); auto: ddp on several ranks, else single."""
     bucket_mb: float = 25.0
@@ -118,10 +116,11 @@ class RunConfig:
         )
 
     def scheme(self, world_size: int) -> Scheme:
-        """The scheme that this number of ranks trains with."""
-        if self.train.scheme == "auto":
-            return "single" if world_size == 1 else "ddp"
-        return self.train.scheme
+        """What this number of ranks trains with, in buckets as configured."""
+        name = self.train.scheme
+        if name == "auto":
+            name = "single" if world_size == 1 else "ddp"
+        return dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
 
     def passes(self, world_size: int) -> int:
         """Forward and backward passes of a rank per update."""
@@ -151,13 +150,12 @@ class RunConfig:
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
                 "use --scheme ddp, sharded-optimizer or fsdp"
             )
-        if self.step.precision == "fp16":
+        if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
-                "train does not take fp16: its loss scaler skips steps, so that runs could not be resumed and compared "
-                "step by step; use --precision bf16, which needs no scaler"
+                f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "
+                "resumed and compared step by step; use --precision bf16, which needs no scaler"
             )
-        if self.train.scheme == "fsdp" and self.step.loss == "chunked":
-            raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+        self.scheme(world_size).check(self.step)
 
     def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
@@ -186,3 +184,22 @@ def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> lis
         for name in names
         if theirs.get(name) != mine.get(name)
     ]
+
+
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int, floor: float) -> float:
+    """The learning rate of update number `step`: linear warm-up, then half a cosine (Loshchilov & Hutter 2017).
+
+    It is peak · step / warmup up to the end of the warm-up, and then falls to peak · floor at the last update.
+
+    Args:
+        step: the number of the update, from 1 to `steps`.
+        peak: the highest learning rate, that of update `warmup`.
+        warmup: updates of linear warm-up; 0 for none.
+        steps: updates in all.
+        floor: the last update's learning rate, as a fraction of the peak.
+    """
+    assert 1 <= step <= steps, f"update {step} of {steps}"
+    if step <= warmup:
+        return peak * step / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)

@@ -38,22 +38,19 @@ class TokenData:
     validation: Tokens
     is_text: bool
     """Whether the tokens are the bytes of text."""
-    context: int
-    vocab_size: int
-    global_batch: int
-    eval_batches: int
-    seed: int
+    config: RunConfig
+    """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
 
     def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> list[Batch]:
         """A rank's part of update number `step`, in passes of `batch` sequences."""
-        random = np.random.default_rng([self.seed, step])
-        starts = random.integers(0, len(self.training) - self.context, size=self.global_batch)
+        random = np.random.default_rng([self.config.step.seed, step])
+        starts = random.integers(0, len(self.training) - self.config.step.context, size=self.config.train.global_batch)
         return self._parts(self.training, starts, rank, world_size, batch)
 
     def validation_parts(self, rank: int, world_size: int, batch: int) -> list[Batch]:
         """A rank's part of the validation, the same every time: sequences evenly spaced over the validation tokens."""
-        count = self.eval_batches * self.global_batch
-        starts = np.linspace(0, len(self.validation) - self.context - 1, count).astype(np.int64)
+        count = self.config.train.eval_batches * self.config.train.global_batch
+        starts = np.linspace(0, len(self.validation) - self.config.step.context - 1, count).astype(np.int64)
         return self._parts(self.validation, starts, rank, world_size, batch)
 
     def describe(self) -> dict[str, Scalar]:
@@ -75,19 +72,18 @@ class TokenData:
         for tokens in (self.training, self.validation):
             part = np.array_split(tokens, world_size)[rank]
             for start in range(0, len(part), _CHECKED_TOKENS):
-                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.vocab_size:
+                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.config.model.vocab_size:
                     raise UsageError(
-                        f"the data holds token id {largest}, beyond the vocabulary of {self.vocab_size}; give the data "
-                        "that fits the model, or --vocab-size"
+                        f"the data holds token id {largest}, beyond the vocabulary of {self.config.model.vocab_size}; "
+                        "give the data that fits the model, or --vocab-size"
                     )
 
     def _parts(
         self, tokens: Tokens, starts: npt.NDArray[np.integer], rank: int, world_size: int, batch: int
     ) -> list[Batch]:
         mine = np.split(starts, world_size)[rank]
-        return [
-            cut_sequences(tokens, part, self.context, self.vocab_size) for part in np.split(mine, len(mine) // batch)
-        ]
+        context, vocab_size = self.config.step.context, self.config.model.vocab_size
+        return [cut_sequences(tokens, part, context, vocab_size) for part in np.split(mine, len(mine) // batch)]
 
 
 def open_data(path: Path | None, config: RunConfig) -> TokenData:
@@ -106,13 +102,4 @@ def open_data(path: Path | None, config: RunConfig) -> TokenData:
                 f"of {len(tokens)} tokens {len(part)} are for {what}, but one sequence needs context + 1 = "
                 f"{context + 1}; give more data, a shorter --context or another --validation-fraction"
             )
-    return TokenData(
-        training,
-        validation,
-        is_text=path is None or path.suffix != ".bin",
-        context=context,
-        vocab_size=config.model.vocab_size,
-        global_batch=config.train.global_batch,
-        eval_batches=config.train.eval_batches,
-        seed=config.step.seed,
-    )
+    return TokenData(training, validation, is_text=path is None or path.suffix != ".bin", config=config)

@@ -1,6 +1,7 @@
-"""The folder of a run: what may start in it, and what is changed there when it does.
+"""The folder of a run: what may start in it, where a run goes on from, and what is changed there when it does.
 
-No other run, and no file of another's, is ever touched there. Where a run goes on from, `resume.py` chooses.
+No other run, and no file of another's, is ever touched there. `choose` decides from what was found and asked, without
+looking at a file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.held_folder import LOCK
+from trainstep.guards import LOCK
 from trainstep.records import Scalar
-from trainstep.train.checkpoints import Checkpoint, open_checkpoint, set_aside, steps_in, tidy
-from trainstep.train.config import differences
+from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
+from trainstep.train.config import RunConfig, differences
 from trainstep.train.metrics import METRICS, read_metrics
-from trainstep.train.resume import Asked, Found, choose
 
 RUN = "run.json"
 """What the run is: written once, at its start."""
@@ -25,6 +25,76 @@ _DRAFT = f".{RUN}"
 CHECKPOINTS = "checkpoints"
 RESULTS = "results.jsonl"
 """Written at the run's end, and so the sign of it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command says."""
+
+    steps: int
+    """Updates in all."""
+    resume_from: str | None = None
+    """A checkpoint's name to go back to; None for the newest."""
+    is_restart: bool = False
+    """Whether torchrun gives the command a second time, because a worker died. If it went back to `resume_from` before,
+    it does not again, and what was saved since is gone on from."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds of a run that has made an update."""
+
+    steps: tuple[int, ...] = ()
+    """The updates that its checkpoints were taken after, oldest first."""
+    resumed_from: str | None = None
+    """What the command that wrote the newest checkpoint had been told to go back to; None where that one is damaged."""
+    has_results: bool = False
+    """Whether the run came to its end."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where to go on."""
+
+    step: int | None
+    """The update that the checkpoint to load was taken after; None: begin with the first update."""
+    later: tuple[int, ...] = ()
+    """Those of newer checkpoints, which are in the way."""
+    is_finished: bool = False
+    """Everything is there already."""
+
+
+def choose(found: Found | None, asked: Asked, out: Path) -> Choice:
+    """The newest checkpoint, or the one that was named.
+
+    Args:
+        found: the run; None where there is none yet.
+        asked: what the command says.
+        out: the folder, for messages.
+
+    Raises:
+        UsageError: a checkpoint was named that is not there.
+    """
+    if found is None:
+        if asked.resume_from is not None:
+            raise UsageError(
+                f"--resume-from is {asked.resume_from!r}, but {out} holds no run to go on with; leave it out to begin "
+                "one, or give the --out of the run that is meant"
+            )
+        return Choice(None)
+    went_back = asked.is_restart and found.resumed_from == asked.resume_from
+    if asked.resume_from is not None and not went_back:
+        names = {name_of(step): step for step in found.steps}
+        if Path(asked.resume_from).name not in names:
+            there = f"the checkpoints in {out} are: {', '.join(names) or 'none'}"
+            raise UsageError(f"--resume-from is {asked.resume_from!r}; {there}")
+        step = names[Path(asked.resume_from).name]
+    elif found.steps:
+        step = found.steps[-1]
+    else:
+        return Choice(None)
+    later = tuple(each for each in found.steps if each > step)
+    return Choice(step, later, is_finished=step == asked.steps and found.has_results and not later)
 
 
 @dataclass(frozen=True)
@@ -43,6 +113,26 @@ class Start:
     def step(self) -> int:
         """Updates that are made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def describe(self, config: RunConfig, world_size: int, out: Path) -> str:
+        """A run's first lines for the terminal: what is trained how, and from where."""
+        if self.is_finished:
+            return f"the run in {out} is finished: all {config.train.steps} updates are made; nothing to do"
+        passes, batch, context = config.passes(world_size), config.step.batch, config.step.context
+        how = f"{_counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''} × batch {batch}"
+        told = (
+            f"{config.name}: {config.model.num_parameters:,} parameters, {config.train.steps} updates of "
+            f"{config.train.global_batch} × {context} tokens ({how}), {config.scheme(world_size).name}, "
+            f"{config.step.precision} → {out}"
+        )
+        if self.checkpoint is not None:
+            writers = _counted(self.checkpoint.note.get("world_size"), "rank")
+            told += f"\nresumed from {self.checkpoint.path.name}, written by {writers}"
+        elif not self.is_new:
+            told += "\nthe run was begun before, but has no checkpoint yet: from the first update again"
+        if self.aside:
+            told += f"\nset aside: {', '.join(self.aside)}"
+        return told
 
 
 def open_folder(out: Path, identity: Mapping[str, Scalar], asked: Asked) -> Start:
@@ -92,7 +182,7 @@ def check_shared(out: Path) -> None:
 
 
 def _look(out: Path) -> Found | None:
-    """The run in a folder. One that never made an update, as its settings cannot be run, binds nobody and is none."""
+    """The run in a folder. One that never made an update, as its settings cannot be run, counts as none."""
     steps = steps_in(out / CHECKPOINTS)
     if not (out / RUN).exists() or not (steps or read_metrics(out / METRICS)):
         return None
@@ -127,3 +217,7 @@ def _check_same(where: Path, mine: Mapping[str, Scalar], theirs: Mapping[str, Sc
             f"{where} is of another run (its own → asked for): {'; '.join(found)}. Go on with its own settings, or "
             "start a new run with another --out"
         )
+
+
+def _counted(count: int | None, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -17,26 +17,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainstep.held_folder import held_folder
+from trainstep.casting import check_precision
+from trainstep.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
-from trainstep.parallel.process import Process, is_restart
-from trainstep.precision import check_precision
+from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
 from trainstep.records import write_whole
-from trainstep.train.agreement import AgreedError, on_all_ranks, on_first_rank
-from trainstep.train.checkpoints import CheckpointWriter, name_of
+from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData, open_data
-from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
-from trainstep.train.learner import Learner
-from trainstep.train.meter import Meter
-from trainstep.train.metrics import METRICS, MetricsWriter, read_metrics
-from trainstep.train.progress import Show, as_beginning, as_summary
-from trainstep.train.readings import Reading, Readings
-from trainstep.train.results import run_record
-from trainstep.train.resume import Asked
+from trainstep.train.folder import CHECKPOINTS, RESULTS, Asked, check_not_of_others, check_shared, open_folder
+from trainstep.train.learner import Learner, Reading, Readings
+from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
 from trainstep.train.samples import write_samples
-from trainstep.train.state import form_of, load_training_state, training_state
-from trainstep.train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def train(
         asked = Asked(config.train.steps, resume_from, is_restart())
         start = on_first_rank(process, lambda: open_folder(out, identity, asked))
         on_all_ranks(process, lambda: check_shared(out))
-        show.line(as_beginning(start, config, process.world_size, out))
+        show.line(start.describe(config, process.world_size, out))
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
         learner = Learner(config, tokens, process)
@@ -99,7 +91,7 @@ def train(
                 MetricsWriter(out if process.rank == 0 else None, step=start.step, tensorboard=config.train.tensorboard)
             ),
         )
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
         note = {
             "identity": identity,
@@ -115,7 +107,7 @@ def train(
             if process.rank == 0:
                 record = run_record(config, process, read_metrics(out / METRICS), start.step, peak)
                 write_whole(out / RESULTS, [record])
-                show.line(f"{as_summary(record.values)} → {out}")
+                show.line(f"{as_summary(record)} → {out}")
         checkpoints.close()
     return Outcome(done, is_finished, signals.received)
 

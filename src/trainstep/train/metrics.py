@@ -1,23 +1,78 @@
-"""The metrics of a run: `metrics.jsonl`, a line per update, and TensorBoard's event files."""
+"""What is written and shown of a run: metrics.jsonl and TensorBoard's files, the terminal's lines, and its record."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
 
 from trainstep.errors import UsageError
+from trainstep.hardware import find_device
+from trainstep.kinds import TrainRow
+from trainstep.measure.environment import describe, device_name
+from trainstep.measure.memory import GIB
+from trainstep.parallel.process import Process
+from trainstep.plan.flops import step_flops
+from trainstep.records import Scalar, make_row
+from trainstep.stats import summarize
+from trainstep.train.config import RunConfig
+from trainstep.train.learner import Reading
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 METRICS = "metrics.jsonl"
 """The file's name in the run's folder."""
 
-Row = Mapping[str, Any]
+Update = Mapping[str, Any]
 """`step`, `loss`, `learning_rate`, `gradient_norm`, `step_ms`, `tokens_per_s`, `utilisation`, `validation_loss`, …"""
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
 """What TensorBoard draws."""
+WARMUP = 10
+"""Updates after a start whose speed is not counted: compilation and first allocations are in them."""
+POINTS = 50
+"""Updates whose losses are kept in the record; metrics.jsonl has all."""
+
+
+class Meter:
+    """Makes rows of what is read of updates.
+
+    Args:
+        config: the run.
+        process: any of its ranks.
+        first: the update that this start goes on from; 0 at the run's start.
+    """
+
+    def __init__(self, config: RunConfig, process: Process, first: int) -> None:
+        self._config, self._world_size, self._first = config, process.world_size, first
+        self._flops = step_flops(config.model, config.train.global_batch, config.step.context, "step")
+        spec = find_device(device_name(process.device))
+        self.peak_flops = None if spec is None else 1e12 * spec.peak_tflops(config.step.precision) * process.world_size
+        """FLOP/s of all ranks at most, in the run's precision; None: no peak is known of the device."""
+
+    def row(self, reading: Reading, validation_loss: float | None) -> dict[str, Any]:
+        """One update: the loss over the global batch, the gradient's norm before clipping, speed over all ranks."""
+        tokens = self._config.tokens_per_update
+        return {
+            "step": reading.step,
+            "loss": reading.loss,
+            "validation_loss": validation_loss,
+            "learning_rate": self._config.learning_rate(reading.step),
+            "gradient_norm": reading.gradient_norm,
+            "step_ms": 1e3 * reading.seconds,
+            "tokens_per_s": tokens / reading.seconds,
+            "utilisation": None if self.peak_flops is None else self._flops / reading.seconds / self.peak_flops,
+            "tokens": reading.step * tokens,
+            "world_size": self._world_size,
+            "since_start": reading.step - self._first,
+        }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -71,7 +126,7 @@ class MetricsWriter:
         cut_metrics(out / METRICS, step)
         self._file = (out / METRICS).open("a", encoding="utf-8")
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Update) -> None:
         """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
@@ -91,3 +146,129 @@ class MetricsWriter:
             self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+class Show:
+    """Prints on `console`; None, as on all ranks but the first, prints nothing."""
+
+    def __init__(self, console: Console | None, *, log_every: int) -> None:
+        self._console, self._log_every = console, log_every
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def line(self, text: str) -> None:
+        """One line."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """One update: the bar moves; a line every `log_every` updates, and where there was a validation."""
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], completed=row["step"])
+        if row["step"] == 1 or row["step"] % self._log_every == 0 or row["validation_loss"] is not None:
+            self.line(as_line(row))
+
+    @contextmanager
+    def progress(self, steps: int, done: int) -> Iterator[None]:
+        """Inside, the bar is shown."""
+        if self._console is None or not self._console.is_terminal:
+            yield
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("update"), BarColumn(), MofNCompleteColumn(), TextColumn("left:"), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            self._bar = (progress, progress.add_task("", total=steps, completed=done))
+            yield
+        self._bar = None
+
+
+def as_line(row: Mapping[str, Any]) -> str:
+    """A row of the metrics for the terminal."""
+    parts = [
+        f"update {row['step']:>6}",
+        f"loss {row['loss']:.4f}",
+        f"learning rate {row['learning_rate']:.2e}",
+        f"gradient norm {row['gradient_norm']:.3f}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if row["utilisation"] is not None:
+        parts.append(f"utilisation {100 * row['utilisation']:.1f} %")
+    if row["validation_loss"] is not None:
+        parts.append(f"validation loss {row['validation_loss']:.4f}")
+    return "  ".join(parts)
+
+
+def as_summary(record: TrainRow) -> str:
+    """A finished run's record for the terminal."""
+    parts = [f"validation loss {record.validation_loss:.4f}"]
+    if record.n:
+        step_ms = record.times["step"].median
+        parts.append(f"median of {record.n} updates: {step_ms:.4g} ms, {record.tokens_per_s:,.0f} tokens/s")
+    if record.utilisation is not None:
+        parts.append(f"utilisation {100 * record.utilisation:.1f} %")
+    if record.peak_gib is not None:
+        parts.append(f"peak {record.peak_gib:.4g} GiB on a rank")
+    return "  ".join(parts)
+
+
+def run_record(
+    config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
+) -> TrainRow:
+    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
+
+    Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
+
+    Args:
+        config: what was trained, as last started.
+        process: any of the ranks that trained last.
+        rows: the metrics, every update once.
+        first: the update from which the last start went on; if it was the last one, there is no speed and no memory.
+        peak_bytes: the most memory that a rank held since; None where it is not counted.
+    """
+    mine = [row for row in rows if row["step"] > first]
+    steady = [row for row in mine if row["since_start"] > WARMUP] or mine
+    times = summarize([row["step_ms"] for row in steady]) if steady else None
+    utilisations = [row["utilisation"] for row in steady if row["utilisation"] is not None]
+    validations = [row for row in rows if row["validation_loss"] is not None]
+    values: dict[str, Scalar] = {
+        "n": len(steady),
+        **({} if times is None else times.columns("step")),
+        "tokens_per_s": None if times is None else 1e3 * config.tokens_per_update / times.median,
+        "utilisation": float(np.median(utilisations)) if utilisations else None,
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "validation_loss": validations[-1]["validation_loss"] if validations else None,
+        "tokens": rows[-1]["tokens"],
+        "peak_gib": None if peak_bytes is None or not mine else peak_bytes / GIB,
+    }
+    chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
+    curve = [rows[at] for at in chosen]
+    return make_row(
+        TrainRow,
+        case_of(config, process.world_size),
+        values,
+        series={
+            "step": [row["step"] for row in curve],
+            "loss": [row["loss"] for row in curve],
+            "validation_step": [row["step"] for row in validations],
+            "validation_loss": [row["validation_loss"] for row in validations],
+        },
+        environment=describe(process.device),
+    )
+
+
+def case_of(config: RunConfig, world_size: int) -> dict[str, Scalar]:
+    """The columns that identify a run's row."""
+    step, train = config.step, config.train
+    names = ("context", "batch", "precision", "compile", "attention", "loss")
+    return {
+        "workload": config.name,
+        **{name: getattr(step, name) for name in names},
+        "checkpointing": None if step.checkpointing == "none" else step.checkpointing,
+        "optimizer": step.optimizer,
+        "seed": step.seed,
+        "scheme": config.scheme(world_size).name,
+        "world_size": world_size,
+        "global_batch": train.global_batch,
+        "steps": train.steps,
+    }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainstep.parallel.process import Process
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData
-from trainstep.train.progress import Show
+from trainstep.train.metrics import Show
 from trainstep.training_step import TrainingStep
 
 PROMPT = 48
@@ -71,7 +71,7 @@ def write_samples(
             step.replica.module,
             begun.to(process.device),
             new_tokens=train.sample_tokens,
-            context=data.context,
+            context=data.config.step.context,
             temperature=train.temperature,
             seed=config.step.seed,
         ).cpu()
@@ -85,7 +85,7 @@ def write_samples(
 
 def prompts(data: TokenData, count: int) -> Tensor:
     """Beginnings of validation text (count, up to `PROMPT`), evenly spaced."""
-    length = min(PROMPT, data.context)
+    length = min(PROMPT, data.config.step.context)
     starts = np.linspace(0, len(data.validation) - length, count + 1).astype(np.int64)[:count]
     return torch.from_numpy(np.stack([data.validation[start : start + length] for start in starts]).astype(np.int64))
 

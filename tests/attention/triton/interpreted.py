@@ -16,8 +16,8 @@ from trainstep.attention.triton.dkdv import launch_dkdv
 from trainstep.attention.triton.dq import launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
-from trainstep.config import Precision
-from trainstep.precision import matmul_precision
+from trainstep.casting import matmul_precision
+from trainstep.precision import PrecisionName
 
 SQUARE, WIDE, TALL = Tile(32, 32, 4, 2), Tile(16, 64, 4, 2), Tile(64, 16, 4, 2)
 CASES = [
@@ -72,7 +72,7 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("tf32", 2e-3)])
-def test_nan_and_infinity(precision: Precision, allowed: float) -> None:
+def test_nan_and_infinity(precision: PrecisionName, allowed: float) -> None:
     with matmul_precision(precision):
         assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
             lambda q, k, v: run(q, k, v, q, False, 0.2, SQUARE)["o"], allowed

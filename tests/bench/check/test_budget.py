@@ -5,14 +5,20 @@ import math
 import pytest
 import torch
 
-from trainstep.bench.check.budget import UNIT_ROUNDOFF, accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
+from trainstep.precision import PRECISIONS
 
 
 @pytest.mark.parametrize(
     ("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
 )
 def test_one_rounding_is_that_of_the_format(dtype, precision):
-    assert one_rounding(dtype) == one_rounding(precision) == 2 * UNIT_ROUNDOFF[precision] == torch.finfo(dtype).eps
+    assert (
+        one_rounding(dtype)
+        == one_rounding(precision)
+        == 2 * PRECISIONS[precision].unit_roundoff
+        == torch.finfo(dtype).eps
+    )
 
 
 def test_tf32_rounds_as_fp16_does():

@@ -8,7 +8,6 @@ import torch
 from trainstep.bench.check.parallel import Agreement
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel.measure import RankMeasurement, Timed, moments, parallel_row, planned_bytes
-from trainstep.bench.parallel.names import SCHEMES
 from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.measure.collectives import Collective
@@ -16,6 +15,7 @@ from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Lap, Sample, Timing
 from trainstep.parallel.process import Process
 from trainstep.records import read_records
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.workload import builtin_source
 
 MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
@@ -33,7 +33,7 @@ def rank(wall_ms, weights, collectives=()):
 
 
 def row(scheme, result, single_ms=None):
-    case = ParallelCase(SOURCE, StepConfig(device="cpu"), scheme)
+    case = ParallelCase(SOURCE, StepConfig(device="cpu"), SCHEMES[scheme])
     return parallel_row(case, FIRST_OF_TWO, result, num_parameters=MODEL.num_parameters, single_ms=single_ms)
 
 
@@ -78,17 +78,17 @@ def test_a_scheme_that_failed_says_why():
 
 def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
     rows = {row.case["scheme"]: row for row in read_records(MEASURED)}
-    assert set(rows) == set(SCHEMES)
+    assert set(rows) == set(BENCH_SCHEMES)
     for scheme, row in rows.items():
         model = SIZES[row.case["workload"]]
         plan = planned_bytes(
-            scheme,
+            SCHEMES[scheme],
             model.num_parameters,
             row.case["world_size"],
             precision=row.case["precision"],
             optimizer=row.case["optimizer"],
             model=model,
-            peer_copies=scheme == "fsdp",
+            peer_copies=SCHEMES[scheme].takes_peer_copies,
         )
         for column, predicted in moments(plan).items():
             measured = row.values[column.removeprefix("predicted_")]

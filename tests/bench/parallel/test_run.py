@@ -10,6 +10,7 @@ from trainstep.bench.parallel.run import run_cases
 from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
+from trainstep.schemes import SCHEMES
 from trainstep.workload import Workload, WorkloadSource, builtin_source
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
@@ -23,7 +24,7 @@ def _records(process, schemes, precision, broken):
     try:
         source = builtin_source("little", MODEL)
         config = dataclasses.replace(CONFIG, precision=precision)
-        cases = [ParallelCase(source, config, scheme, warmup=1, steps=6) for scheme in schemes]
+        cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=6) for scheme in schemes]
         return [(row.case, row.values, row.status, row.reason) for row in run_cases(cases, process)]
     finally:
         DistributedDataParallel.finish_gradient_synchronization = kept
@@ -118,7 +119,7 @@ def _unlike(step, make):
 
 def _own(process, schemes, make):
     source = WorkloadSource("unlike", lambda step: _unlike(step, make))
-    cases = [ParallelCase(source, StepConfig(device="cpu"), scheme, warmup=1, steps=1) for scheme in schemes]
+    cases = [ParallelCase(source, StepConfig(device="cpu"), SCHEMES[scheme], warmup=1, steps=1) for scheme in schemes]
     return [(row.case["scheme"], row.status, row.reason) for row in run_cases(cases, process)]
 
 

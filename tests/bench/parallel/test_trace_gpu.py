@@ -9,18 +9,19 @@ from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.kinds import ParallelTraceRow
 from trainstep.records import of_kind
+from trainstep.schemes import SCHEMES
 from trainstep.workload import builtin_source
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 MODEL = ModelConfig(vocab_size=4096, d_model=1024, d_ff=4096, num_layers=8, num_heads=16, max_context=512)
 CONFIG = StepConfig(context=512, batch=8, device="cuda", precision="bf16", attention="sdpa", optimizer="adamw-fused")
-SCHEMES = ("single", "flat", "bucketed-25", "fsdp", "fsdp-collectives")
+NAMES = ("single", "flat", "bucketed-25", "fsdp", "fsdp-collectives")
 
 
 def _records(process, folder):
     source = builtin_source("eight blocks", MODEL)
-    cases = [ParallelCase(source, CONFIG, scheme, warmup=2, steps=6) for scheme in SCHEMES]
+    cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=2, steps=6) for scheme in NAMES]
     return list(run_cases(cases, process, folder))
 
 
@@ -31,7 +32,7 @@ def traced(tmp_path_factory):
     with Workers(2, device="cuda", timeout_s=120) as workers:
         rows, _ = workers.run(_records, tmp_path_factory.mktemp("traces"))
     found = {row.case["scheme"]: row for row in of_kind(rows, ParallelTraceRow)}
-    assert {scheme: (row.status, row.reason) for scheme, row in found.items()} == dict.fromkeys(SCHEMES, ("ok", ""))
+    assert {scheme: (row.status, row.reason) for scheme, row in found.items()} == dict.fromkeys(NAMES, ("ok", ""))
     return found
 
 

@@ -21,7 +21,7 @@ from trainstep.bench.sweep.processes import run_here, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
-from trainstep.held_folder import held_folder
+from trainstep.guards import held_folder
 from trainstep.records import read_records
 from trainstep.report.compare import compare
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.eager import attention_eager
-from trainstep.bench.check.budget import UNIT_ROUNDOFF, accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
+from trainstep.precision import PRECISIONS
 
 NAMES = ("o", "dq", "dk", "dv")
 SLICE = 1024
@@ -59,7 +60,9 @@ def check(
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., seq, head_dim) and compare."""
     found = _errors(implementation, shape, dtype, device, is_causal)
     plain = _plain_errors(min(shape[-2], BUDGET_LENGTH), shape[-1], dtype, device, is_causal)
-    summation = accumulated_rounding(UNIT_ROUNDOFF["fp32"], shape[-2])  # every implementation sums in float32
+    summation = accumulated_rounding(
+        PRECISIONS["fp32"].unit_roundoff, shape[-2]
+    )  # every implementation sums in float32
     return Errors(found, {name: allowed_error(plain[name], one_rounding(dtype), floor=summation) for name in NAMES})
 
 

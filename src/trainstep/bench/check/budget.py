@@ -10,25 +10,15 @@ with unit roundoff u add up to about u·√N (Higham & Mary 2019, `accumulated_r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
-from trainstep.config import Precision
-
-UNIT_ROUNDOFF: Mapping[Precision, float] = {
-    "fp32": 2.0**-24,
-    "tf32": 2.0**-11,
-    "bf16": 2.0**-8,
-    "fp16": 2.0**-11,
-    "bf16-pure": 2.0**-8,
-}
-"""Half the spacing of numbers near 1, in the format that matmul inputs are rounded to."""
+from trainstep.precision import PRECISIONS, PrecisionName
 
 
-def one_rounding(form: torch.dtype | Precision) -> float:
+def one_rounding(form: torch.dtype | PrecisionName) -> float:
     """One rounding of numbers near 1, twice the unit roundoff: of a dtype, or of a precision's matmul inputs."""
-    return torch.finfo(form).eps if isinstance(form, torch.dtype) else 2 * UNIT_ROUNDOFF[form]
+    return torch.finfo(form).eps if isinstance(form, torch.dtype) else 2 * PRECISIONS[form].unit_roundoff
 
 
 def accumulated_rounding(unit: float, count: int) -> float:

@@ -24,19 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.batch import map_tensors
 from trainstep.bench.check.budget import allowed_error, one_rounding
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel.names import SchemeName
-from trainstep.bench.parallel.schemes import full_parameters
 from trainstep.bench.parallel_case import ParallelCase, share_of
+from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
-from trainstep.precision import AUTOCAST_DTYPES
+from trainstep.replicas import full_parameters
+from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.workload import Workload, WorkloadSource, map_tensors
 
 STEPS = 5
 
@@ -77,7 +76,7 @@ class Agreement:
 class Comparison:
     """All schemes, each beside one process."""
 
-    schemes: Mapping[SchemeName, Agreement | Failure | None]
+    schemes: Mapping[Scheme, Agreement | Failure | None]
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
     """Of the model, on rank 0; 0 on others."""
@@ -92,9 +91,9 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         UsageError: one process cannot train on the whole batch.
     """
     wanted, allow_unused = _expected_on_first_rank(cases[0], process)
-    schemes: dict[SchemeName, Agreement | Failure | None] = {}
+    schemes: dict[Scheme, Agreement | Failure | None] = {}
     for case in cases:
-        if case.scheme == "single":
+        if not case.scheme.communicates:
             schemes[case.scheme] = None
             continue
         tried = dataclasses.replace(case, allow_unused=allow_unused)
@@ -121,11 +120,12 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
     """Train in one process on the whole batch, in the precision at hand and in a wider one."""
     plain_config = dataclasses.replace(config, compile="off")
     wide_config = dataclasses.replace(plain_config, precision="fp32")
+    double = config.precision == wide_config.precision
     with without_dropout() as dropout:
-        wide_losses, wide, _, _ = _train(source, wide_config, world_size, double=config.precision == "fp32")
+        wide_losses, wide, _, _ = _train(source, wide_config, world_size, double=double)
         losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
     own = _distance(parameters, wide) / moved
-    rounding = one_rounding(AUTOCAST_DTYPES.get(config.precision, torch.float32))
+    rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
     off = max(abs(a - b) for a, b in zip(losses, wide_losses, strict=True))
     if dropout.calls:
         losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)

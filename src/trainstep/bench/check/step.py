@@ -29,10 +29,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trainstep.bench.check.budget import UNIT_ROUNDOFF, accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
 from trainstep.bench.check.dropout import eager_random, without_dropout
-from trainstep.config import Precision, StepConfig
+from trainstep.config import StepConfig
 from trainstep.errors import UsageError
+from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource
 
@@ -75,7 +76,7 @@ def gradients_of(step: TrainingStep) -> Gradients:
     return gradients
 
 
-def check_finite(reference: Gradients, precision: Precision) -> None:
+def check_finite(reference: Gradients, precision: PrecisionName) -> None:
     """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite."""
     broken = [name for name, gradient in reference.by_name.items() if not gradient.isfinite().all()]
     if not math.isfinite(reference.loss) or broken:
@@ -167,10 +168,10 @@ class GradientCheck:
         self.reference: Gradients | None = None
         self.reference_config = StepConfig()
         self.leaf_calls = 0
-        self.other_masks: set[Precision] = set()
+        self.other_masks: set[PrecisionName] = set()
         """Precisions in which eager code draws other dropout masks than the reference."""
-        self.plain_error: dict[Precision, float] = {}
-        self.condition: dict[Precision, float] = {}
+        self.plain_error: dict[PrecisionName, float] = {}
+        self.condition: dict[PrecisionName, float] = {}
 
     def check(self, step: TrainingStep) -> Verdict:
         """The step's loss and gradients of its next batch, which has to be the workload's first. No gradient is left.
@@ -213,7 +214,7 @@ class GradientCheck:
         step.optimizer.zero_grad(set_to_none=True)
         return Verdict(deviation, budget, budget)
 
-    def _budget(self, precision: Precision) -> float:
+    def _budget(self, precision: PrecisionName) -> float:
         plain_error = self.plain_error.get(precision)
         return error_budget(precision, self.reference_config.precision, self.leaf_calls, plain_error)
 
@@ -224,18 +225,18 @@ class GradientCheck:
             gradients = gradients_of(build_step(self.source, self.reference_config))
         return gradients if seen.calls else None
 
-    def _conditioned_budget(self, precision: Precision) -> float:
+    def _conditioned_budget(self, precision: PrecisionName) -> float:
         """Twice what rounding does to the gradients: three roundings of a module, of which one is measured."""
         moved = self._condition(precision) + self._condition(self.reference_config.precision)
         return min(2 * math.sqrt(ROUNDINGS_PER_MODULE) * moved, WRONG_IN_KIND)
 
-    def _condition(self, precision: Precision) -> float:
+    def _condition(self, precision: PrecisionName) -> float:
         """How far the reference's gradients move when its weights are rounded at random to `precision`."""
         assert self.reference is not None, "the first step is the reference"
         if precision not in self.condition:
             step = build_step(self.source, self.reference_config)
             batch = step.next_batch()
-            _round_at_random(step.module, UNIT_ROUNDOFF[precision])
+            _round_at_random(step.module, PRECISIONS[precision].unit_roundoff)
             loss = float(step.gradients(batch))
             self.condition[precision] = compare_gradients(self.reference, loss, step.module).gradient
         return self.condition[precision]
@@ -251,7 +252,9 @@ def _round_at_random(module: nn.Module, unit: float) -> None:
                 parameter.copy_(parameter.double() * (1 + unit * (2 * random.to(parameter.device) - 1)))
 
 
-def error_budget(precision: Precision, reference: Precision, leaf_calls: int, plain_error: float | None) -> float:
+def error_budget(
+    precision: PrecisionName, reference: PrecisionName, leaf_calls: int, plain_error: float | None
+) -> float:
     """The relative error that a right computation may show against the reference.
 
     Args:
@@ -262,7 +265,7 @@ def error_budget(precision: Precision, reference: Precision, leaf_calls: int, pl
     """
     if plain_error is not None:
         return allowed_error(plain_error, one_rounding(precision))
-    both = UNIT_ROUNDOFF[precision] + UNIT_ROUNDOFF[reference]
+    both = PRECISIONS[precision].unit_roundoff + PRECISIONS[reference].unit_roundoff
     return accumulated_rounding(both, ROUNDINGS_PER_MODULE * max(leaf_calls, 1))
 
 

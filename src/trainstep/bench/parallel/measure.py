@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.bench.check.parallel import Agreement
 from trainstep.bench.outcome import Failure, failed_row
-from trainstep.bench.parallel.names import SchemeName, planned_scheme
-from trainstep.bench.parallel.schemes import local_gradients, local_state
 from trainstep.bench.parallel_case import ParallelCase
 from trainstep.bench.step import count_tokens, phase_samples
-from trainstep.config import ModelConfig, OptimizerImpl, Precision
+from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.kinds import ParallelRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
@@ -29,8 +27,10 @@ from trainstep.parallel.process import Process
 from trainstep.phases import PhaseContext
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.plan.strategies import largest_group
+from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar, Times, make_row
-from trainstep.schemes import uncounted_bytes
+from trainstep.replicas import local_gradients, local_state, uncounted_bytes
+from trainstep.schemes import Scheme
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep
 
@@ -139,12 +139,12 @@ def parallel_row(
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
-        peer_copies=case.scheme == "fsdp" and process.device.type == "cuda",
+        peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
     )
     values = {
         **({} if result.agreement is None else dataclasses.asdict(result.agreement)),
         "n": len(samples["step"]),
-        "exposed_ms": None if single_ms is None or case.scheme == "single" else step - single_ms,
+        "exposed_ms": None if single_ms is None or not case.scheme.communicates else step - single_ms,
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         **_traffic(case, result.ranks[0].collectives, plan, process.world_size),
         **_memory(result.ranks),
@@ -168,7 +168,7 @@ def _traffic(
     return {
         "collectives": len(collectives),
         "sent_gib": sent / world_size / GIB,
-        "sent_floor_gib": plan.sent / GIB if case.scheme != "single" else 0.0,
+        "sent_floor_gib": plan.sent / GIB if case.scheme.communicates else 0.0,
     }
 
 
@@ -179,11 +179,11 @@ def _sent(call: Collective, world_size: int) -> int:
 
 
 def planned_bytes(
-    scheme: SchemeName,
+    scheme: Scheme,
     num_parameters: int,
     world_size: int,
     *,
-    precision: Precision,
+    precision: PrecisionName,
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
     peer_copies: bool = False,
@@ -199,19 +199,18 @@ def planned_bytes(
         model: the built-in model's shape, for the size of its largest group; None for a user's.
         peer_copies: FSDP's transport.
     """
-    planned = planned_scheme(scheme)
-    is_torch_ddp = scheme in ("torch-ddp", "torch-zero")
-    narrow = 2 if planned == "fsdp" and precision in ("bf16", "fp16") else None
+    entry = PRECISIONS[precision]
+    narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
     return rank_bytes(
-        planned or "ddp",
+        scheme.planned_as or "ddp",
         num_parameters,
         world_size,
         state_per_parameter=0 if optimizer == "sgd" else 8,
         compute_bytes=narrow,
         reduce_bytes=narrow,
         largest_group=0 if model is None else largest_group(model),
-        scattered=not is_torch_ddp,
-        copies=is_torch_ddp,
+        scattered=not scheme.copies_gradients,
+        copies=scheme.copies_gradients,
         peer_copies=peer_copies,
     )
 

@@ -21,6 +21,7 @@ from trainstep.bench.parallel_case import ParallelCase
 from trainstep.errors import UsageError
 from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.parallel.process import Process
+from trainstep.precision import PRECISIONS
 
 
 def run_cases(
@@ -39,8 +40,11 @@ def run_cases(
     """
     if not cases or cases[0].steps < 1 or cases[0].warmup < 0:
         raise UsageError("nothing to run: name at least one scheme and one step, and a warm-up of 0 or more")
-    if cases[0].config.precision == "fp16":
-        raise UsageError("fp16 needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16")
+    precision = cases[0].config.precision
+    if PRECISIONS[precision].needs_scaler:
+        raise UsageError(
+            f"{precision} needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16"
+        )
     comparison = compare_with_one_process(cases, process)
     single_ms: float | None = None
     timed: list[ParallelCase] = []
@@ -51,7 +55,7 @@ def run_cases(
             timed.append(case)
         if process.rank == 0:
             row = parallel_row(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
-            if case.scheme == "single" and isinstance(result, Timed):
+            if not case.scheme.communicates and isinstance(result, Timed):
                 single_ms = row.times["step"].median
             rows[case] = row
             yield row
@@ -72,7 +76,7 @@ def _traced(
 ) -> Iterator[ParallelTraceRow]:
     """One step of each scheme under the profiler, beside its row."""
     for case in cases:
-        file = folder / f"trace-{case.scheme}.json.gz"
+        file = folder / f"trace-{case.scheme.name}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
             yield trace_row(rows[case], found, trace=file.name)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from trainstep.kinds import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
+from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import number
@@ -147,7 +148,7 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     sentence = (
         f"{_percent(simt.share)} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     )
-    if profile.precision in (None, "fp32"):
+    if profile.precision is None or PRECISIONS[profile.precision].rate == "fp32":
         proof, gains = _proof(records, ("TF32 matmuls", "bf16 autocast"))
         sentence += f": TF32 or bf16 moves them there.{proof}"
     else:

@@ -8,6 +8,7 @@ from functools import partial
 
 from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
 from trainstep.phases import PHASES
+from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Times, of_kind
 from trainstep.report.analysed import analysed_step, full_steps
 from trainstep.report.blocks import Chart, Charts, Facts, Section
@@ -186,7 +187,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         said = "more than can be, so the machine was slower when the large product was measured"
     else:
         judgement, said = "high", "the matrix products set the pace"
-        said += "; a lower precision moves that limit" if step.precision in ("fp32", "tf32") else ""
+        said += "; a lower precision moves that limit" if not PRECISIONS[str(step.precision)].is_half else ""
     return [
         Finding(
             id=f"utilisation.{judgement}",

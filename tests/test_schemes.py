@@ -1,0 +1,61 @@
+"""The list of schemes: its names are those of every row that was ever measured, and of what the commands offer."""
+
+import math
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError
+from trainstep.hardware import require_device
+from trainstep.plan.check import checked
+from trainstep.plan.machine import machine_of
+from trainstep.records import read_records
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES, STRATEGIES, TrainScheme
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+def test_every_scheme_that_was_measured_is_in_the_list():
+    rows = [row for path in RESULTS.glob("*.jsonl") for row in read_records(path) if "scheme" in row.case]
+    measured = {row.case["scheme"] for row in rows if row.kind != "train"}
+    assert measured == set(BENCH_SCHEMES)
+    trained = {row.case["scheme"] for row in rows if row.kind == "train"}
+    assert trained, "there are runs of train"
+    assert trained <= {name for name, each in SCHEMES.items() if each.in_train}
+
+
+def test_train_offers_what_the_list_says():
+    assert get_args(TrainScheme) == ("auto", *(name for name, each in SCHEMES.items() if each.in_train))
+
+
+def test_names_are_their_own_entries_and_families_differ_in_their_bucket_alone():
+    assert all(each.name == name for name, each in SCHEMES.items())
+    assert {each.planned_as for each in SCHEMES.values()} - {None} < set(STRATEGIES)
+    buckets = {name: each.bucket_mb for name, each in SCHEMES.items() if name.startswith("bucketed-")}
+    assert list(buckets.values()) == [1, 10, 25, 100, 1000]
+    assert (SCHEMES["naive"].bucket_mb, SCHEMES["flat"].bucket_mb) == (0, math.inf)
+    assert not SCHEMES["naive"].overlap
+    assert SCHEMES["overlapped"].overlap
+
+
+def test_the_plan_is_held_against_the_schemes_it_models():
+    rows = [row for name in ("h200-parallel", "h200-parallel-4gpus") for row in read_records(RESULTS / f"{name}.jsonl")]
+    found = {row.case["scheme"]: row.case["strategy"] for row in checked(rows, machine_of(require_device("H200")))}
+    assert found == {
+        "single": "single",
+        "bucketed-25": "ddp",
+        "sharded-optimizer": "sharded optimizer",
+        "sharded-optimizer-1000": "sharded optimizer",
+        "fsdp": "fsdp",
+        "fsdp-collectives": "fsdp",
+    }
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-collectives", "torch-fsdp2"])
+def test_sharded_weights_do_not_go_with_the_chunked_loss(name):
+    SCHEMES[name].check(StepConfig())
+    with pytest.raises(UnsupportedError, match="use --loss dense"):
+        SCHEMES[name].check(StepConfig(loss="chunked"))
+    SCHEMES["bucketed-25"].check(StepConfig(loss="chunked"))
