@@ -123,9 +123,7 @@ class HopperLauncher(Launcher):
         block_d = hopper_block_of(named["q"].shape[-1])
         options: dict[str, Any] = {"BLOCK_Q" if by_key else "BLOCK_K": tile.block}
         for name in {"q", "k", "v", "do"} & named.keys():
-            rows = (
-                64 if (name in ("k", "v")) == by_key else tile.block
-            )  # a consumer's own, or those that stream past it
+            rows = 64 if (name in ("k", "v")) == by_key else tile.block  # a consumer's own, or streaming past it
             options[f"{name}_desc"] = _tiles_of(named[name], rows, block_d)
         if "stat" in named:
             options["stat_rows"] = named["stat"].shape[-1]
