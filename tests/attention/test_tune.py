@@ -82,12 +82,12 @@ def test_the_fastest_tiles_go_into_the_users_table(save: bool, cache: Path, monk
     def make(head_dim, dtype, is_causal, seq):
         return SimpleNamespace(
             hopper=False,
-            measure=lambda kernel, tile, rep_ms: Measurement(
+            measure=lambda kernel, tile: Measurement(
                 kernel, dtype, head_dim, is_causal, tile, 1.0 if tile == best else 2.0
             ),
         )
 
-    monkeypatch.setattr(tune._Case, "make", make)
+    monkeypatch.setattr(tune, "_Case", make)
     monkeypatch.setattr(tune, "_compile_ahead", lambda *_: None)
     monkeypatch.setattr(tune, "_check_gpu", lambda latest: None)
     seen = []

@@ -72,7 +72,7 @@ def test_tuning_float32_tries_what_is_shipped_for_hopper() -> None:
     assert shipped
     for case, tile in shipped:
         if case.precision != "16-bit":
-            assert tile in candidates(case.kernel, False, torch.float32, case.head_dim)
+            assert tile in candidates(case.kernel, False, "fp32", case.head_dim)
 
 
 @pytest.mark.usefixtures("cache")

@@ -21,20 +21,13 @@ __all__ = [
     "flash_attention",
 ]
 
-_HOME = {
-    "IMPLEMENTATIONS": "trainstep.attention.api",
-    "attention": "trainstep.attention.api",
-    "choose": "trainstep.attention.api",
-    "FlashAttentionReference": "trainstep.attention.reference",
-    "FlashAttentionTriton": "trainstep.attention.flash",
-    "flash_attention": "trainstep.attention.flash",
-}
+_HOME = {"FlashAttentionReference": "reference", "FlashAttentionTriton": "flash", "flash_attention": "flash"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'api')}"), name)
     globals()[name] = value  # the next look-up does not come here
     return value
 

@@ -1,7 +1,7 @@
 """`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-A new implementation is a function of checked inputs (`Implementation`), its entry in `_BY_NAME` and its name in
-`config.AttentionImpl`, from which flags are made.
+A new implementation is a function of checked inputs (q, k, v, is_causal, scale → o in q's shape; UsageError for what it
+cannot run here), its entry in `_BY_NAME` and its name in `config.AttentionImpl`, from which flags are made.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import prepare
 from trainstep.errors import UnsupportedError, UsageError
 
-Implementation = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
-"""q, k, v, is_causal, scale → o in q's shape. Raises UsageError for what it cannot run here."""
-
 
 def _flash_reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
     from trainstep.attention.reference import FlashAttentionReference
@@ -37,7 +34,7 @@ def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
     return attention_flash(q, k, v, is_causal, scale)
 
 
-_BY_NAME: dict[str, Implementation] = {
+_BY_NAME: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]] = {
     "eager": attention_eager,
     "eager-compiled": sdpa.attention_eager_compiled,
     "flash-reference": _flash_reference,
@@ -56,12 +53,12 @@ def attention(
     """softmax(scale · QKᵀ + mask) V.
 
     q: (..., heads, n_queries, head_dim), (batch, n_queries, head_dim) or (n_queries, head_dim). k, v: the same with
-    n_keys rows and, with four or more dimensions, possibly fewer heads (grouped-query attention). The result has q's
-    shape.
+    n_keys rows and, with four or more dimensions, possibly fewer heads, a divisor of q's (grouped-query attention:
+    query head h reads key head h // (heads // kv_heads)). The result has q's shape.
     is_causal: query i sees the keys j ≤ i, counted from the start of both. scale: 1/√head_dim where None.
     impl: one of IMPLEMENTATIONS. "auto" runs what `choose` answers; any other name runs that or raises.
 
-    Under autocast the inputs are cast as `F.scaled_dot_product_attention` casts them.
+    Under autocast the inputs are cast as `F.scaled_dot_product_attention` casts them (float64 stays).
     Raises TypeError (not floating-point tensors of one dtype) or UsageError (shapes, devices, an implementation that is
     unknown or cannot run these inputs here) before any kernel starts.
     """
@@ -75,8 +72,8 @@ def attention(
 def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
 
-    The table (`choice.json`) holds self-attention: one length, as many key heads as query heads. Whatever it does not
-    hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two lengths) is left to PyTorch: "sdpa".
+    Whatever the table (`choice.json`) does not hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two
+    lengths) is left to PyTorch: "sdpa".
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape != k.shape or k.shape != v.shape:
         return "sdpa"
@@ -84,16 +81,14 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
     case = (gpu, str(q.dtype).removeprefix("torch."), q.shape[-1], is_causal)
     fastest = "sdpa"
     for from_length, impl in tuned.FASTEST.get(case, ()):
-        if q.shape[-2] >= from_length:
-            fastest = impl
+        fastest = impl if q.shape[-2] >= from_length else fastest
     return fastest
 
 
 @dataclass
 class Replaced:
-    """How many calls the replacement has received."""
-
     calls: int = 0
+    """How many the replacement has received."""
 
 
 @contextmanager
@@ -101,10 +96,8 @@ def sdpa_replaced(impl: str) -> Iterator[Replaced]:
     """While entered, `torch.nn.functional.scaled_dot_product_attention` runs `attention(..., impl=impl)`.
 
     A module that took the function itself (`from torch.nn.functional import scaled_dot_product_attention`) is not
-    reached: `calls` stays 0. Not for use from several threads.
-
-    Raises:
-        UnsupportedError: from the call, if it has a mask or dropout, which our implementations do not take.
+    reached: `calls` stays 0. Not for use from several threads. A call with a mask or dropout, which our implementations
+    do not take, raises UnsupportedError.
     """
     seen = Replaced()
     original = F.scaled_dot_product_attention

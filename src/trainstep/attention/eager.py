@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PIECES = {
-    "scores": "attention_scores",
-    "softmax": "attention_weights",
-    "weighted sum": "weighted_sum",
-}
+PIECES = {"scores": "attention_scores", "softmax": "attention_weights", "weighted sum": "weighted_sum"}
 """Name of each piece of eager attention → the function of this module that computes it."""
 
 
@@ -67,20 +63,18 @@ def pieces_announced(announce: Callable[[str], AbstractContextManager[Any]]) -> 
     The module's functions are replaced, so outside of this there is no overhead. Not for code under torch.compile,
     which would be compiled anew, and not for use from several threads.
     """
+
+    def announced(function: Callable[..., Any], piece: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def inside_range(*args: Any) -> Any:
+            with announce(piece):
+                return function(*args)
+
+        return inside_range
+
     originals = {function: globals()[function] for function in PIECES.values()}
-    globals().update({function: _announced(originals[function], piece, announce) for piece, function in PIECES.items()})
+    globals().update({function: announced(originals[function], piece) for piece, function in PIECES.items()})
     try:
         yield
     finally:
         globals().update(originals)
-
-
-def _announced(
-    function: Callable[..., Any], piece: str, announce: Callable[[str], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def inside_range(*args: Any) -> Any:
-        with announce(piece):
-            return function(*args)
-
-    return inside_range

@@ -1,9 +1,7 @@
 """Our FlashAttention-2 as PyTorch sees it: two custom operators, their gradient, and the functions people call.
 
-Hopper runs the kernels with explicit warp roles (`hopper`) on 16-bit inputs; the portable ones (`triton`) run
-everywhere else. The operators carry shapes for tracing (`register_fake`) and the gradient (their implementation for
-autograd), which is what torch.compile, activation checkpointing and CUDA graphs need. Saved are q, k, v, o and the
-log-sum-exp only.
+The operators carry shapes for tracing (`register_fake`) and the gradient (their implementation for autograd), which is
+what torch.compile, activation checkpointing and CUDA graphs need. Saved are q, k, v, o and the log-sum-exp only.
 """
 
 from typing import Any, cast
@@ -11,14 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trainstep.attention.inputs import check_inputs, describe, prepare, resolve_scale
-from trainstep.attention.triton import dkdv, dq, forward
-from trainstep.attention.triton.launch import four_dims
+from trainstep.attention.inputs import describe, prepare
+from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-HEAD_DIMS = range(8, 257)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -37,10 +31,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False,
 
 
 def attention_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """`flash_attention` of inputs that `prepare` or `check_inputs` has passed."""
+    """`flash_attention` of inputs that `prepare` has passed."""
     _require_supported(q, k, v)
-    o, _ = forward_op(q, k, v, is_causal, scale)
-    return cast(Tensor, o)
+    return cast(Tensor, forward_op(q, k, v, is_causal, scale)[0])
+
+
+def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float) -> None:
+    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return (*backward_op(*ctx.saved_tensors, grads[0], ctx.is_causal, ctx.scale), None, None)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -53,40 +56,48 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
     ) -> Tensor:
-        check_inputs(q, k, v)
+        q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
         _require_supported(q, k, v)
-        factor = resolve_scale(scale, q.shape[-1])
         o, lse = forward_op(q, k, v, is_causal, factor)
         _save(ctx, q, k, v, o, lse, is_causal, factor)
         return cast(Tensor, o)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, grads[0])
+    backward = staticmethod(_backward)
 
 
 def _require_supported(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What these kernels need besides well-formed inputs: dtype, head_dim and a GPU that can run them."""
-    if q.dtype not in DTYPES:
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
-    if q.shape[-1] not in HEAD_DIMS:
+    if not 8 <= q.shape[-1] <= 256:
         raise UnsupportedError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
     if q.device.type != "cuda" or torch.version.hip is not None:
         raise UnsupportedError(
             f"the Triton kernels run on NVIDIA GPUs: got {describe(q, k, v)}. "
             "Move the tensors to one, or use impl='sdpa' or impl='flash-reference'"
         )
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
+    if (capability := torch.cuda.get_device_capability(q.device)) < (8, 0):
         raise UnsupportedError(
-            f"the Triton kernels need compute capability 8.0 (Ampere) or newer, {q.device} has "
-            f"{torch.cuda.get_device_capability(q.device)}; use impl='sdpa' there"
+            f"the Triton kernels need compute capability 8.0 (Ampere) or newer, {q.device} has {capability}; "
+            "use impl='sdpa' there"
         )
+
+
+def four_dims(t: Tensor) -> Tensor:
+    """View (..., heads, length, head_dim) as (batch, heads, length, head_dim), a 3-D tensor with one head.
+
+    Copies only what the kernels cannot address: a last dimension that is not contiguous, leading dimensions that do not
+    merge, or rows so far apart that offsets inside one tile would leave 32 bits.
+    """
+    if t.ndim > 4:
+        t = t.flatten(0, -4)
+    elif t.ndim < 4:
+        t = t[None, None] if t.ndim == 2 else t[:, None]
+    return t.contiguous() if t.stride(-1) != 1 or t.stride(-2) >= 2**22 else t
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1])."""
-    shape = q.shape
-    sign, magnitude = _split_scale(scale)
+    shape, (sign, magnitude) = q.shape, _split_scale(scale)
     with torch.cuda.device(q.device):  # Triton launches on the current device
         q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
@@ -96,9 +107,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> 
 
             q, k, v = map(for_copy_engine, (q, k, v))
             tile = hopper_tile_for("forward", q.shape[-1], is_causal)
-            hopper_forward.launch_forward(q, k, v, o, lse, is_causal, magnitude, tile)
+            hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile)
         else:
-            forward.launch_forward(q, k, v, o, lse, is_causal, magnitude, tile_for("forward", q, is_causal))
+            forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile_for("forward", q, is_causal))
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -106,8 +117,7 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
-    q_shape, k_shape = q.shape, k.shape
-    sign, magnitude = _split_scale(scale)
+    q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
     with torch.cuda.device(q.device):
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
@@ -118,12 +128,14 @@ def _gradients(
 
             q, k, v, do = map(for_copy_engine, (q, k, v, do))
             dq_tile, dkdv_tile = (hopper_tile_for(kernel, q.shape[-1], is_causal) for kernel in ("dq", "dkdv"))
-            stat = hopper_dq.launch_dq(q, k, v, o, lse, do, d_q, is_causal, magnitude, dq_tile)
-            hopper_dkdv.launch_dkdv(q, k, v, stat, do, d_k, d_v, is_causal, magnitude, dkdv_tile)
+            stat = hopper_dq.empty_statistics(q, dq_tile)
+            hopper_dq.launch_dq((q, k, v, do, o, lse, stat, d_q), is_causal, magnitude, dq_tile)
+            hopper_dkdv.launch_dkdv((q, k, v, do, stat, d_k, d_v), is_causal, magnitude, dkdv_tile)
         else:
             dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
-            delta = dq.launch_dq(q, k, v, o, lse, do, d_q, is_causal, magnitude, dq_portable)
-            dkdv.launch_dkdv(q, k, v, lse, delta, do, d_k, d_v, is_causal, magnitude, dkdv_portable)
+            delta = torch.empty_like(lse)
+            backward.launch_dq((q, k, v, o, do, lse, delta, d_q), is_causal, magnitude, dq_portable)
+            backward.launch_dkdv((q, k, v, do, lse, delta, d_k, d_v), is_causal, magnitude, dkdv_portable)
         d_q = d_q.reshape(q_shape)
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
@@ -138,9 +150,8 @@ def for_copy_engine(t: Tensor) -> Tensor:
     unit = 16 // t.element_size()
     if t.data_ptr() % 16 == 0 and all(stride % unit == 0 and stride > 0 for stride in t.stride()[:-1]):
         return t
-    head_dim = t.shape[-1]
-    padded = t.new_empty((*t.shape[:-1], -(-head_dim // unit) * unit))[..., :head_dim]
-    return padded.copy_(t)
+    padded = t.new_empty((*t.shape[:-1], -(-t.shape[-1] // unit) * unit))
+    return padded[..., : t.shape[-1]].copy_(t)
 
 
 def _split_scale(scale: float) -> tuple[int, float]:
@@ -161,16 +172,6 @@ def _gradients_fake(
     return d_q, d_k, d_v
 
 
-def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float) -> None:
-    ctx.is_causal, ctx.scale = is_causal, scale
-    ctx.save_for_backward(q, k, v, o, lse)
-    ctx.mark_non_differentiable(lse)
-
-
-def _backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    return (*backward_op(*ctx.saved_tensors, do, ctx.is_causal, ctx.scale), None, None)
-
-
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         return cast(tuple[Tensor, Tensor], forward_op(q, k, v, is_causal, scale))
@@ -185,9 +186,7 @@ class _Differentiable(torch.autograd.Function):
         _save(ctx, q, k, v, o, lse, is_causal, scale)
         return o, lse
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, grads[0])
+    backward = staticmethod(_backward)
 
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -199,21 +198,12 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) ->
 
 # Defined piece by piece: `torch.library.custom_op` and `register_autograd` do the same, but the one checks every call
 # for aliased outputs and the other wraps every backward, which took longer than both kernels on short sequences.
-_tags = (torch.Tag.pt2_compliant_tag,)
-_forward_name, _backward_name = "trainstep::flash_attention_forward", "trainstep::flash_attention_backward"
-torch.library.define(
-    _forward_name, "(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)", tags=_tags
-)
-torch.library.define(
-    _backward_name,
-    "(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, bool is_causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=_tags,
-)
-torch.library.impl(_forward_name, "cuda", _forward)
-torch.library.impl(_backward_name, "cuda", _gradients)
-torch.library.register_fake(_forward_name, _forward_fake)
-torch.library.register_fake(_backward_name, _gradients_fake)
-torch.library.impl(_forward_name, "Autograd", _autograd)
+_FORWARD, _BACKWARD = "trainstep::flash_attention_forward", "trainstep::flash_attention_backward"
+for _name, _computed, _traced in (_FORWARD, _forward, _forward_fake), (_BACKWARD, _gradients, _gradients_fake):
+    _schema = torch.library.infer_schema(_computed, mutates_args=())
+    torch.library.define(_name, _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(_name, "cuda", _computed)
+    torch.library.register_fake(_name, _traced)
+torch.library.impl(_FORWARD, "Autograd", _autograd)
 forward_op = torch.ops.trainstep.flash_attention_forward.default
 backward_op = torch.ops.trainstep.flash_attention_backward.default

@@ -1,10 +1,4 @@
-"""What every implementation demands of q, k and v, checked once, before anything runs.
-
-Shapes
-    q: (..., heads, n_queries, head_dim), (batch, n_queries, head_dim) or (n_queries, head_dim)
-    k, v: the same with n_keys rows; with four or more dimensions they may have fewer heads, a divisor of q's
-    (grouped-query attention: query head h reads key head h // (heads // kv_heads))
-"""
+"""What every implementation demands of q, k and v (shapes: see `api.attention`), checked once, before anything runs."""
 
 import math
 
@@ -22,28 +16,21 @@ def describe(q: Tensor, k: Tensor, v: Tensor) -> str:
     )
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The inputs as autocast casts them, checked as `check_inputs` does, and the factor on QKᵀ."""
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, as_autocast: bool = True
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The inputs, as autocast casts them if `as_autocast`, and the factor on QKᵀ: the caller's, or 1/√head_dim.
+
+    Raises TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do not
+    fit together and for a scale that is not finite.
+    """
     _require_tensors(q, k, v)
-    q, k, v = _as_autocast(q, k, v)
+    if as_autocast:
+        q, k, v = _as_autocast(q, k, v)
     _check_dtypes_and_shapes(q, k, v)
-    return q, k, v, resolve_scale(scale, q.shape[-1])
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError for what are not floating-point tensors of one dtype, UsageError for devices or shapes that do
-    not fit together."""
-    _require_tensors(q, k, v)
-    _check_dtypes_and_shapes(q, k, v)
-
-
-def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The factor on QKᵀ: the caller's, or 1/√head_dim. Raises UsageError unless it is finite."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise UsageError(f"scale must be a finite number, got {scale}")
-    return float(scale)
+    return q, k, v, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def _require_tensors(*inputs: Tensor) -> None:
@@ -53,7 +40,6 @@ def _require_tensors(*inputs: Tensor) -> None:
 
 
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to autocast's dtype where autocast is on, as `F.scaled_dot_product_attention` does (float64 stays)."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors know no autocast
         return q, k, v
@@ -65,26 +51,25 @@ def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 def _check_dtypes_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
         raise TypeError(f"q, k and v must share one floating-point dtype: got {describe(q, k, v)}")
-    if not q.device == k.device == v.device:
-        raise UsageError(f"q, k and v must be on one device: got {describe(q, k, v)}")
-    if not (q.ndim == k.ndim == v.ndim and q.ndim >= 2):
-        raise UsageError(
-            "q, k and v need the same number of dimensions, at least 2, as (..., heads, length, head_dim): "
-            f"got {describe(q, k, v)}"
-        )
-    if k.shape != v.shape:
-        raise UsageError(f"k and v must have one shape: got {describe(q, k, v)}")
-    if q.shape[-1] != k.shape[-1]:
-        raise UsageError(f"q and k must have one head_dim (the last dimension): got {describe(q, k, v)}")
-    if 0 in q.shape or 0 in k.shape:
-        raise UsageError(f"every dimension must be at least 1: got {describe(q, k, v)}")
-
-    grouped = q.ndim >= 4  # a 3-D tensor's first dimension is its batch, and batches are not shared
-    matched = slice(None, -3 if grouped else -2)
-    if q.shape[matched] != k.shape[matched]:
-        raise UsageError(f"q and k must have the same leading (batch) dimensions: got {describe(q, k, v)}")
-    if grouped and q.shape[-3] % k.shape[-3]:
+    if misfit := _misfit(q, k, v):
+        raise UsageError(f"{misfit}: got {describe(q, k, v)}")
+    if q.ndim >= 4 and q.shape[-3] % k.shape[-3]:
         raise UsageError(
             f"q's heads must be a multiple of k's (grouped-query attention), got {q.shape[-3]} and {k.shape[-3]}: "
             f"{describe(q, k, v)}"
         )
+
+
+def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if not q.device == k.device == v.device:
+        return "q, k and v must be on one device"
+    if not (q.ndim == k.ndim == v.ndim and q.ndim >= 2):
+        return "q, k and v need the same number of dimensions, at least 2, as (..., heads, length, head_dim)"
+    if k.shape != v.shape:
+        return "k and v must have one shape"
+    if q.shape[-1] != k.shape[-1]:
+        return "q and k must have one head_dim (the last dimension)"
+    if 0 in q.shape or 0 in k.shape:
+        return "every dimension must be at least 1"
+    batch = slice(None, -3 if q.ndim >= 4 else -2)  # a 3-D tensor's first dimension is its batch, which is not shared
+    return None if q.shape[batch] == k.shape[batch] else "q and k must have the same leading (batch) dimensions"

@@ -2,9 +2,8 @@
 
 T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023. The forward is its
 algorithm 1, the backward its algorithm 2 (with dQ summed by one owner instead of atomically). Memory is linear in the
-lengths; time is that of a Python loop over tiles, so this is an oracle and a textbook, not a fast path.
-
-float16 and bfloat16 inputs are multiplied as they are and accumulated in float32, as matrix units do.
+lengths; time is that of a Python loop over tiles, so this is an oracle, not a fast path. float16 and bfloat16 inputs
+are multiplied as they are and accumulated in float32, as matrix units do.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.attention.inputs import check_inputs, resolve_scale
+from trainstep.attention.inputs import prepare
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c
@@ -28,8 +27,8 @@ class FlashAttentionReference(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
     ) -> Tensor:
-        check_inputs(q, k, v)
-        ctx.is_causal, ctx.scale = is_causal, resolve_scale(scale, q.shape[-1])
+        q, k, v, ctx.scale = prepare(q, k, v, scale, as_autocast=False)
+        ctx.is_causal = is_causal
         o, lse = flash_forward(*_grouped(q, k, v), is_causal, ctx.scale)
         o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -38,32 +37,19 @@ class FlashAttentionReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, o, lse = ctx.saved_tensors
-        grouped_q, grouped_k, grouped_v = _grouped(q, k, v)
-        dq, dk, dv = flash_backward(
-            grouped_q,
-            grouped_k,
-            grouped_v,
-            o.reshape(grouped_q.shape),
-            lse.reshape(grouped_q.shape[:-1]),
-            grads[0].reshape(grouped_q.shape),
-            ctx.is_causal,
-            ctx.scale,
-        )
+        grouped = _grouped(q, k, v)
+        rows = grouped[0].shape
+        do = grads[0].reshape(rows)
+        dq, dk, dv = flash_backward(*grouped, o.reshape(rows), lse.reshape(rows[:-1]), do, ctx.is_causal, ctx.scale)
         # The heads of a group read one key head: its gradient is the sum over them.
-        return (
-            dq.reshape(q.shape),
-            dk.sum(2).to(k.dtype).reshape(k.shape),
-            dv.sum(2).to(v.dtype).reshape(v.shape),
-            None,
-            None,
-        )
+        dk, dv = (d.sum(2).to(k.dtype).reshape(k.shape) for d in (dk, dv))
+        return dq.reshape(q.shape), dk, dv, None, None
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Algorithm 1. q (..., n_queries, head_dim), k and v (..., n_keys, head_dim) broadcastable to it → o, lse.
+    """Algorithm 1: q (..., n_queries, head_dim), k and v (..., n_keys, head_dim) broadcastable to it → o, lse.
 
-    One pass over the key tiles for each query tile, with the running row maximum m and the running sum l; the output is
-    divided by l once, at the end.
+    m is the running row maximum, l the running sum; the output is divided by l once, at the end.
     """
     accumulate = _accumulator(q.dtype)
     n_queries, n_keys = q.shape[-2], k.shape[-2]
@@ -74,7 +60,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
         o_i = torch.zeros_like(q_i, dtype=accumulate)
         m_i = q_i.new_full(q_i.shape[:-1], float("-inf"), dtype=accumulate)  # (..., B_r)
         l_i = torch.zeros_like(m_i)
-        for j in range(0, _last_key(i, n_queries, n_keys, is_causal), TILE_KEYS):
+        visible = min(n_keys, i + TILE_QUERIES, n_queries) if is_causal else n_keys
+        for j in range(0, visible, TILE_KEYS):
             s_ij = _scores(q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale)  # (..., B_r, B_c)
             m_new = torch.maximum(m_i, s_ij.amax(-1))
             p_ij = (s_ij - m_new[..., None]).exp()
@@ -131,11 +118,6 @@ def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: fl
         keys = torch.arange(j, j + k_j.shape[-2], device=s.device)
         s = s.masked_fill(keys > queries, float("-inf"))
     return s
-
-
-def _last_key(i: int, n_queries: int, n_keys: int, is_causal: bool) -> int:
-    """One past the last key that the query tile starting at i sees."""
-    return min(n_keys, i + TILE_QUERIES, n_queries) if is_causal else n_keys
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

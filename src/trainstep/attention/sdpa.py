@@ -31,10 +31,8 @@ _SHAPES = 4096
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
     """scaled_dot_product_attention with the backend PyTorch picks."""
-    grouped = q.ndim >= 4 and q.shape[-3] != k.shape[-3]
-    out = F.scaled_dot_product_attention(
-        _four_dims(q), _four_dims(k), _four_dims(v), is_causal=is_causal, scale=scale, enable_gqa=grouped
-    )
+    q4, k4, v4, grouped = _four_dims(q, k, v)
+    out = F.scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return out.reshape(q.shape)
 
 
@@ -60,38 +58,30 @@ def attention_flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: floa
         raise UnsupportedError(
             f"impl='flex' has no backward on the CPU: {describe(q, k, v)}; use impl='eager' or 'sdpa' there"
         )
+    from torch.nn.attention.flex_attention import flex_attention
+
     mask = _causal_block_mask(q.shape[-2], k.shape[-2], str(q.device)) if is_causal else None
-    grouped = q.ndim >= 4 and q.shape[-3] != k.shape[-3]
+    q4, k4, v4, grouped = _four_dims(q, k, v)
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        out = _compiled_flex()(
-            _four_dims(q), _four_dims(k), _four_dims(v), block_mask=mask, scale=scale, enable_gqa=grouped
-        )
+        out = _compiled(flex_attention)(q4, k4, v4, block_mask=mask, scale=scale, enable_gqa=grouped)
     return cast(Tensor, out).reshape(q.shape)
 
 
 def attention_eager_compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
     """The oracle through torch.compile, compiled for this shape."""
     with torch._dynamo.config.patch(recompile_limit=_SHAPES):
-        return _compiled_eager()(q, k, v, is_causal, scale)
+        return cast(Tensor, _compiled(attention_eager)(q, k, v, is_causal, scale))
 
 
-def _four_dims(t: Tensor) -> Tensor:
-    """(..., heads, length, head_dim) → (batch, heads, length, head_dim), with 1 for what is missing."""
-    if t.ndim > 4:
-        return t.flatten(0, -4)
-    return t[(None,) * (4 - t.ndim)]
-
-
-@cache
-def _compiled_eager() -> Callable[..., Tensor]:
-    return cast(Callable[..., Tensor], torch.compile(attention_eager, dynamic=False, fullgraph=True))
+def _four_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """All as (batch, heads, length, head_dim), with 1 for what is missing, and whether key heads are shared."""
+    q, k, v = (t.flatten(0, -4) if t.ndim > 4 else t[(None,) * (4 - t.ndim)] for t in (q, k, v))
+    return q, k, v, q.shape[1] != k.shape[1]
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 @lru_cache(maxsize=64)

@@ -1,10 +1,9 @@
 """`trainstep tune attention`: measure this GPU and put what is fastest into the user's tables (see `tuned`).
 
-For GPUs without entries in the tables, or a new version of Triton. `tune_tiles` times every candidate of every kernel
-on inputs large enough to fill the GPU and keeps the fastest. A tile that spills registers is kept only if all others
-take a tenth longer: how much spills, and so the time, changes with the compiler's version. Compiling takes far longer
-than timing, so the candidates of a case are compiled ahead by as many processes as there are processors, into Triton's
-cache. `tune_choice` times whole implementations.
+For GPUs without entries in the tables, or a new version of Triton. A tile that spills registers is kept only if all
+others take a tenth longer: how much spills, and so the time, changes with the compiler's version. Compiling takes far
+longer than timing, so the candidates of a case are compiled ahead by as many processes as there are processors, into
+Triton's cache.
 """
 
 import itertools
@@ -14,8 +13,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -25,22 +25,22 @@ from torch import Tensor
 from trainstep.attention import tuned
 from trainstep.attention.api import attention
 from trainstep.attention.flash import runs_hopper_kernels
-from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
 from trainstep.attention.hopper import forward as hopper_forward
-from trainstep.attention.triton import dkdv, dq, forward
-from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, Kernel, Tile
+from trainstep.attention.hopper.dkdv import launch_dkdv as launch_hopper_dkdv
+from trainstep.attention.triton import backward, forward
+from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES, HopperTile, HopperTileCase, Kernel, Tile, TileCase
 from trainstep.casting import DTYPES, matmul_precision
 from trainstep.errors import UsageError
 from trainstep.precision import PrecisionName
 
 IMPLEMENTATIONS = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 """What `auto` may stand for. FlexAttention is left out, since it compiles anew for every shape."""
-LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 AnyTile = Tile | HopperTile
-_PORTABLE: dict[Kernel, Any] = {"forward": forward, "dq": dq, "dkdv": dkdv}
-_HOPPER: dict[Kernel, Any] = {"forward": hopper_forward, "dq": hopper_dq, "dkdv": hopper_dkdv}
+_KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
+_PORTABLE = dict(zip(_KERNELS, (forward.launch_forward, backward.launch_dq, backward.launch_dkdv), strict=True))
+_HOPPER = dict(zip(_KERNELS, (hopper_forward.launch_forward, hopper_dq.launch_dq, launch_hopper_dkdv), strict=True))
 
 # Of float32: rows a program keeps, rows that stream past them, warps. On Hopper four warps multiply 64 rows; given to
 # eight, a tile is cut into products of half the columns, and those of eight columns read beyond it (lab log).
@@ -69,12 +69,10 @@ def tune_tiles(
     *,
     head_dims: Iterable[int] = (16, 32, 64, 128, 256),
     dtypes: Iterable[PrecisionName] = ("bf16", "fp32", "tf32"),
-    seq: int = 8192,
-    rep_ms: int = 60,
     progress: Callable[[Measurement], None] = lambda _: None,
     save: bool = True,
 ) -> list[Measurement]:
-    """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length `seq`; return all measurements.
+    """Time every candidate on this GPU at batch · heads · head_dim = 2048 and length 8192; return all measurements.
 
     float32 comes twice: as it is multiplied under torch's matmul precision "highest" (fp32) and under "high" (tf32).
     `progress` is called after each measurement. With `save`, the fastest tile of each case goes into the user's table
@@ -89,15 +87,11 @@ def tune_tiles(
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for head_dim, dtype, is_causal in itertools.product(head_dims, dtypes, (False, True)):
             with matmul_precision(dtype):
-                case = _Case.make(head_dim, dtype, is_causal, seq)
-                trials = [
-                    (kernel, tile)
-                    for kernel in _PORTABLE
-                    for tile in candidates(kernel, case.hopper, DTYPES[dtype], head_dim)
-                ]
-                _compile_ahead(pool, head_dim, dtype, is_causal, trials)
+                case = _Case(head_dim, dtype, is_causal, seq=8192)
+                trials = [(kernel, t) for kernel in _KERNELS for t in candidates(kernel, case.hopper, dtype, head_dim)]
+                _compile_ahead(pool, [(head_dim, dtype, is_causal, *trial) for trial in trials])
                 for kernel, tile in trials:
-                    results.append(case.measure(kernel, tile, rep_ms))
+                    results.append(case.measure(kernel, tile))
                     progress(results[-1])
                     _check_gpu(results[-1])
             if save:
@@ -111,7 +105,7 @@ def tune_choice(
     *,
     head_dims: Iterable[int] = (64, 128, 256),
     dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
-    lengths: Iterable[int] = LENGTHS,
+    lengths: Iterable[int] = (512, 1024, 2048, 4096, 8192),
     rep_ms: int = 30,
     progress: Callable[[str], None] = lambda _: None,
     save: bool = True,
@@ -133,9 +127,8 @@ def tune_choice(
             progress(f"{shape} {dtype} causal={is_causal}: {name} {time:.3f} ms of {times}")
             if not rows or rows[-1][1] != name:
                 rows.append((length if rows else 0, name))
-        choices[tuned.ChoiceCase(gpu, str(dtype).removeprefix("torch."), head_dim, is_causal)] = tuned.Choice(
-            tuple(rows)
-        )
+        case = tuned.ChoiceCase(gpu, str(dtype).removeprefix("torch."), head_dim, is_causal)
+        choices[case] = tuned.Choice(tuple(rows))
         if save:
             CHOICES.save(choices)
     return choices
@@ -150,72 +143,50 @@ def _this_gpu() -> str:
     return tuned.gpu_name(torch.cuda.get_device_capability())
 
 
-def candidates(kernel: Kernel, hopper: bool, dtype: torch.dtype, head_dim: int) -> Iterator[AnyTile]:
+def candidates(kernel: Kernel, hopper: bool, dtype: PrecisionName, head_dim: int) -> Iterator[AnyTile]:
     """The configurations worth timing; those that do not fit the GPU fail when measured and drop out."""
     if hopper:
         blocks = {"forward": (64, 128), "dq": (32, 64, 128), "dkdv": (32, 64)}[kernel]
         first_stages = 3 if kernel == "dq" else 2  # dq frees a slot only after it has seen the next but one filled
-        for consumers, block, stages, own in itertools.product((2, 3), blocks, range(first_stages, 5), (False, True)):
-            yield HopperTile(consumers, block, stages, own)
-        return
-    if dtype == torch.float32:
+        fields = itertools.product((2, 3), blocks, range(first_stages, 5), (False, True))
+        yield from itertools.starmap(HopperTile, fields)
+    elif DTYPES[dtype] == torch.float32:
         for (kept, streamed, warps), stages in itertools.product(_FLOAT32 if head_dim <= 64 else _WIDE_FLOAT32, (1, 2)):
             yield Tile(*((streamed, kept) if kernel == "dkdv" else (kept, streamed)), warps, stages)
-        return
-    sides = (32, 64, 128)
-    for queries, keys, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
-        yield Tile(queries, keys, warps, stages)
+    else:
+        yield from itertools.starmap(Tile, itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)))
 
 
-@dataclass(frozen=True)
 class _Case:
     """Inputs of one head_dim, dtype and masking, with what each kernel needs from the one before it."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    dtype: PrecisionName
-    is_causal: bool
-    hopper: bool
-
-    @classmethod
-    def make(cls, head_dim: int, dtype: PrecisionName, is_causal: bool, seq: int) -> "_Case":
+    def __init__(self, head_dim: int, dtype: PrecisionName, is_causal: bool, seq: int) -> None:
         shape = (1, max(1, 2048 // head_dim), seq, head_dim)
-        q, k, v, do = (torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4))
-        return cls(q, k, v, do, dtype, is_causal, runs_hopper_kernels(q))
+        self.inputs = [torch.randn(shape, device="cuda", dtype=DTYPES[dtype]) for _ in range(4)]  # q, k, v, do
+        self.dtype, self.is_causal, self.hopper = dtype, is_causal, runs_hopper_kernels(self.inputs[0])
+        self.launchers = _HOPPER if self.hopper else _PORTABLE
 
-    @property
-    def kernels(self) -> dict[Kernel, Any]:
-        return _HOPPER if self.hopper else _PORTABLE
-
-    def measure(self, kernel: Kernel, tile: AnyTile, rep_ms: int) -> Measurement:
-        about = (kernel, self.dtype, self.q.shape[-1], self.is_causal, tile)
+    def measure(self, kernel: Kernel, tile: AnyTile) -> Measurement:
+        about = (kernel, self.dtype, self.inputs[0].shape[-1], self.is_causal, tile)
         try:
-            time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=rep_ms, return_mode="median")
+            time = triton.testing.do_bench(self.call(kernel, tile), warmup=20, rep=60, return_mode="median")
         except Exception as error:
             return Measurement(*about, None, error=f"{type(error).__name__}: {str(error)[:200]}")
-        return Measurement(*about, time, self.kernels[kernel].launcher.latest.n_spills)
+        return Measurement(*about, time, self.launchers[kernel].latest.n_spills)
 
     def call(self, kernel: Kernel, tile: AnyTile) -> Callable[[], object]:
-        """A function without arguments that runs `kernel` once with `tile`."""
-        q, k, v, do, kernels = self.q, self.k, self.v, self.do, self.kernels
+        q, k, v, do = self.inputs
         out, scale = torch.empty_like(q), q.shape[-1] ** -0.5
         # Any plausible values time alike: a log-sum-exp near log(seq), and delta 0.
         lse, delta = torch.full(q.shape[:-1], 9.0, device=q.device), torch.zeros(q.shape[:-1], device=q.device)
-        rows = (torch.stack([-lse / scale, delta]).flatten(1, 2),) if self.hopper else (lse, delta)
-        settings = (self.is_causal, scale, tile)
-        return {
-            "forward": lambda: kernels["forward"].launch_forward(q, k, v, out, lse, *settings),
-            "dq": lambda: kernels["dq"].launch_dq(q, k, v, q, lse, do, out, *settings),
-            "dkdv": lambda: kernels["dkdv"].launch_dkdv(q, k, v, *rows, do, out, out, *settings),
-        }[kernel]
-
-
-def _merit(result: Measurement) -> float:
-    """The lower the better, in milliseconds: the time, counted a tenth longer where registers spill."""
-    assert result.time_ms is not None
-    return result.time_ms * (1.1 if result.spills else 1.0)
+        tensors: tuple[Tensor, ...] = (q, k, v, out, lse)
+        if isinstance(tile, HopperTile) and kernel == "dq":
+            tensors = (q, k, v, do, q, lse, hopper_dq.empty_statistics(q, tile), out)
+        elif self.hopper and kernel == "dkdv":
+            tensors = (q, k, v, do, torch.stack([-lse / scale, delta]).flatten(1, 2), out, out)
+        elif kernel != "forward":
+            tensors = (q, k, v, q, do, lse, delta, out) if kernel == "dq" else (q, k, v, do, lse, delta, out, out)
+        return partial(self.launchers[kernel], tensors, self.is_causal, scale, tile)
 
 
 def _check_gpu(latest: Measurement) -> None:
@@ -227,46 +198,34 @@ def _check_gpu(latest: Measurement) -> None:
         raise RuntimeError(f"{tile} broke the GPU's context; take it out of `candidates` and tune again") from error
 
 
-def _compile_ahead(
-    pool: ProcessPoolExecutor,
-    head_dim: int,
-    dtype: PrecisionName,
-    is_causal: bool,
-    trials: list[tuple[Kernel, AnyTile]],
-) -> None:
-    jobs = [(head_dim, dtype, is_causal, kernel, tile) for kernel, tile in trials]
-    try:
+_Job = tuple[int, PrecisionName, bool, Kernel, AnyTile]  # head_dim, dtype, is_causal, and what to compile
+
+
+def _compile_ahead(pool: ProcessPoolExecutor, jobs: list[_Job]) -> None:
+    with suppress(BrokenProcessPool):  # a candidate took its process along: the others compile when they are measured
         list(pool.map(_compile, jobs, chunksize=max(1, len(jobs) // (4 * (os.cpu_count() or 1)))))
-    except BrokenProcessPool:
-        return  # a candidate took its process along: what is not compiled yet is when it is measured
 
 
-def _compile(job: tuple[int, PrecisionName, bool, Kernel, AnyTile]) -> None:
+def _compile(job: _Job) -> None:
     """Run one candidate on a few tokens: the compiled kernel is the same, and stays in Triton's cache on disk."""
     head_dim, dtype, is_causal, kernel, tile = job
-    try:
-        with matmul_precision(dtype):
-            _Case.make(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
-    except Exception:
-        return  # it fails again, and is reported, when it is measured
+    with suppress(Exception), matmul_precision(dtype):  # what fails, fails again when measured, and is reported there
+        _Case(head_dim, dtype, is_causal, seq=256).call(kernel, tile)()
 
 
-def fastest(
-    results: list[Measurement], gpu: str
-) -> tuple[dict[tuned.TileCase, Tile], dict[tuned.HopperTileCase, HopperTile]]:
+def fastest(results: list[Measurement], gpu: str) -> tuple[dict[TileCase, Tile], dict[HopperTileCase, HopperTile]]:
     """The fastest measured tile of each case, as entries of the two tables."""
-    tiles: dict[tuned.TileCase, Tile] = {}
-    hopper_tiles: dict[tuned.HopperTileCase, HopperTile] = {}
+    tiles: dict[TileCase, Tile] = {}
+    hopper_tiles: dict[HopperTileCase, HopperTile] = {}
     precisions: dict[str, tuned.TilePrecision] = {"fp32": "tf32x3", "tf32": "tf32"}
-    timed = [result for result in results if result.time_ms is not None]
-    for best in sorted(timed, key=_merit, reverse=True):  # the best of a case is put in last
-        kernel, tile, is_causal = best.kernel, best.tile, best.is_causal
-        if isinstance(tile, HopperTile):
-            block = tuned.hopper_block_of(best.head_dim)
-            hopper_tiles[tuned.HopperTileCase(kernel, block, is_causal)] = tile
+    merits = [(m.time_ms * (1.1 if m.spills else 1.0), m) for m in results if m.time_ms is not None]
+    for _, best in sorted(merits, key=lambda pair: pair[0], reverse=True):  # the best of a case is put in last
+        if isinstance(best.tile, HopperTile):
+            case = HopperTileCase(best.kernel, tuned.hopper_block_of(best.head_dim), best.is_causal)
+            hopper_tiles[case] = best.tile
         else:
             precision, block = precisions.get(best.dtype, "16-bit"), tuned.block_of(best.head_dim)
-            tiles[tuned.TileCase(gpu, kernel, precision, block, is_causal)] = tile
+            tiles[TileCase(gpu, best.kernel, precision, block, best.is_causal)] = best.tile
     return tiles, hopper_tiles
 
 

@@ -31,16 +31,12 @@ TilePrecision = Literal["16-bit", "tf32", "tf32x3"]
 
 
 class TileCase(NamedTuple):
-    """What a portable kernel's tile depends on.
+    """What a portable kernel's tile depends on."""
 
-    gpu: "sm_90", or "other" for those without an entry, whose tiles fit the least shared memory since 8.0.
-    precision: "16-bit", or `multiply_precision` of float32. head_dim: its `block_of`.
-    """
-
-    gpu: str
+    gpu: str  # "sm_90", or "other" for those without an entry, whose tiles fit the least shared memory since 8.0
     kernel: Kernel
-    precision: TilePrecision
-    head_dim: int
+    precision: TilePrecision  # "16-bit", or `multiply_precision` of float32
+    head_dim: int  # its `block_of`
     is_causal: bool
 
 
@@ -55,26 +51,19 @@ class Tile:
 
 
 class HopperTileCase(NamedTuple):
-    """What a Hopper kernel's tile depends on; head_dim: its `hopper_block_of`."""
-
     kernel: Kernel
-    head_dim: int
+    head_dim: int  # its `hopper_block_of`
     is_causal: bool
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """One configuration of a Hopper kernel.
+    """One configuration of a Hopper kernel."""
 
-    consumers: warpgroups that compute, each on 64 rows of its own. block: rows per tile that streams past them.
-    stages: slots of the ring those tiles pass through. own_in_registers: whether a consumer keeps its own rows in
-    registers, which spares shared memory's bandwidth where there are registers to spare.
-    """
-
-    consumers: int
-    block: int
-    stages: int
-    own_in_registers: bool = False
+    consumers: int  # warpgroups that compute, each on 64 rows of its own
+    block: int  # rows per tile that streams past them
+    stages: int  # slots of the ring those tiles pass through
+    own_in_registers: bool = False  # a consumer's own rows: spares shared memory's bandwidth, costs registers
 
     @property
     def registers(self) -> int:
@@ -83,8 +72,6 @@ class HopperTile:
 
 
 class ChoiceCase(NamedTuple):
-    """What the fastest implementation depends on, besides the length."""
-
     gpu: str
     dtype: str
     head_dim: int
@@ -104,7 +91,7 @@ class Choice:
             raise ValueError(f"by_length must hold [length, implementation] ascending from 0, got {self.by_length}")
 
 
-Case = TypeVar("Case", bound=tuple[Any, ...])
+Case = TypeVar("Case", bound=TileCase | HopperTileCase | ChoiceCase)
 Value = TypeVar("Value", bound=Tile | HopperTile | Choice)
 
 
@@ -112,9 +99,7 @@ class Table(Generic[Case, Value]):
     """Case → value, kept as a JSON list of objects with the fields of both."""
 
     def __init__(self, file: str, case: type[Case], value: type[Value]) -> None:
-        self._file = file
-        self._case = case
-        self._value = value
+        self._file, self._case, self._value = file, case, value
         self._entries: dict[Case, Value] | None = None
 
     def entries(self) -> Mapping[Case, Value]:
@@ -133,11 +118,8 @@ class Table(Generic[Case, Value]):
 
     def save(self, entries: Mapping[Case, Value]) -> None:
         """Put entries into the user's file, beside those that it has for other cases."""
-        names = typing.get_type_hints(self._case)
-        rows = [
-            json.dumps(dict(zip(names, case, strict=True)) | dataclasses.asdict(value))
-            for case, value in (self._users() | dict(entries)).items()
-        ]
+        merged = self._users() | dict(entries)
+        rows = [json.dumps(case._asdict() | dataclasses.asdict(value)) for case, value in merged.items()]
         path = self.user_file()
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
@@ -164,7 +146,6 @@ class Table(Generic[Case, Value]):
             ) from error
 
     def _read(self, path: Path) -> dict[Case, Value]:
-        """Raises OSError, or one of various errors for what is not such a table."""
         names, kinds = typing.get_type_hints(self._case), typing.get_type_hints(self._value)
         entries = {}
         for row in json.loads(path.read_text(encoding="utf-8")):
@@ -179,12 +160,11 @@ def _check_types(row: dict[str, Any], kinds: dict[str, Any]) -> None:
         raise ValueError(f"expected {', '.join(kinds)} in every entry, got {', '.join(row)}")
     for name, value in row.items():
         check_value(list if typing.get_origin(kinds[name]) is tuple else kinds[name], value, name)
-        if isinstance(value, int) and kinds[name] is int and value < 1:
+        if kinds[name] is int and value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 def _as_tuple(value: Any) -> Any:
-    """JSON's lists as tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
@@ -229,11 +209,9 @@ def _tile(capability: tuple[int, int], *case: Any) -> Tile:
 
 @cache
 def hopper_tile_for(kernel: Kernel, head_dim: int, is_causal: bool) -> HopperTile:
-    """The configuration of a Hopper kernel, which has the same three names and takes 16-bit inputs."""
-    tile = HOPPER_TILES.entries().get(HopperTileCase(kernel, hopper_block_of(head_dim), is_causal))
-    if tile is None:
-        raise UsageError(f"no Hopper configuration of {kernel!r} for head_dim {head_dim}")
-    return tile
+    if tile := HOPPER_TILES.entries().get(HopperTileCase(kernel, hopper_block_of(head_dim), is_causal)):
+        return tile
+    raise UsageError(f"no Hopper configuration of {kernel!r} for head_dim {head_dim}")
 
 
 def __getattr__(name: str) -> Any:
@@ -243,5 +221,5 @@ def __getattr__(name: str) -> Any:
     """
     if name != "FASTEST":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = {tuple(case): choice.by_length for case, choice in CHOICES.entries().items()}
-    return globals()[name]
+    fastest = globals()[name] = {tuple(case): choice.by_length for case, choice in CHOICES.entries().items()}
+    return fastest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,7 @@ class Tune(Common):
     """Measure and print, and write nothing."""
 
     def run(self) -> int:
-        from trainstep.attention.tune import tune_choice, tune_tiles
+        from trainstep.attention.tune import Measurement, tune_choice, tune_tiles
         from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES
         from trainstep.casting import DTYPES
 
@@ -40,29 +41,21 @@ class Tune(Common):
             raise UsageError(
                 "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
             )
-        console = console_for_output()
+        say = functools.partial(console_for_output().print, markup=False, highlight=False)
         written = []
         if "tiles" in self.part:
-            tune_tiles(
-                head_dims=self.head_dim,
-                dtypes=self.dtype,
-                progress=lambda done: console.print(
-                    f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal} {done.tile}: "
-                    + (done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"),
-                    markup=False,
-                    highlight=False,
-                ),
-                save=not self.dry_run,
-            )
+
+            def progress(done: Measurement) -> None:
+                result = done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"
+                case = f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal}"
+                say(f"{case} {done.tile}: {result}")
+
+            tune_tiles(head_dims=self.head_dim, dtypes=self.dtype, progress=progress, save=not self.dry_run)
             written += [TILES.user_file(), HOPPER_TILES.user_file()]
         if "choice" in self.part:
-            tune_choice(
-                head_dims=self.head_dim,
-                dtypes=[DTYPES[name] for name in chosen],
-                progress=lambda line: console.print(line, markup=False, highlight=False),
-                save=not self.dry_run,
-            )
+            dtypes = [DTYPES[name] for name in chosen]
+            tune_choice(head_dims=self.head_dim, dtypes=dtypes, progress=say, save=not self.dry_run)
             written.append(CHOICES.user_file())
         if not self.dry_run:
-            console.print(f"written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+            say(f"written: {', '.join(map(str, written))}", soft_wrap=True)
         return 0

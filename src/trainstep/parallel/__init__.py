@@ -55,20 +55,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "DistributedDataParallel": "trainstep.parallel.ddp",
-    "FullyShardedDataParallel": "trainstep.parallel.fsdp.wrapper",
-    "Process": "trainstep.parallel.process",
-    "ShardedOptimizer": "trainstep.parallel.zero.optimizer",
-    "join_group": "trainstep.parallel.process",
-    "load_checkpoint": "trainstep.parallel.fsdp.checkpoint",
-    "save_checkpoint": "trainstep.parallel.fsdp.checkpoint",
+    "DistributedDataParallel": "ddp",
+    "FullyShardedDataParallel": "fsdp.wrapper",
+    "Process": "process",
+    "ShardedOptimizer": "zero.optimizer",
+    "join_group": "process",
+    "load_checkpoint": "fsdp.checkpoint",
+    "save_checkpoint": "fsdp.checkpoint",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

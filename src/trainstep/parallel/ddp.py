@@ -43,12 +43,9 @@ class GradientBucket:
     """Parameters, by number, whose gradients are averaged in one call."""
 
     numbers: tuple[int, ...]
-    scattered: bool
-    """Whether each rank gets only its slice of the mean."""
-    waiting: set[int] = field(default_factory=set)
-    """Those whose gradient has not come yet in this step."""
-    started: bool = False
-    """Whether this step's call was made."""
+    scattered: bool  # each rank gets only its slice of the mean
+    waiting: set[int] = field(default_factory=set)  # those whose gradient has not come yet in this step
+    started: bool = False  # this step's call was made
 
 
 class BucketReduction:
@@ -57,10 +54,7 @@ class BucketReduction:
     def __init__(
         self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
     ) -> None:
-        self.bucket = bucket
-        self._gradients = gradients
-        self._group = group
-        self._sent = gradients
+        self.bucket, self._gradients, self._sent, self._group = bucket, gradients, gradients, group
         if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
             self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
             torch._foreach_copy_(self._sent, gradients)

@@ -16,10 +16,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
 from trainstep.attention.hopper import forward as hopper_forward
-from trainstep.attention.triton import dkdv, dq, forward
+from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import HopperTile, Tile
 
-PORTABLE = {"forward": forward.forward_kernel, "dq": dq.dq_kernel, "dkdv": dkdv.dkdv_kernel}
+PORTABLE = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
 HOPPER = {"forward": hopper_forward.forward_kernel, "dq": hopper_dq.dq_kernel, "dkdv": hopper_dkdv.dkdv_kernel}
 STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "do")}  # the others are a consumer's own 64 rows
 FLOAT32 = ("lse_ptr", "delta_ptr", "stat_ptr")

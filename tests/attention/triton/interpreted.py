@@ -12,8 +12,7 @@ from tests.attention.budget import (
     assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
     assert_within_budget,
 )
-from trainstep.attention.triton.dkdv import launch_dkdv
-from trainstep.attention.triton.dq import launch_dq
+from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
 from trainstep.casting import matmul_precision
@@ -36,9 +35,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: flo
     """All three kernels, writing into memory that was NaN."""
     o, dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, q, k, v))
     lse = torch.full(q.shape[:-1], float("nan"))
-    launch_forward(q, k, v, o, lse, is_causal, scale, tile)
-    delta = launch_dq(q, k, v, o, lse, do, dq, is_causal, scale, tile)
-    launch_dkdv(q, k, v, lse, delta, do, dk, dv, is_causal, scale, tile)
+    launch_forward((q, k, v, o, lse), is_causal, scale, tile)
+    delta = torch.full_like(lse, float("nan"))
+    launch_dq((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile)
+    launch_dkdv((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

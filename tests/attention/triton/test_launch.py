@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.attention.triton.launch import Arguments, Launcher
+from trainstep.attention.triton import Launch, Launcher
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Kernel:
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_and_launch(*leading: Any, BLOCK: int, num_warps: int) -> Any:
-            arguments = (*leading, BLOCK)
+        def compile_and_launch(num_warps: int, **named: Any) -> Any:
+            arguments = tuple(named[name] for name in self.arg_names)
             self.compiled.append(arguments)
             self.launched.append((grid, *arguments))
             return Compiled(self)
@@ -42,8 +42,9 @@ class Compiled:
         return lambda *arguments: self._kernel.launched.append((grid, *arguments))
 
 
-def arguments(a: Tensor, b: Tensor, block: int) -> Arguments:
-    return Arguments(a.shape[0] // block, Descriptor(a, 4), a, b, a.shape[0], BLOCK=block, num_warps=4)
+def arguments(a: Tensor, b: Tensor, block: int) -> Launch:
+    named = {"desc": Descriptor(a, 4), "a": a, "b": b, "size": a.shape[0], "BLOCK": block, "num_warps": 4}
+    return a.shape[0] // block, named
 
 
 def launched_with(kernel: Kernel) -> tuple[Any, ...]:

@@ -5,17 +5,13 @@ straight into the products that make dV and dK; queries and output gradients str
 two gradients do not fit one warpgroup's registers: one consumer then makes dK of 64 keys and the other their dV.
 """
 
-import math
-
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.hopper.ring import (
+from trainstep.attention.hopper import (
+    HopperLauncher,
     copy_pair,
-    describe_tiles,
     make_barriers,
     own_tile,
     program_id_again,
@@ -25,8 +21,7 @@ from trainstep.attention.hopper.ring import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton.launch import SIZES, Arguments, Launcher, section_heads, tile_and_head
-from trainstep.attention.tuned import HopperTile, hopper_block_of
+from trainstep.attention.triton import SIZES, tile_and_head
 
 ROWS = gl.constexpr(64)  # keys of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -244,34 +239,5 @@ def dkdv_kernel(
         )
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, stat: Tensor, dk: Tensor, dv: Tensor,
-    is_causal: bool, scale: float, tile: HopperTile,
-) -> Arguments:  # fmt: skip
-    batch, heads, n_queries, head_dim = q.shape
-    kv_heads, n_keys = k.shape[1:3]
-    group = heads // kv_heads
-    block_d, rows = hopper_block_of(head_dim), ROWS.value
-    tiles_per_head = triton.cdiv(n_keys, rows if block_d > 128 else tile.consumers * rows)
-    return Arguments(
-        tiles_per_head * batch * kv_heads,
-        describe_tiles(q, tile.block, block_d), describe_tiles(k, rows, block_d), describe_tiles(v, rows, block_d),
-        describe_tiles(do, tile.block, block_d), stat, dk, dv,
-        *dk.stride()[:3], *dv.stride()[:3],
-        tiles_per_head, batch * kv_heads, kv_heads, group, n_queries, n_keys, stat.shape[-1],
-        section_heads(q.device, batch * kv_heads, 2 * n_queries * group * head_dim * q.element_size()),
-        scale, scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=tile.block, CONSUMERS=tile.consumers,
-        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
-    )  # fmt: skip
-
-
-launcher = Launcher(dkdv_kernel, _arguments)
-
-
-def launch_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, stat: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool, scale: float,
-    tile: HopperTile,
-) -> None:  # fmt: skip
-    """Fill dk and dv (like k and v) from the same tensors and the statistics that `launch_dq` returned."""
-    launcher((q, k, v, do, stat, dk, dv), is_causal, scale, tile)
+launch_dkdv = HopperLauncher(dkdv_kernel)
+"""Tensors q, k, v, do, stat, dk, dv: fills dk and dv; stat is what `launch_dq` left."""

@@ -6,8 +6,6 @@ product, so consumers write no shared memory until the end. The kernel also comp
 each query row.
 """
 
-import math
-
 import torch
 import triton
 from torch import Tensor
@@ -15,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.hopper.ring import (
+from trainstep.attention.hopper import (
+    HopperLauncher,
     copy_pair,
-    describe_tiles,
     make_barriers,
     refill_pair,
     release,
@@ -25,8 +23,8 @@ from trainstep.attention.hopper.ring import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton.launch import SIZES, Arguments, Launcher, section_heads, tile_and_head
-from trainstep.attention.tuned import HopperTile, hopper_block_of
+from trainstep.attention.triton import SIZES, tile_and_head
+from trainstep.attention.tuned import HopperTile
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -221,43 +219,17 @@ def dq_kernel(
         )
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor, stat: Tensor, dq: Tensor,
-    is_causal: bool, scale: float, tile: HopperTile,
-) -> Arguments:  # fmt: skip
-    batch, heads, n_queries, head_dim = q.shape
-    kv_heads, n_keys = k.shape[1:3]
-    block_d, rows = hopper_block_of(head_dim), ROWS.value
-    tiles_per_head = triton.cdiv(n_queries, tile.consumers * rows)
-    return Arguments(
-        tiles_per_head * batch * heads,
-        describe_tiles(q, rows, block_d), describe_tiles(k, tile.block, block_d),
-        describe_tiles(v, tile.block, block_d), describe_tiles(do, rows, block_d), o, do, lse, stat, dq,
-        *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys, stat.shape[-1],
-        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()),
-        scale, scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=tile.block, CONSUMERS=tile.consumers,
-        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
-    )  # fmt: skip
+launch_dq = HopperLauncher(dq_kernel)
+"""Tensors q, k, v, do, o, lse, stat, dq: fills dq and stat."""
 
 
-launcher = Launcher(dq_kernel, _arguments)
+def empty_statistics(q: Tensor, tile: HopperTile) -> Tensor:
+    """Memory for what the second kernel needs of each row: float32 (2, batch · heads, padded rows).
 
-
-def launch_dq(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, is_causal: bool, scale: float,
-    tile: HopperTile,
-) -> Tensor:  # fmt: skip
-    """Fill dq (like q) from four-dimensional tensors with 16-byte aligned rows; return the rows' statistics.
-
-    They are a float32 tensor (2, batch · heads, padded rows): -lse / scale and -delta = -rowsum(dO ∘ O), from which
-    the products S and dP of the second kernel start. Rows past n_queries hold -infinity and 0: they add nothing, and
-    the kernel reads whole tiles without a mask.
+    `launch_dq` writes -lse / scale and -delta = -rowsum(dO ∘ O), from which the products S and dP start. Rows past
+    n_queries hold -infinity and 0: they add nothing, and the second kernel reads whole tiles without a mask.
     """
     batch, heads, n_queries, _ = q.shape
     own_rows = tile.consumers * ROWS.value
     padded_rows = triton.cdiv(n_queries, own_rows) * own_rows
-    stat = torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)
-    launcher((q, k, v, do, o, lse, stat, dq), is_causal, scale, tile)
-    return stat
+    return torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)

@@ -5,17 +5,13 @@ consumer warpgroup owns 64 queries and, while its softmax of tile n runs, keeps 
 n - 1. Keys are walked from the last tile to the first, so that the tiles that need a mask come first.
 """
 
-import math
-
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from trainstep.attention.hopper.ring import (
+from trainstep.attention.hopper import (
+    HopperLauncher,
     copy_rows,
-    describe_tiles,
     make_barriers,
     program_id_again,
     refill,
@@ -24,8 +20,7 @@ from trainstep.attention.hopper.ring import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton.launch import SIZES, Arguments, Launcher, section_heads, tile_and_head
-from trainstep.attention.tuned import HopperTile, hopper_block_of
+from trainstep.attention.triton import SIZES, tile_and_head
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -218,33 +213,5 @@ def forward_kernel(
         )
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, tile: HopperTile,
-) -> Arguments:  # fmt: skip
-    batch, heads, n_queries, head_dim = q.shape
-    kv_heads, n_keys = k.shape[1:3]
-    tiles_per_head = triton.cdiv(n_queries, tile.consumers * ROWS.value)
-    block_d = hopper_block_of(head_dim)
-    return Arguments(
-        tiles_per_head * batch * heads,
-        describe_tiles(q, ROWS.value, block_d), describe_tiles(k, tile.block, block_d),
-        describe_tiles(v, tile.block, block_d), o, lse, *o.stride()[:3],
-        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
-        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()), scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=tile.block, CONSUMERS=tile.consumers,
-        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
-    )  # fmt: skip
-
-
-launcher = Launcher(forward_kernel, _arguments)
-
-
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: HopperTile
-) -> None:
-    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous).
-
-    The inputs are four-dimensional with 16-byte aligned rows, and scale > 0.
-    """
-    launcher((q, k, v, o, lse), is_causal, scale, tile)
+launch_forward = HopperLauncher(forward_kernel)
+"""Tensors q, k, v, o, lse: fills o and lse."""

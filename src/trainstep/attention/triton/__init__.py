@@ -1,1 +1,221 @@
-"""FlashAttention-2 in Triton, for GPUs since Ampere: `forward`, and the backward in two kernels, `dq` and `dkdv`."""
+"""FlashAttention-2 in Triton, for GPUs since Ampere: `forward` and `backward`.
+
+Here is what they share, with each other and with Hopper's kernels: which program works on which tile, loads and
+products of tiles, and launching without examining every argument again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainstep.attention.tuned import block_of, multiply_precision
+
+# Arguments that change from call to call: compiled once for all their values. Strides are not among them: their
+# alignment decides how wide the loads can be.
+SIZES = [
+    "tiles_per_head", "all_heads", "heads", "all_kv_heads", "kv_heads", "n_queries", "n_keys", "heads_per_section",
+]  # fmt: skip
+
+LONGEST_SUM = tl.constexpr(64)
+"""Terms in one sum of a matrix unit where float32 is to be exact. Emulated with a rounding after every eight terms,
+attention's errors reach 0.9 of float32's budget with sums of 64, 1.2 with 128 and 2.1 with 256. Measured on an H200
+with sums of 64, the worst are 0.99 (dQ at head_dim 64), 0.74 (128) and 0.56 (256)."""
+
+
+@triton.jit
+def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_LAST: tl.constexpr):
+    """Map a program's id to (tile, head): sections of heads in turn; within one, tile by tile over all its heads."""
+    section = program // (heads_per_section * tiles_per_head)
+    first_head = section * heads_per_section
+    section_heads = tl.minimum(heads_per_section, n_heads - first_head)
+    within = program - first_head * tiles_per_head
+    tile = within // section_heads
+    head = first_head + within % section_heads
+    if LONGEST_LAST:
+        tile = tiles_per_head - 1 - tile
+    return tile, head
+
+
+@triton.jit
+def load_tile(pointers, mask, PARTIAL: tl.constexpr):
+    """Load a tile, with zeros where the mask is False; a tile known to be whole (not PARTIAL) needs no mask."""
+    if PARTIAL:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:  # noqa: RET505 - Triton compiles one of two branches, so the second return must be in one
+        return tl.load(pointers)
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b, accumulated in float32. PRECISION: "tf32" or "tf32x3", read for float32 operands only.
+
+    "tf32x3": each float32 is a sum of two TF32 numbers, big + small, and big·big + big·small + small·big leaves out
+    less than float32 rounds off (Ootomo & Yokota 2022, after Markidis et al. 2018). Matrix units round their sums
+    toward zero, so that long sums drift: those are taken in parts, which are added in float32.
+    """
+    if a.dtype == tl.float32:
+        if PRECISION == "tf32x3" and a.shape[1] > LONGEST_SUM:
+            a_even, a_odd = _halves(a)
+            b_even, b_odd = _halves(tl.trans(b))
+            acc = multiply(a_even, tl.trans(b_even), acc, PRECISION)
+            return multiply(a_odd, tl.trans(b_odd), acc, PRECISION)
+        if PRECISION == "tf32":
+            a = _round_to_tf32(a)
+            b = _round_to_tf32(b)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _halves(x):
+    """The even and the odd columns of x, which lie in one thread's registers as neighbours: nothing moves."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _round_to_tf32(x):
+    """The nearest number with ten bits of mantissa. The matrix unit only drops the other thirteen, which doubles the
+    error and gives it a direction."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # adding to the bits of a NaN may make a zero of it
+
+
+Launch = tuple[int, dict[str, Any]]
+"""The number of programs, and by name the kernel's arguments and the compiler's options."""
+
+
+def tensor_names(kernel: Any) -> list[str]:
+    """What a kernel reads and writes, in its order: "q" for arguments q_ptr or q_desc."""
+    places = (name.rpartition("_") for name in kernel.arg_names)
+    return list(dict.fromkeys(tensor for tensor, _, kind in places if kind in ("ptr", "desc")))
+
+
+def owns_keys(kernel: Any) -> bool:
+    """Whether a program of `kernel` owns keys of a key head, rather than queries of a query head."""
+    return "kv_heads" in kernel.arg_names
+
+
+def kernel_arguments(
+    kernel: Any, tensors: dict[str, Tensor], own_rows: int, is_causal: bool, scale: float, **named: Any
+) -> Launch:
+    """`named`, and what else `kernel` has arguments for: pointers, strides, sizes and scales.
+
+    A program owns `own_rows` rows of a head. Programs that run at the same time share the other side's tensors through
+    the L2 cache: heads are started in sections whose shared tensors fill about half of it, and within a section the
+    tiles with the most work come first, so that the last programs to start are the short ones.
+    """
+    batch, heads, n_queries, head_dim = tensors["q"].shape
+    kv_heads, n_keys = tensors["k"].shape[1:3]
+    group = heads // kv_heads
+    owners, owned, shared = (kv_heads, n_keys, n_queries * group) if owns_keys(kernel) else (heads, n_queries, n_keys)
+    tiles_per_head = triton.cdiv(owned, own_rows)
+    bytes_per_head = 2 * shared * head_dim * tensors["q"].element_size()
+    device = tensors["q"].device  # Triton's interpreter runs on the CPU, for which any size of the cache will do
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
+    heads_per_section = max(1, min(batch * owners, l2_bytes // 2 // bytes_per_head))
+    values: dict[str, Any] = {}
+    for name, t in tensors.items():
+        values[f"{name}_ptr"] = t
+        values |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhn", t.stride(), strict=False)}
+    values |= {"tiles_per_head": tiles_per_head, "heads": heads, "kv_heads": kv_heads, "group": group}
+    values |= {"all_heads": batch * heads, "all_kv_heads": batch * kv_heads, "heads_per_section": heads_per_section}
+    values |= {"n_queries": n_queries, "n_keys": n_keys, "scale": scale, "scale_log2": scale * math.log2(math.e)}
+    named |= {"IS_CAUSAL": is_causal, "HEAD_DIM": head_dim}
+    return tiles_per_head * batch * owners, named | {name: values[name] for name in kernel.arg_names if name in values}
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A compiled kernel and the arguments of one launch, with places where tensors go."""
+
+    launch: Callable[..., None]
+    arguments: list[Any]
+    tensors: list[tuple[int, int]]  # (position among the arguments, which tensor)
+    descriptors: list[tuple[int, int]]  # the same, for descriptors of tensors
+
+
+class Launcher:
+    """`launcher(tensors, *settings)` launches `kernel` with `arguments(*tensors, *settings)`.
+
+    Triton finds a compiled kernel by the type, alignment and value of each argument of each call. With the 20 to 35
+    arguments of these kernels that takes longer than attention over a short sequence. What those properties follow
+    from, the tensors' shapes, strides, dtypes and alignment, is quicker to compare: a call that agrees in it with an
+    earlier one is given that one's compiled kernel, and of its arguments only the tensors are replaced.
+
+    What `arguments` returns may depend on the tensors' shapes, strides, dtypes and device and on the settings, which
+    are hashable, and on nothing else. Its arguments are the tensors, descriptors of them, and numbers.
+    """
+
+    def __init__(self, kernel: Any, arguments: Callable[..., Launch]) -> None:
+        self._kernel, self._arguments = kernel, arguments
+        self._prepared: dict[Any, _Prepared] = {}
+        self.latest: Any = None
+        """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
+
+    def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
+        key = (tensors[0].device, settings, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            self._first(key, tensors, settings)
+            return
+        arguments = prepared.arguments.copy()
+        for position, which in prepared.tensors:
+            arguments[position] = tensors[which]
+        for position, which in prepared.descriptors:
+            arguments[position] = _over(arguments[position], tensors[which])
+        prepared.launch(*arguments)
+
+    def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
+        tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
+        programs, named = self._arguments(*tensors, *settings)
+        grid = (programs, 1, 1)
+        compiled = self._kernel[grid](**named)
+        if compiled is None:  # Triton's interpreter has nothing to remember
+            return
+        self.latest = compiled
+        if len(self._prepared) >= 1024:
+            self._prepared.clear()  # and all that are still needed are prepared again
+        arguments = [named[name] for name in self._kernel.arg_names]
+        self._prepared[key] = prepared = _Prepared(compiled[grid], arguments, [], [])
+        for position, argument in enumerate(arguments):
+            is_descriptor = hasattr(argument, "base")
+            tensor = argument.base if is_descriptor else argument
+            if isinstance(tensor, Tensor):
+                which = next(index for index, candidate in enumerate(tensors) if candidate is tensor)
+                (prepared.descriptors if is_descriptor else prepared.tensors).append((position, which))
+                arguments[position] = _over(argument, None) if is_descriptor else None  # keep no memory alive
+
+
+def _over(descriptor: Any, tensor: Tensor | None) -> Any:
+    """`descriptor` with another tensor of the same kind; its checks have passed once and are not repeated."""
+    copy = object.__new__(type(descriptor))
+    copy.__dict__ = {**descriptor.__dict__, "base": tensor}
+    return copy
+
+
+class PortableLauncher(Launcher):
+    """`launcher(tensors, is_causal, scale, tile)` with scale > 0, the tensors in the order of `tensor_names`.
+
+    They have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel, self._portable)
+
+    def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
+        super().__call__(tensors, *settings, multiply_precision(tensors[0].dtype))
+
+    def _portable(self, *given: Any) -> Launch:
+        *tensors, is_causal, scale, tile, precision = given
+        named = dict(zip(tensor_names(self._kernel), tensors, strict=True))
+        own_rows = tile.keys if owns_keys(self._kernel) else tile.queries
+        return kernel_arguments(
+            self._kernel, named, own_rows, is_causal, scale, BLOCK_D=block_of(named["q"].shape[-1]),
+            BLOCK_Q=tile.queries, BLOCK_K=tile.keys, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip

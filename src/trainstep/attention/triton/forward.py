@@ -1,28 +1,14 @@
 """The forward kernel: FlashAttention-2 (Dao 2023), algorithm 1, one program per query tile.
 
-A program keeps its queries and the running maximum, sum and output on chip and walks over the keys. The walk is split
-in two: tiles that every query of the program sees in full, which need no mask at all, then the few that the diagonal or
-the end of the keys cuts. Tiles above the diagonal are never visited.
-
+A program keeps its queries and the running maximum, sum and output on chip and walks over the keys: first tiles that
+every query of the program sees in full, which need no mask, then the few that the diagonal or the end of the keys cuts.
 Exponentials are base 2 with log2(e) folded into the scale, so that a score costs one fused multiply-add and one exp2.
 """
 
-import math
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from trainstep.attention.triton.launch import (
-    SIZES,
-    Arguments,
-    Launcher,
-    load_tile,
-    multiply,
-    section_heads,
-    tile_and_head,
-)
-from trainstep.attention.tuned import Tile, block_of, multiply_precision
+from trainstep.attention.triton import SIZES, PortableLauncher, load_tile, multiply, tile_and_head
 
 
 @triton.jit
@@ -79,8 +65,7 @@ def forward_kernel(
 ):  # fmt: skip
     """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32.
 
-    all_heads = batch · heads; the grid is tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not
-    negative.
+    all_heads = batch · heads; tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not negative.
     """
     program = tl.program_id(0)
     tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
@@ -126,29 +111,5 @@ def forward_kernel(
     tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=row_mask)  # ln 2: to base e
 
 
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, tile: Tile, precision: str,
-) -> Arguments:  # fmt: skip
-    batch, heads, n_queries, head_dim = q.shape
-    kv_heads, n_keys = k.shape[1:3]
-    tiles_per_head = triton.cdiv(n_queries, tile.queries)
-    return Arguments(
-        tiles_per_head * batch * heads,
-        q, k, v, o, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-        tiles_per_head, batch * heads, heads, heads // kv_heads, n_queries, n_keys,
-        section_heads(q.device, batch * heads, 2 * n_keys * head_dim * q.element_size()), scale * math.log2(math.e),
-        IS_CAUSAL=is_causal, HEAD_DIM=head_dim, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries, BLOCK_K=tile.keys,
-        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-launcher = Launcher(forward_kernel, _arguments)
-
-
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float, tile: Tile
-) -> None:
-    """Fill o (like q) and lse (batch, heads, n_queries; float32, contiguous) from 4-D inputs; scale > 0."""
-    launcher((q, k, v, o, lse), is_causal, scale, tile, multiply_precision(q.dtype))
+launch_forward = PortableLauncher(forward_kernel)
+"""Tensors q, k, v, o, lse: fills o and lse, the log-sum-exp of the scores."""

@@ -17,6 +17,6 @@ The schedule of a step, for a model of blocks b0 … bn:
 On a GPU nothing of this makes the host wait.
 
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` sends
-and adds up; `transport` carries both; `schedule` decides when; `boundary` is where a module's call meets the schedule;
-`wrapper` puts them around a module; `checkpoint` writes and reads.
+and adds up; `transport` carries both; `schedule` decides when, and meets the modules' calls; `wrapper` puts them around
+a module; `checkpoint` writes and reads.
 """

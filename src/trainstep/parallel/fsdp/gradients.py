@@ -36,22 +36,17 @@ class BufferReduction:
     def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
         """Wait; attach what this rank had a gradient of. Returns what it sent zeros for, to be decided later."""
         self.pending.wait()
-        undecided = []
         for parameter, gradient in self.rows:
             if parameter in self.written:
                 parameter.attach_gradient(gradient)
-            else:
-                undecided.append((parameter, gradient))
-        return undecided
+        return [row for row in self.rows if row[0] not in self.written]
 
 
 class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
-        self._parameters = parameters
-        self._process_group = process_group
-        self._ranks = process_group.size()
+        self._parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
         self._dtype = parameters[0].shard.dtype
         self._starts: dict[ShardedParameter, int] = {}
         self._size = 0  # elements per destination

@@ -1,4 +1,4 @@
-"""When groups are gathered and freed, and when their gradients are sent.
+"""When groups are gathered and freed, when their gradients are sent, and where a module's calls say so.
 
 The order in which calls need groups is recorded in every pass (a forward of the wrapper and what follows it), and
 predicts the next pass. A group is gathered when the call `prefetch` calls before it begins, or at its own call if that
@@ -7,17 +7,26 @@ many as backward would gather ahead are kept between the two.
 
 Every decision follows from the order of calls and from which tensors require gradients, so all ranks issue the same
 collectives in the same order as long as they call the same modules.
+
+A unit's class is replaced by a subclass whose `__call__` goes through a `Boundary`: outside of what `module.compile()`
+compiles and of the module's hooks, and there whenever the module is called. Code that runs a unit's `forward` without
+calling it (activation checkpointing of several blocks together, or computing one again) meets the same boundary there.
+In backward, a hook on the call's outputs runs before backward enters the call; an identity node on its inputs runs
+after backward has left it.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
 from trainstep.parallel.collectives import SideStream
 from trainstep.parallel.fsdp.gradients import BufferReduction, ReplicatedGradients
@@ -70,10 +79,8 @@ class Schedule:
     ) -> None:
         self.groups = groups
         self.synchronise = True
-        self._prefetch = prefetch
-        self._device = device
-        self._gathers = SideStream(device)
-        self._reductions = SideStream(device)
+        self._prefetch, self._device = prefetch, device
+        self._gathers, self._reductions = SideStream(device), SideStream(device)
         self._recorded: dict[bool, list[GatherGroup]] = {}
         self._with_gradients = False
         self._pass = Pass(None)
@@ -104,9 +111,7 @@ class Schedule:
             call = Call(groups, None, [])
         else:
             call = Call(groups, self._pass, [self._pass.record(group) for group in groups])
-        for group in groups:
-            group.gather(self._gathers)
-        for group in self._upcoming(call):
+        for group in (*groups, *self._upcoming(call)):
             group.gather(self._gathers)
         for group in groups:
             group.wait()
@@ -139,9 +144,7 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
-        for group in call.groups:
-            group.gather(self._gathers)
-        for group in self._preceding(call):
+        for group in (*call.groups, *self._preceding(call)):
             group.gather(self._gathers)
         for group in call.groups:
             group.wait()
@@ -240,3 +243,115 @@ def _hook(schedule: weakref.ref[Schedule], group_number: int, number: int) -> Ca
         this._on_gradient(group, group.parameters[number], full)
 
     return on_gradient
+
+
+class Boundary:
+    """Around the calls of one unit, which need `groups`."""
+
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup]) -> None:
+        self._schedule = schedule
+        self._groups = groups
+        self.is_open = False
+        """Whether a call is running inside, so that its `forward` needs no boundary of its own."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
+        call, args, kwargs = self._enter(args, kwargs)
+        was_open, self.is_open = self.is_open, True
+        try:
+            output = function(*args, **kwargs)
+        except BaseException:
+            self._schedule.abandon(call)
+            raise
+        finally:
+            self.is_open = was_open
+        self._leave(call, output)
+        return output
+
+    def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, computed again in backward; the marks for backward are in the graph from the first time."""
+        self._schedule.gather_again(self._groups)
+        was_open, self.is_open = self.is_open, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_open = was_open
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+        call = self._schedule.enter(self._groups)
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(call, args, kwargs)
+        return call, args, kwargs
+
+    def _watch_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not watched:
+            return args, kwargs
+        for group in self._groups:
+            group.awaiting.add(call)
+        inputs = [leaves[index] for index in watched]
+        passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
+        for index, tensor in zip(watched, passed, strict=True):
+            leaves[index] = tensor
+        args, kwargs = _pytree.tree_unflatten(leaves, structure)
+        return args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, call: Call, output: Any) -> None:
+        needs_backward = False
+        if torch.is_grad_enabled():
+            for leaf in _pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(functools.partial(_before_backward, self._schedule, call))
+                    needs_backward = True
+        self._schedule.leave(call, needs_backward=needs_backward)
+
+
+def _before_backward(schedule: Schedule, call: Call, gradient: Tensor) -> None:
+    schedule.before_backward(call)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a call's inputs; its backward runs when backward has left the call."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.schedule, ctx.call = schedule, call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.schedule.after_backward(ctx.call)
+        return None, None, *gradients
+
+
+class Unit(nn.Module):
+    """What a unit's class is mixed with: its calls go through a boundary."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.checkpointing
+            return super().__call__(*args, **kwargs)
+        return self.__dict__["boundary"].run(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        boundary = self.__dict__["boundary"]
+        if boundary.is_open:
+            return super().forward(*args, **kwargs)
+        run = boundary.run_again if in_backward() else boundary.run
+        return run(super().forward, args, kwargs)
+
+
+@functools.cache
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (Unit, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def install(unit: nn.Module, boundary: Boundary) -> None:
+    """Lead all calls of `unit` through `boundary`."""
+    unit.__dict__["boundary"] = boundary
+    unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]

@@ -46,12 +46,10 @@ class Rows:
 
     @property
     def per_rank(self) -> int:
-        """Rows of a full shard: ceil(rows / world size)."""
         return -(-self.shape[0] // self.world_size)
 
     @property
     def start(self) -> int:
-        """The rank's first row."""
         return min(self.rank * self.per_rank, self.shape[0])
 
     @property
@@ -69,16 +67,11 @@ class Rows:
 class ShardedParameter:
     """A parameter's shard, which the optimizer sees, and its full form, which the module computes with."""
 
-    names: list[str]
-    """All names in the module; several if it is tied."""
-    slots: list[tuple[nn.Module, str]]
-    """(module, attribute) for each name."""
-    shard: nn.Parameter
-    """This rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's."""
-    shape: torch.Size
-    """Of the full parameter."""
-    rows: Rows | None
-    """How it is cut, or None if it is replicated."""
+    names: list[str]  # in the module; several if it is tied
+    slots: list[tuple[nn.Module, str]]  # (module, attribute) for each name
+    shard: nn.Parameter  # this rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's
+    shape: torch.Size  # of the full parameter
+    rows: Rows | None  # how it is cut, or None if it is replicated
     full: nn.Parameter | None = None
     """While gathered, the whole parameter in the dtype it is computed with; a leaf whose storage comes and goes."""
 
@@ -87,7 +80,6 @@ class ShardedParameter:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
         return self.names[0]
 
     @property
@@ -127,7 +119,6 @@ class ShardedParameter:
         self._install(self.full)
 
     def install_shard(self) -> None:
-        """Put the shard back in its place."""
         self._install(self.shard)
 
     def _install(self, parameter: nn.Parameter) -> None:
@@ -153,10 +144,8 @@ class PlannedParameter:
     """One parameter and the places it is used from."""
 
     parameter: nn.Parameter
-    names: list[str] = field(default_factory=list)
-    """All its names; more than one if it is tied."""
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """(module, attribute) for each name."""
+    names: list[str] = field(default_factory=list)  # more than one if it is tied
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)  # (module, attribute) for each name
     units: list[nn.Module] = field(default_factory=list)
 
 
@@ -209,11 +198,7 @@ def shard_parameters(
     plan_of = {slot: entry for entry in planned for slot in entry.slots}
     sharded: dict[PlannedParameter, ShardedParameter] = {}
     for name, module in root.named_modules():
-        own = {
-            attribute: plan_of[module, attribute]
-            for attribute, there in module._parameters.items()
-            if there is not None
-        }
+        own = {key: plan_of[module, key] for key, there in module._parameters.items() if there is not None}
         if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
             _materialise(name, module, own, device, initialize)
         for attribute, buffer in module._buffers.items():

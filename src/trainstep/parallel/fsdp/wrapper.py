@@ -14,9 +14,8 @@ from torch.utils import _pytree
 
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
-from trainstep.parallel.fsdp import boundary
 from trainstep.parallel.fsdp.group import GatherGroup
-from trainstep.parallel.fsdp.schedule import Schedule, in_backward
+from trainstep.parallel.fsdp.schedule import Boundary, Schedule, Unit, in_backward, install
 from trainstep.parallel.fsdp.shards import (
     Initialize,
     ShardedParameter,
@@ -98,16 +97,10 @@ class FullyShardedDataParallel(nn.Module):
             GatherGroup([sharded[entry] for entry in group.parameters], self.process_group, compute_dtype, self.device)
             for group in plan
         ]
-        carrier = choose_transport(
-            transport,
-            self.process_group,
-            self.device,
-            slice_bytes=max((group.slice_bytes for group in gather_groups), default=0),
-            exchange_bytes=max(
-                (buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers),
-                default=0,
-            ),
-        )
+        slices = [group.slice_bytes for group in gather_groups]
+        exchanges = [buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers]
+        sizes = {"slice_bytes": max(slices, default=0), "exchange_bytes": max(exchanges, default=0)}
+        carrier = choose_transport(transport, self.process_group, self.device, **sizes)
         for group in gather_groups:
             group.connect(carrier)
         self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
@@ -117,7 +110,7 @@ class FullyShardedDataParallel(nn.Module):
             for unit in planned_group.units:
                 needed.setdefault(unit, []).append(group)
         for unit, unit_groups in needed.items():
-            boundary.install(unit, boundary.Boundary(self._schedule, unit_groups))
+            install(unit, Boundary(self._schedule, unit_groups))
         self.module = module
         self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
         refuse_retired_parameters(self, {entry.names[0]: entry.parameter for entry in planned})
@@ -168,14 +161,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
-        return clip_gradients_(
-            sharded,
-            replicated,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            group=self.process_group,
-            device=self.device,
-        )
+        group, device = self.process_group, self.device
+        return clip_gradients_(sharded, replicated, max_norm=max_norm, norm_type=norm_type, group=group, device=device)
 
     @torch.no_grad()
     def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -261,9 +248,7 @@ class FullyShardedDataParallel(nn.Module):
         return DeviceMesh.from_group(self.process_group, self.device.type)
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self._compute_dtype)
-        return value
+        return value.to(self._compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def _check_contents(self) -> None:
         for module, parameters, modules in self._contents:
@@ -295,7 +280,7 @@ def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch
         raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
     if transport not in get_args(TransportName):
         raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
-    if any(boundary.is_unit(inner) for inner in module.modules()):
+    if any(isinstance(inner, Unit) for inner in module.modules()):
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
     lazy = [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:

@@ -141,14 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ddp is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return clip_gradients_(
-            self.local_gradients(),
-            [],
-            max_norm=max_norm,
-            norm_type=norm_type,
-            group=self.process_group,
-            device=self.param_groups[0]["params"][0].device,
-        )
+        group, device = self.process_group, self.param_groups[0]["params"][0].device
+        own = self.local_gradients()
+        return clip_gradients_(own, [], max_norm=max_norm, norm_type=norm_type, group=group, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for torch.distributed.checkpoint: pass the optimizer itself to its `save` and `load`.
@@ -177,12 +172,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _divide_new_groups(self) -> None:
         """Divide the parameters of the groups that came last."""
-        first, numbered, number = self._divided, [], 0
-        for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if index >= first:
-                    numbered.append((number, index, parameter))
-                number += 1
+        first = self._divided
+        members = [(index, each) for index, group in enumerate(self.param_groups) for each in group["params"]]
+        numbered = [(number, index, each) for number, (index, each) in enumerate(members) if index >= first]
         named = [(f"number {number} of group {group}", parameter) for number, group, parameter in numbered]
         settings = {
             f"{key} of group {index}": value

@@ -20,10 +20,7 @@ from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-        *("Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
-    )
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
 )
 """Optimizers of torch that treat each element alone, so that updating slices is the same as updating the whole.
 
@@ -35,13 +32,10 @@ Subclasses are not among them: what they change is not known.
 class Piece:
     """A parameter, and what this rank updates of it."""
 
-    number: int
-    """Position among all parameters of the optimizer, as in its state dict."""
+    number: int  # position among all parameters of the optimizer, as in its state dict
     group: int
-    """Parameter group."""
     parameter: nn.Parameter
-    owner: int | None
-    """The rank that updates all of it; None where every rank updates its slice."""
+    owner: int | None  # the rank that updates all of it; None where every rank updates its slice
     mine: nn.Parameter | None
     """What this rank's optimizer updates: its slice, sharing the parameter's memory, or the parameter, or nothing."""
 
@@ -80,7 +74,7 @@ def cut(
     """
     parameters = list(parameters)
     world_size = len(loads)
-    owners: dict[int, int | None] = {}
+    owners: dict[int, int | None] = {}  # None: sliced
     whole = []
     for number, _, parameter in parameters:
         divisible = parameter.dim() > 0 and parameter.numel() % world_size == 0 and not parameter.is_complex()
@@ -109,10 +103,8 @@ class ParameterBucket:
     """Parameters of one dtype and device, all of them sliced or none, that are gathered in as few calls as can be."""
 
     pieces: list[Piece]
-    optimizer: torch.optim.Optimizer | None
-    """Updates this rank's part; None where it has none."""
-    groups: list[int]
-    """For each parameter group of `optimizer`, which one of the whole it belongs to."""
+    optimizer: torch.optim.Optimizer | None  # updates this rank's part; None where it has none
+    groups: list[int]  # for each parameter group of `optimizer`, which one of the whole it belongs to
 
     def states(self) -> list[tuple[Piece, dict[str, Any] | None]]:
         """What this rank updates, in the order of `optimizer`, each with its state; None before its first step."""
@@ -137,7 +129,6 @@ class ParameterBucket:
         return [] if self.optimizer is None else list(zip(self.optimizer.param_groups, self.groups, strict=True))
 
     def update(self, process_group: dist.ProcessGroup) -> None:
-        """Update this rank's part."""
         if self.optimizer is None:
             return
         sliced = [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
@@ -154,8 +145,7 @@ class ParameterBucket:
             return []
         parameters = [piece.parameter.detach() for piece in self.pieces]
         if self.pieces[0].owner is None:
-            work = all_gather_slices(parameters, process_group)
-            return [work.wait]
+            return [all_gather_slices(parameters, process_group).wait]
         calls = []
         for owner in range(process_group.size()):
             owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]

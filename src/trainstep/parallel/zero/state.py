@@ -7,6 +7,7 @@ or by three, for which the same parameter may be whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,19 +94,16 @@ def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[
             values = state_dict["state"].get(str(number), state_dict["state"].get(number))
             if values and not fresh.get(str(number), False):
                 state[position] = {key: _own_part(value, piece) for key, value in values.items()}
-        bucket.optimizer.load_state_dict(
-            {"state": state, "param_groups": bucket.optimizer.state_dict()["param_groups"]}
-        )
+        groups_now = bucket.optimizer.state_dict()["param_groups"]
+        bucket.optimizer.load_state_dict({"state": state, "param_groups": groups_now})
 
 
 def _numbered(groups: Groups) -> Groups:
     """The groups with numbers in place of parameters, as in every optimizer's state dict."""
-    numbered, start = [], 0
-    for group in groups:
-        count = len(group["params"])
-        numbered.append({key: value for key, value in group.items() if key != "params"})
-        numbered[-1]["params"] = list(range(start, start + count))
-        start += count
+    numbers = itertools.count()
+    numbered = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    for of_group, group in zip(numbered, groups, strict=True):
+        of_group["params"] = list(itertools.islice(numbers, len(group["params"])))
     return numbered
 
 
