@@ -10,8 +10,7 @@ import torch
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import Precision
 from trainstep.kinds import CeilingRow
-from trainstep.measure.ceilings import measure_ceilings
-from trainstep.measure.environment import describe
+from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.precision import check_precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")

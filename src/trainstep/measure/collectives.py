@@ -17,38 +17,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_NAMES = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all-to-all",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "receive",
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-}
-"""Beginnings of operator names, without their underscores → the collective's usual name."""
-
-_NO_CALLS = ("wait_tensor", "_wrap_tensor")
-"""Operators of the same namespaces that start nothing."""
+_NAMES = (
+    *("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "broadcast", "reduce", "gather", "scatter"),
+    *("barrier", "send", "receive"),
+)
+_NO_CALLS = ("wait_tensor", "_wrap_tensor")  # operators of the same namespaces that start nothing
 
 
 @dataclass(frozen=True)
 class Collective:
     """One call."""
 
-    name: str
-    """all-reduce, all-gather, reduce-scatter, broadcast, …"""
-    tensors: int
-    """Full tensors in the call."""
-    bytes: int
-    """Their size: of what is reduced or sent; for an all-gather, of what comes out."""
+    name: str  # all-reduce, all-gather, reduce-scatter, broadcast, …
+    tensors: int  # full tensors in the call
+    bytes: int  # their size: of what is reduced or sent; for an all-gather, of what comes out
     dtype: torch.dtype | None
 
 
@@ -75,15 +57,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _usual_name(operator: str) -> str:
-    bare = operator.strip("_")
-    known = max((each for each in _NAMES if bare.startswith(each)), key=len, default=None)
-    return operator if known is None else _NAMES[known]
+    """`_allgather_base_` → all-gather: the longest usual name that the operator's begins with."""
+    bare = operator.replace("_", "").replace("recv", "receive")
+    return max((name for name in _NAMES if bare.startswith(name.replace("-", ""))), key=len, default=operator)
 
 
 def _collective(name: str, args: tuple[Any, ...]) -> Collective:
     """The payload is the larger of outputs and inputs, which are the first two arguments."""
     lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
-    size, payload = max(
-        ((sum(each.nbytes for each in tensors), tensors) for tensors in lists), key=lambda pair: pair[0]
-    )
+    payload = max(lists, key=lambda tensors: sum(each.nbytes for each in tensors))
+    size = sum(each.nbytes for each in payload)
     return Collective(name, len(payload), size, payload[0].dtype if payload else None)

@@ -26,26 +26,20 @@ def short_name(dtype: torch.dtype) -> str:
 class ModuleDtypes:
     """One module's dtypes, each a tuple of the different ones in the order seen; empty where it has or got none."""
 
-    name: str
-    """Dotted, as in `named_modules`; empty for the root."""
-    kind: str
-    """Its class."""
-    parameters: tuple[str, ...]
-    """Of the parameters it holds itself, not its children's."""
+    name: str  # dotted, as in `named_modules`; empty for the root
+    kind: str  # its class
+    parameters: tuple[str, ...]  # of the parameters it holds itself, not its children's
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    gradients: tuple[str, ...]
-    """Of the same parameters, after backward."""
+    gradients: tuple[str, ...]  # of the same parameters, after backward
 
 
 @dataclass(frozen=True)
 class StepDtypes:
     """What a forward and backward pass showed."""
 
-    modules: tuple[ModuleDtypes, ...]
-    """Every module that was called or holds parameters, in order of definition."""
-    result: tuple[str, ...]
-    """What forward returned: the logits, usually."""
+    modules: tuple[ModuleDtypes, ...]  # every module that was called or holds parameters, in order of definition
+    result: tuple[str, ...]  # what forward returned: the logits, usually
     loss: tuple[str, ...]
 
 
@@ -129,13 +123,10 @@ def _dtypes(value: Any) -> dict[str, None]:
 class Accumulation:
     """One way to add 0.01 a thousand times."""
 
-    accumulator: str
-    """dtype of the running sum."""
-    addend: str
-    """dtype of 0.01, and what it is cast to before it is added."""
+    accumulator: str  # dtype of the running sum
+    addend: str  # dtype of 0.01, and what it is cast to before it is added
     total: float
-    why: str
-    """One sentence."""
+    why: str  # one sentence
 
 
 def accumulate(steps: int = 1000, addend: float = 0.01) -> list[Accumulation]:

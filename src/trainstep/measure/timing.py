@@ -21,9 +21,6 @@ import torch
 
 from trainstep.phases import PhaseContext
 
-Clock = Callable[[], float]
-"""Seconds from an arbitrary start, monotonic."""
-
 
 class DeviceClock(Protocol):
     """What the stopwatch needs of a device."""
@@ -39,16 +36,15 @@ class DeviceClock(Protocol):
 
 
 class CpuClock:
-    """The CPU: when a call returns, its work is done."""
+    """The CPU: when a call returns, its work is done, and the host clock is the device's clock."""
 
     def synchronize(self) -> None:
-        """Nothing is outstanding."""
+        pass
 
     def record(self) -> None:
-        """No marks: the host clock is the device's clock."""
+        pass
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Not called, as there are no marks."""
         raise AssertionError("the CPU has no device events")
 
 
@@ -59,7 +55,6 @@ class CudaClock:
         self.device = device
 
     def synchronize(self) -> None:
-        """Wait for every stream of the device."""
         torch.cuda.synchronize(self.device)
 
     def record(self) -> torch.cuda.Event:
@@ -82,10 +77,8 @@ def device_clock(device: torch.device) -> DeviceClock:
 class Lap:
     """One phase of one step, in milliseconds."""
 
-    host_ms: float
-    """Host time between entering and leaving the phase: on a GPU the time to *issue* its work."""
-    device_ms: float | None
-    """Device time from the phase's first to its last mark; None on a CPU."""
+    host_ms: float  # host time between entering and leaving the phase: on a GPU the time to *issue* its work
+    device_ms: float | None  # device time from the phase's first to its last mark; None on a CPU
 
     @property
     def ms(self) -> float:
@@ -97,14 +90,10 @@ class Lap:
 class Sample:
     """One step, in milliseconds."""
 
-    wall_ms: float
-    """Host clock between the synchronisations before and after the step."""
-    wait_ms: float
-    """Part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches."""
-    device_ms: float | None
-    """Device time between the marks at the step's start and end; None on a CPU."""
-    laps: dict[str, Lap]
-    """Phases in the order they ran."""
+    wall_ms: float  # host clock between the synchronisations before and after the step
+    wait_ms: float  # part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches
+    device_ms: float | None  # device time between the marks at the step's start and end; None on a CPU
+    laps: dict[str, Lap]  # phases in the order they ran
 
     @property
     def ms(self) -> float:
@@ -145,9 +134,9 @@ def time_steps(
     device: DeviceClock,
     warmup: int,
     steps: int,
-    clock: Clock = time.perf_counter,
-    after_step: Callable[[Sample], object] | None = None,
-    cover: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    after_step: Callable[[Sample], object] = lambda sample: None,
+    cover: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Run `step` `warmup + steps` times and time each run.
 
@@ -157,7 +146,7 @@ def time_steps(
         device: where the work runs.
         warmup: steps before those that count; they are kept apart, not thrown away.
         steps: steps that count, at least 1.
-        clock: host clock in seconds.
+        clock: host clock: monotonic, in seconds from an arbitrary start.
         after_step: called outside the timed region after each step, to show progress.
         cover: gives the device work right before each step. While it runs, the host launches the step, so that a step
             of a few short kernels is timed by the device as in the middle of a busy queue; `wall_ms` and `wait_ms` then
@@ -168,16 +157,12 @@ def time_steps(
     taken: list[Sample] = []
     for _ in range(warmup + steps):
         taken.append(_time_one(step, device, clock, cover))
-        if after_step is not None:
-            after_step(taken[-1])
+        after_step(taken[-1])
     return Timing(tuple(taken), warmup)
 
 
 def _time_one(
-    step: Callable[[PhaseContext], object],
-    device: DeviceClock,
-    clock: Clock,
-    cover: Callable[[], object] | None,
+    step: Callable[[PhaseContext], object], device: DeviceClock, clock: Callable[[], float], cover: Callable[[], object]
 ) -> Sample:
     marks: dict[str, tuple[float, Any, Any]] = {}  # phase → host seconds, first mark, last mark
 
@@ -189,8 +174,7 @@ def _time_one(
         marks[name] = (clock() - entered, mark, device.record())
 
     device.synchronize()
-    if cover is not None:
-        cover()
+    cover()
     start, start_mark = clock(), device.record()  # the host's reads enclose the device's marks
     step(phase)
     end_mark, issued = device.record(), clock()

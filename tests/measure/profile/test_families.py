@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainstep.measure.profile.families import kernel_family, operator_family, short_name
+from trainstep.measure.profile.kernels import kernel_family, operator_family, short_name
 
 AT = "void at::native::"
 KERNELS = {

@@ -34,12 +34,9 @@ class Attribution:
     step: str | None = None
     phase: str | None = None
     module: str | None = None
-    piece: str | None = None
-    """The piece of attention: scores, softmax or weighted sum."""
-    operator: int | None = None
-    """Index of the innermost operator's range."""
-    node: int | None = None
-    """Index of the innermost backward node's range."""
+    piece: str | None = None  # the piece of attention: scores, softmax or weighted sum
+    operator: int | None = None  # index of the innermost operator's range
+    node: int | None = None  # index of the innermost backward node's range
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,8 @@ from trainstep.measure.profile.trace import Launch, Range, Stream, Trace, Work, 
 
 MAGIC = b"SQLite format 3\x00"
 LARGEST_BYTES = 8 * 2**30
-LARGEST_ROWS = 5_000_000
-"""Rows that are held in memory at most: ranges, launches and kernels together."""
-PUSH_POP = 59
-"""NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one."""
+LARGEST_ROWS = 5_000_000  # rows that are held in memory at most: ranges, launches and kernels together
+PUSH_POP = 59  # NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one
 _BITS = 24
 _KERNELS, _COPIES, _FILLS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
 _CALLS, _NVTX, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"

@@ -32,12 +32,9 @@ RangeKind = AnnouncedKind | Literal["node", "operator", "compiled", "collective"
 """What a range is: one of ours, or by torch: a node of backward, an operator's call, a call of compiled code, a
 collective of Gloo on the thread that runs it (from when it begins there until all is received); or anybody's."""
 Step = Callable[[PhaseContext], object]
-ROOT = "(model)"
-"""The name of the outermost module, whose own dotted name is empty."""
-WARMUP = 2
-"""Steps under the profiler before those that are recorded: one to start it, one as it is when recording."""
-GLOO = "gloo:"
-"""How torch begins the names of Gloo's collectives."""
+ROOT = "(model)"  # the name of the outermost module, whose own dotted name is empty
+WARMUP = 2  # steps under the profiler before those that are recorded: one to start it, one as it is when recording
+GLOO = "gloo:"  # how torch begins the names of Gloo's collectives
 _ENGINE = "autograd::engine::evaluate_function: "
 _COMPILED = "## Call CompiledFxGraph"
 _NVTX = re.compile(r"(?P<name>.*?)(?:, seq = (?P<sequence>\d+))?(?:, op_id = \d+)?(?:, sizes = .*)?", re.DOTALL)

@@ -22,20 +22,15 @@ from trainstep.errors import UsageError
 from trainstep.measure.flops import Tensors
 from trainstep.measure.profile.ranges import RangeKind, classify_range
 
-LARGEST = 2**30
-"""Bytes of JSON that are read at most: as Python objects they take several times as much memory."""
-COMPILED = "compiled code"
-"""The name of a CPU's compiled loops: they make no operator calls of their own."""
-ENGINE = "autograd engine"
-"""The name of the engine's own time on a CPU."""
+LARGEST = 2**30  # bytes of JSON that are read at most: as Python objects they take several times as much memory
+COMPILED = "compiled code"  # the name of a CPU's compiled loops: they make no operator calls of their own
+ENGINE = "autograd engine"  # the name of the engine's own time on a CPU
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NO_TENSOR = ("", "Scalar", "ScalarList", "None")
 
-Thread = tuple[int, int]
-"""(process, thread)"""
-Launch = tuple[Thread, float]
-"""Where and when the host started some work."""
+Thread = tuple[int, int]  # (process, thread)
+Launch = tuple[Thread, float]  # where and when the host started some work
 WorkKind = Literal["kernel", "copy", "operator", "engine", "compiled", "collective"]
 """A GPU's kernels, and what its copy engines do (copies and fills); on a CPU, the own time of operators, of autograd's
 engine, of compiled code, and Gloo's collectives."""
@@ -44,10 +39,8 @@ engine, of compiled code, and Gloo's collectives."""
 class Stream(NamedTuple):
     """What runs one piece of work after the other."""
 
-    owner: int | str
-    """A GPU's number; on a CPU, the process."""
-    number: int | str
-    """The stream's; on a CPU, the thread's."""
+    owner: int | str  # a GPU's number; on a CPU, the process
+    number: int | str  # the stream's; on a CPU, the thread's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +51,8 @@ class Range:
     start: float
     end: float
     kind: RangeKind
-    name: str
-    """Without the prefix of our own ranges and without NVTX's sequence number."""
-    sequence: int | None = None
-    """Autograd's sequence number: shared by a forward operator and the node of its backward."""
+    name: str  # without the prefix of our own ranges and without NVTX's sequence number
+    sequence: int | None = None  # Autograd's sequence number: shared by a forward operator and the node of its backward
     tensors: Tensors | None = None
 
     @property
@@ -79,23 +70,18 @@ class Work:
     start: float
     duration: float
     stream: Stream
-    launch: Launch | None
-    """None where the trace does not tell."""
-    is_continued: bool = False
-    """Whether it is a further stretch of work that was counted already."""
+    launch: Launch | None  # None where the trace does not tell
+    is_continued: bool = False  # whether it is a further stretch of work that was counted already
 
 
 @dataclass(frozen=True)
 class Trace:
     """All that was recorded."""
 
-    ranges: list[Range] = field(default_factory=list)
-    """Sorted by thread, start and falling end."""
+    ranges: list[Range] = field(default_factory=list)  # sorted by thread, start and falling end
     work: list[Work] = field(default_factory=list)
-    device: str = ""
-    """Name of the device that the work ran on, if the trace tells."""
-    is_cpu: bool = False
-    """Whether operators stand for kernels."""
+    device: str = ""  # name of the device that the work ran on, if the trace tells
+    is_cpu: bool = False  # whether operators stand for kernels
 
 
 def parents_of(ranges: Sequence[Range]) -> list[int | None]:
