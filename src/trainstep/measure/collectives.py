@@ -1,8 +1,8 @@
 """Which collectives a step starts, and how many bytes each is given.
 
 Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
-between ranks announce themselves there. What is counted is the payload: the full tensors that are reduced, gathered or
-sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
+between ranks announce themselves there. Counted is the payload: the full tensors that are reduced, gathered or sent,
+not what an algorithm makes of it on the wire (`plan.communication` says that).
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _NO_CALLS = ("wait_tensor", "_wrap_tensor")  # operators of the same namespaces 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call."""
-
     name: str  # all-reduce, all-gather, reduce-scatter, broadcast, …
     tensors: int  # full tensors in the call
     bytes: int  # their size: of what is reduced or sent; for an all-gather, of what comes out
@@ -46,9 +44,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
             name = func._schema.name.partition("::")[2]
             if not name.startswith(_NO_CALLS):

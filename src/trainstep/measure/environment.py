@@ -1,8 +1,7 @@
 """Where a number was measured: machine, versions, commit, the GPU's clocks, power and throttling; and its ceilings.
 
-A ceiling is the rate of a large matrix product per precision, or of a large copy: of random inputs, never zeros (zeros
-run faster: fewer bits toggle, so less power); the best of several, since it is what the device can do, not what it does
-on average.
+A ceiling is the best rate of several large matrix products (per precision) or copies, of random inputs, never zeros:
+zeros run faster, as fewer bits toggle, which takes less power.
 """
 
 from __future__ import annotations
@@ -100,7 +99,6 @@ def _commit() -> str:
 
 
 def _nvml(device: torch.device, read: Callable[[Any, Any], Environment]) -> Environment:
-    """What `read` makes of NVML and the device's handle; empty where NVML does not answer."""
     try:
         import pynvml
     except ImportError:
@@ -136,8 +134,6 @@ def _state(nvml: Any, handle: Any) -> Environment:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one device."""
-
     matmul_tflops: dict[Precision, float]  # best rate of an n × n × n product, 1e12 FLOP/s
     copy_gb_s: float  # best rate of a device-to-device copy, bytes read plus bytes written, 1e9 bytes/s
 

@@ -3,18 +3,16 @@
 `counted_flops` counts the mathematics while a step of any module runs. torch's `FlopCounterMode` counts matrix products
 and convolutions. It leaves out recurrent layers, which run as one operator, and attention on a CPU, and takes causal
 attention for whole and its backward for 2.5 times forward. Here attention is 4·B·H·Sq·Sk·D, half of it when causal, and
-a recurrent layer two per weight and token; backward is twice forward, as everywhere in trainstep. Eager code only:
-compiled code hides its operators.
+a recurrent layer two per weight and token; backward is twice forward. Eager code only.
 
-`operator_cost` counts what one call executes, from the shapes and dtypes that a profiler recorded. A multiply-add is 2;
-a product of (m × k) with (k × n) is 2·m·k·n; a convolution is that of each result with the weights it is made from, and
-its backward as much for each of the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that
-backward (it computes the scores again), half of it when causal; softmax is 5 per element forward (maximum, difference,
-exponential, sum, quotient) and 4 backward; other operators on elements are 1 per element. Bytes are the least that must
-move between memory and the device: every tensor argument read once, every result written once, no score matrix for
-fused attention. Lists of tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of
-its parameters are in one list. What is not in these tables is not counted, and the share of time that is counted is
-told.
+`operator_cost` counts what one call executes, from the shapes and dtypes that a profiler recorded. A product of (m × k)
+with (k × n) is 2·m·k·n; a convolution is that of each result with the weights it is made from, and its backward as much
+for each of the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes
+the scores again), half of it when causal; softmax is 5 per element forward (maximum, difference, exponential, sum,
+quotient) and 4 backward; other operators on elements are 1 per element. Bytes are the least that must move between
+memory and the device: every tensor argument read once, every result written once, no score matrix for fused attention.
+Lists of tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of its parameters
+are in one list. What is not in these tables is not counted, and the share of time that is counted is told.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ def counted_flops() -> Iterator[Callable[[], int]]:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Operator → FLOPs of a call."""
     formulas: dict[Any, Callable[..., int]] = {}
     for suffix, times in (("", 1), ("_backward", 2)):
         for name in _FUSED:
@@ -56,7 +53,6 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _of_arguments(packet: Any, formula: Callable[[Mapping[str, Any]], int], times: int) -> Callable[..., int]:
-    """The formula, given a call's arguments by name."""
     names = [argument.name for argument in packet.default._schema.arguments]
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -89,7 +85,6 @@ COUNTED = (
     "per element forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and "
     "every result written once"
 )
-"""One line for tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ class Tensors:
     """The tensor arguments of one operator call."""
 
     shapes: tuple[tuple[int, ...], ...]  # one per tensor, lists of tensors flattened; non-tensor arguments are left out
-    dtypes: tuple[str, ...]
-    """As the profiler names them: `float`, `c10::BFloat16`; `TensorList` for each tensor of a list."""
+    dtypes: tuple[str, ...]  # as the profiler names them: `float`, `c10::BFloat16`; `TensorList` for those of a list
     counts: tuple[int, ...] = ()  # how many tensors each tensor argument is: 1, or the length of a list
     unknown_lists: int = 0  # arguments that are lists of tensors whose shapes were not recorded (torch 2.11 does not)
     scalars: tuple[str, ...] = ()  # every argument as text, tensors as empty strings; empty where the trace has none
@@ -106,9 +100,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call does; None for what is not counted."""
-
-    flops: float | None
+    flops: float | None  # None, as for bytes, if not counted
     bytes: float | None
 
 
@@ -149,13 +141,7 @@ _MAPS = {
 
 
 def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LISTS) -> Cost | None:
-    """Cost of one call of an operator; None where it is not counted.
-
-    Args:
-        name: `aten::mm`, `trainstep::…`, or the kernel of torch.compile's that was called.
-        tensors: its arguments.
-        lists: what is known of lists of tensors from elsewhere.
-    """
+    """Cost of one call of `aten::mm`, `trainstep::…` or a kernel of torch.compile's; None where it is not counted."""
     if tensors is None:
         return None
     if tensors.unknown_lists:

@@ -1,8 +1,8 @@
 """Peak memory of a step, by phase. On a GPU from the caching allocator; on a CPU from every storage torch makes.
 
 The GPU figure is `max_memory_allocated`: bytes in live tensors, not what the allocator keeps cached. The CPU has no
-such counter, so an untimed step is run under `LiveStorages`. Compiled code on a CPU allocates outside the dispatcher;
-its peak is unknown, and said to be.
+such counter, so an untimed step is run under `LiveStorages`; there the peak of compiled code, which allocates outside
+the dispatcher, is unknown.
 
 And what forward keeps for backward (its residuals): bytes by module and by operation, each storage counted once.
 Autograd passes every tensor it saves through a pack hook. The one here notes the tensor's storage and the innermost
@@ -52,17 +52,14 @@ class LiveStorages(TorchDispatchMode):
     """Follows every storage on a CPU from the operator that returned it to its release, while entered; views add none.
 
     A storage that an operator is given and none has made was there before, such as state that an optimizer keeps out of
-    sight: it is followed too, but not in `bytes` or `peak`. Eager code only.
-
-    Args:
-        resident: tensors that are there before.
-        on_new: called with each storage when it is first seen, resident ones included.
+    sight: it is followed too, but not in `bytes` or `peak`. Eager code only. `on_new` is called with each storage when
+    it is first seen, `resident` ones (there before) included.
     """
 
     def __init__(
         self,
         resident: Iterable[Tensor] = (),
-        on_new: Callable[[StorageLife, torch.UntypedStorage], None] | None = None,
+        on_new: Callable[[StorageLife, torch.UntypedStorage], object] = lambda life, storage: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
@@ -103,8 +100,7 @@ class LiveStorages(TorchDispatchMode):
                 self.bytes += life.bytes
                 self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self._release, life).atexit = False
-            if self._on_new is not None:
-                self._on_new(life, storage)
+            self._on_new(life, storage)
 
     def _release(self, life: StorageLife) -> None:
         if not self._is_over:
@@ -135,12 +131,9 @@ class MemoryPeaks:
 def step_memory(
     step: Callable[[PhaseContext], object], device: torch.device, resident: Iterable[Tensor]
 ) -> MemoryPeaks:
-    """Run `step` once and return its peaks.
+    """Run `step` once, as `measure.timing.time_steps` does, and return its peaks.
 
-    Args:
-        step: announces its phases, as for `measure.timing.time_steps`.
-        device: where it runs.
-        resident: tensors alive before the step (parameters, optimizer state, the batch); used on a CPU only.
+    On a CPU `resident` are the tensors alive before the step: parameters, optimizer state, the batch.
     """
     by_phase: dict[str, int] = {}
     after: dict[str, int] = {}
@@ -195,13 +188,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class Residuals:
-    """All that is kept, in the order in which it was saved."""
-
-    kept: tuple[Residual, ...]
+    kept: tuple[Residual, ...]  # in the order in which it was saved
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of it."""
         return sum(residual.bytes for residual in self.kept)
 
 
@@ -220,9 +210,9 @@ def residuals(
     """Run `forward` and return what its results keep for backward, and the results, still differentiable.
 
     Args:
-        forward: runs the forward pass; what is kept is what the graphs of the tensors it returns hold.
-        module: whose submodules are to be named, and whose parameters and buffers are left out. None for compiled
-            code, which has no modules left; its parameters then belong into `resident`.
+        forward: what is kept is what the graphs of the tensors that it returns hold.
+        module: names submodules; its parameters and buffers are left out. None for compiled code, which has no modules
+            left: its parameters belong into `resident`.
         resident: further tensors that are alive anyway, such as the batch.
     """
     alive = [*resident, *(() if module is None else (*module.parameters(), *module.buffers()))]

@@ -3,10 +3,8 @@
 Work given to a GPU runs after the call that gave it returns, so a host clock read means nothing unless the device was
 synchronised first. Here the caller never reads a clock: it passes a step, and every sample is taken between two
 synchronisations. Inside a step nothing waits; phases are separated by device events, which the device itself stamps
-when it gets there. So the phases are those of an undisturbed step, and they add up to it.
-
-Two clocks watch each step. If the device says it was busy for longer than the host says the step lasted, one of them
-is wrong, and no figure is reported (`ClockDisagreement`).
+when it gets there. So the phases are those of an undisturbed step, and they add up to it. If the device says it was
+busy for longer than the host says the step lasted, one clock is wrong and no figure is reported (`ClockDisagreement`).
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
 
     def record(self) -> torch.cuda.Event:
-        """An event on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -143,7 +140,6 @@ def time_steps(
     Args:
         step: does one step's work, each phase inside `with phase(name)`; what it prepares outside (batches) should be
             ready before, as everything between entry and return is inside the step's wall time.
-        device: where the work runs.
         warmup: steps before those that count; they are kept apart, not thrown away.
         steps: steps that count, at least 1.
         clock: host clock: monotonic, in seconds from an arbitrary start.
@@ -192,4 +188,4 @@ def _time_one(
         name: Lap(host * 1e3, None if first is None else device.elapsed_ms(first, last))
         for name, (host, first, last) in marks.items()
     }
-    return Sample(wall_ms=wall_ms, wait_ms=(end - issued) * 1e3, device_ms=device_ms, laps=laps)
+    return Sample(wall_ms, (end - issued) * 1e3, device_ms, laps)

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,7 @@ DEEPEST = 40  # frames kept of a stack
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is running from here on."""
-
-    position: int
+    position: int  # what follows is running from here on
     phase: str = ""
     module: str = ""
     operation: str = ""
@@ -78,7 +77,8 @@ class StepWatch:
     def watching(self, batch: Any) -> Iterator[None]:
         """Watch one step on `batch`; `position` is set by now."""
         self._know(("batch", "", leaf) for leaf in tree_leaves(batch))
-        self._know(("parameters", name, each) for name, each in _tensors_of(self.module))
+        resident = (*self.module.named_parameters(), *self.module.named_buffers())
+        self._know(("parameters", name, each) for name, each in resident)
         self._know_optimizer_state()
         self._mark()
         with ExitStack() as stack:
@@ -124,14 +124,12 @@ class StepWatch:
             if number < 2**63:  # AccumulateGrad is made with the parameter, and numbered apart
                 index = bisect.bisect_right(places, number, key=lambda item: item[0]) - 1
                 module = places[index][1] if index >= 0 else ""
-                node.register_prehook(self._announce(module, operation_name(node.name()), self._lines.of(number)))
+                what = (module, operation_name(node.name()), self._lines.of(number))
+                node.register_prehook(partial(self._start_node, *what))
 
-    def _announce(self, module: str, operation: str, frames: tuple[Frame, ...]) -> Callable[[Any], None]:
-        def announce(_: Any) -> None:
-            self._node = _Mark(self.position(), self._phase, module, operation, frames)
-            self.marks.append(self._node)
-
-        return announce
+    def _start_node(self, module: str, operation: str, frames: tuple[Frame, ...], _: Any) -> None:
+        self._node = _Mark(self.position(), self._phase, module, operation, frames)
+        self.marks.append(self._node)
 
     def _enter(self, name: str) -> None:
         if not self._running and self._phase == "backward":
@@ -164,13 +162,11 @@ class StepWatch:
 
     def _know_optimizer_state(self) -> None:
         names = {id(weight): name for name, weight in self.module.named_parameters()}
-        for weight, state in self.optimizer.state.items():
-            name = names.get(id(weight), "")
-            self._know(("optimizer state", f"{name} {key}".strip(), value) for key, value in state.items())
+        states = [(names.get(id(weight), ""), state) for weight, state in self.optimizer.state.items()]
+        self._know(("optimizer state", f"{name} {key}".strip(), state[key]) for name, state in states for key in state)
 
     def resident(self) -> list[Tensor]:
-        """Parameters, buffers and the optimizer's state."""
-        return [*(each for _, each in _tensors_of(self.module)), *optimizer_state_tensors(self.optimizer)]
+        return [*self.module.parameters(), *self.module.buffers(), *optimizer_state_tensors(self.optimizer)]
 
     def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
         """The blocks of the log with their owners."""
@@ -206,11 +202,6 @@ def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 class _Lines(TorchFunctionMode):
     """Which line of code made which nodes of the graph: calls of torch functions, by the nodes' numbers."""
 
@@ -238,11 +229,7 @@ def python_frames(skip: int) -> tuple[Frame, ...]:
 
 
 def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Timeline:
-    """Run `step` once and return its timeline.
-
-    Args:
-        step: takes one step on `batch`, announcing itself to `watch`; eager code.
-    """
+    """Run `step`, which takes one step on `batch` announcing itself to `watch`, in eager code; return its timeline."""
     seen: list[tuple[StorageLife, int, tuple[Frame, ...]]] = []
 
     def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
@@ -266,11 +253,7 @@ class CudaRecording:
 
 
 def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> CudaRecording:
-    """Run `step` once and return its timeline.
-
-    Args:
-        step: takes one step on `batch`, announcing itself to `watch`; on `device`, eager or compiled.
-    """
+    """As `record_on_cpu`, for a step on `device`, eager or compiled."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.synchronize(index)
 

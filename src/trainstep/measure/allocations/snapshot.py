@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,58 +27,57 @@ LARGEST_FILE = 2**30  # bytes of a snapshot that is still read; in memory it tak
 _FENCE, _GROWTH = 2**29, 40  # what reading may take: half a GiB, and this many times the file's size
 _UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
 """An event that names the category unknown: the viewer fails on a snapshot whose categories lack it."""
+_OPTIONAL = (str, type(None))
 _HOW = "expected what torch.cuda.memory._dump_snapshot writes"
 
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
-    """One device's blocks, and how many allocations and releases its log holds.
-
-    A block that the log releases without having made it, or that lives in the end without having been made in it, was
-    there before.
-    """
-    frames = _Frames()
+    """One device's blocks (what the log has not made was there before), and how many events the log counts."""
     blocks: list[Block] = []
     alive: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    waiting: set[int] = set()
+    stacks: dict[int, tuple[Frame, ...]] = {}  # torch shares the lists of alike stacks: each is made once
     events = 0
-    for event in snapshot["device_traces"][device]:
-        action = event["action"]
-        if action == "alloc":
-            events += 1
+
+    def stack_of(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
+        frames: Sequence[Mapping[str, Any]] = holder.get("frames", ())
+        if id(frames) not in stacks:
+            stacks[id(frames)] = tuple(Frame(each["filename"], each["line"], each["name"]) for each in frames)
+        return stacks[id(frames)]
+
+    for event, events, counts in _numbered(snapshot["device_traces"][device]):
+        if counts and event["action"] == "alloc":
             alive[event["addr"]] = (events, event)
-        elif action == "free_completed" and event["addr"] in waiting:
-            waiting.discard(event["addr"])  # its release was counted when it was asked for
-        elif action in FREES:
-            events += 1
+        elif counts:
             start, made = alive.pop(event["addr"], (0, event))
-            stack = frames.of(made) if start else ()
+            stack = stack_of(made) if start else ()
             blocks.append(Block(start, events, made["size"], event["addr"], stack, made.get("category")))
-            if action == "free_requested":
-                waiting.add(event["addr"])
     for segment in snapshot["segments"]:
         address = segment["address"]
         for block in segment["blocks"] if segment["device"] == device else ():
             if block["state"] == "active_allocated":
                 start, made = alive.pop(address, (0, block))
                 size = made["size"] if start else block.get("requested_size", block["size"])
-                blocks.append(Block(start, None, size, address, frames.of(made), made.get("category")))
+                blocks.append(Block(start, None, size, address, stack_of(made), made.get("category")))
             address += block["size"]
     for address, (start, made) in alive.items():  # a history that ends after the segments were read
-        blocks.append(Block(start, None, made["size"], address, frames.of(made), made.get("category")))
+        blocks.append(Block(start, None, made["size"], address, stack_of(made), made.get("category")))
     return sorted(blocks, key=lambda block: block.start), events
 
 
-class _Frames:
-    """Frames as ours, each stack made once: torch shares the lists of alike stacks."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Frame, ...]] = {}
-
-    def of(self, holder: Mapping[str, Any]) -> tuple[Frame, ...]:
-        frames: Sequence[Mapping[str, Any]] = holder.get("frames", ())
-        if id(frames) not in self._known:
-            self._known[id(frames)] = tuple(Frame(each["filename"], each["line"], each["name"]) for each in frames)
-        return self._known[id(frames)]
+def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, bool]]:
+    """Events, how many allocations and releases there were up to each, and whether it is one of them itself."""
+    events, waiting = 0, set()
+    for event in log:
+        action = event["action"]
+        if action == "free_completed" and event["addr"] in waiting:  # counted when it was asked for
+            waiting.discard(event["addr"])
+            counts = False
+        else:
+            counts = action in ("alloc", *FREES)
+            if action == "free_requested":
+                waiting.add(event["addr"])
+        events += counts
+        yield event, events, counts
 
 
 def imported_timelines(snapshot: Mapping[str, Any]) -> dict[int, Timeline]:
@@ -101,25 +100,16 @@ def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> di
     stacks = _Stacks()
     known = {(each.block.address, each.block.start): stacks.mark(each) for each in timeline.allocations}
     alive = {address: mark for (address, start), mark in known.items() if not start}
-    trace, events, waiting = [], 0, set()
-    for event in snapshot["device_traces"][device]:
-        address = event.get("addr")
+    trace = []
+    for event, events, _ in _numbered(snapshot["device_traces"][device]):
         if event["action"] == "alloc":
-            events += 1
-            alive[address] = known[address, events]
-        elif event["action"] == "free_completed" and address in waiting:
-            waiting.discard(address)
-        elif event["action"] in FREES:
-            events += 1
-            waiting.add(address)
-        is_block = event["action"] in ("alloc", *FREES) and address in alive
-        trace.append(event | alive[address] if is_block else event)
+            alive[event["addr"]] = known[event["addr"], events]
+        is_block = event["action"] in ("alloc", *FREES) and event["addr"] in alive
+        trace.append(event | alive[event["addr"]] if is_block else event)
     traces = list(snapshot["device_traces"])
     traces[device] = [*trace, _UNKNOWN_CATEGORY]
-    segments = [
-        _with_block_owners(segment, alive) if segment["device"] == device else segment
-        for segment in snapshot["segments"]
-    ]
+    owners = [alive if segment["device"] == device else {} for segment in snapshot["segments"]]
+    segments = list(map(_with_block_owners, snapshot["segments"], owners))
     return snapshot | {"device_traces": traces, "segments": segments}
 
 
@@ -173,12 +163,7 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:
-    """Read a snapshot from a pickle, running none of its code.
-
-    Raises:
-        UsageError: no such file, one of more than `LARGEST_FILE` bytes, one cut short, no pickle, a pickle that asks
-            for anything but plain values, or plain values that are no snapshot.
-    """
+    """Read a snapshot from a pickle, running none of its code; `UsageError` if it is none, or over `LARGEST_FILE`."""
     try:
         size = path.stat().st_size
         if size > LARGEST_FILE:
@@ -247,7 +232,7 @@ def _check(content: Any, path: Path) -> None:
         check(_has(segment, address=int, device=int, blocks=list), "a segment lacks its address, device or blocks")
         for block in segment["blocks"]:
             check(_has(block, state=str) and _has_size(block) and _has_frames(block), "a block lacks its size or state")
-            is_plain = _has_size({"requested_size": 0} | block, "requested_size") and _has_category(block)
+            is_plain = _has_size({"requested_size": 0} | block, "requested_size") and _has(block, category=_OPTIONAL)
             check(is_plain, "a block has a size or category of the wrong kind")
     for trace in content["device_traces"]:
         log: list[Any] = trace if isinstance(trace, list) else [trace]
@@ -255,20 +240,16 @@ def _check(content: Any, path: Path) -> None:
             check(_has(event, action=str) and _has_frames(event), "a trace holds something that is no event")
             if event["action"] in ("alloc", *FREES):
                 check(_has(event, addr=int) and _has_size(event), "an event lacks its address or size")
-            check(_has_category(event), "an event's category is no text")
+            check(_has(event, category=_OPTIONAL), "an event's category is no text")
     check(
         any(event["action"] == "alloc" for trace in content["device_traces"] for event in trace),
         "it holds no history; call torch.cuda.memory._record_memory_history() before what is to be seen",
     )
 
 
-def _has(value: Any, **types: type) -> bool:
+def _has(value: Any, **types: type | tuple[type, ...]) -> bool:
     """Whether it is a dict with values of these types."""
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in types.items())
-
-
-def _has_category(value: Mapping[str, Any]) -> bool:
-    return isinstance(value.get("category"), (str, type(None)))
 
 
 def _has_size(value: Mapping[str, Any], name: str = "size") -> bool:
@@ -282,11 +263,7 @@ def _has_frames(value: Mapping[str, Any]) -> bool:
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Write the two parts of a snapshot that viewers read; those that versions of torch add may hold other values.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write the two parts of a snapshot that viewers read; those that versions of torch add may hold other values."""
     plain = {name: snapshot[name] for name in ("segments", "device_traces")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

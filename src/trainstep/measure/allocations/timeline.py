@@ -28,8 +28,6 @@ BINS = 1000  # stretches of the timeline in which sums are thinned out to their 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One level of a stack."""
-
     file: str
     line: int
     function: str
@@ -60,8 +58,6 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A block with its owner."""
-
     block: Block
     owner: str  # one of `OWNERS`; in a foreign snapshot without categories, the line that made it
     what: str  # the parameter's name, or the module that was running; empty where neither is known
@@ -92,8 +88,6 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All allocations of a step, or of a snapshot."""
-
     allocations: tuple[Allocation, ...]  # in the order in which they were made
     events: int
     phases: tuple[PhaseSpan, ...] = ()
@@ -114,7 +108,6 @@ class Timeline:
         return int(self.live.max())
 
     def alive(self, state: int) -> list[Allocation]:
-        """What lives in a state."""
         return [each for each in self.allocations if is_alive(each.block, state)]
 
     def phase_of(self, state: int) -> str:
@@ -123,7 +116,6 @@ class Timeline:
 
 
 def is_alive(block: Block, state: int) -> bool:
-    """Whether a block lives in a state."""
     return block.start <= state and (block.end is None or state < block.end)
 
 
@@ -150,16 +142,12 @@ def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], Key]
 
 @dataclass(frozen=True)
 class Group:
-    """What is drawn alike."""
-
     name: str
     band: int  # groups of one band are stacked among each other, bands from the lowest up
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a timeline that are drawn."""
-
     groups: tuple[Group, ...]  # from the lowest up
     kept: tuple[tuple[Allocation, int], ...]  # the largest, with their groups' indices, in the order they were made
     smallest: int  # bytes of the smallest kept

@@ -2,9 +2,8 @@
 
 And how much of a step's communication computation hides, by the times of its kernels. Communication is NCCL's kernels
 and copies from GPU to GPU; on a CPU, Gloo's threads while a collective runs, and the c10d operators that start one. It
-includes waiting for ranks that are late. Computation is all else that the device does, copies within it included; on a
-CPU not the engine's own time, in which hooks wait for collectives. So, from the first kernel's start to the last one's
-end,
+includes waiting for late ranks. Computation is all else that the device does, copies within it included; on a CPU not
+the engine's own time, in which hooks wait for collectives. So, from the first kernel's start to the last one's end,
 
     span = computation + exposed communication + idle,    communication = hidden + exposed.
 
@@ -91,12 +90,7 @@ _CPU: tuple[tuple[Family, str], ...] = (
 
 @functools.cache
 def kernel_family(name: str, operator: str = "") -> Family:
-    """The family of a GPU kernel, copy or fill.
-
-    Args:
-        name: as the profiler has it, demangled.
-        operator: the operator that launched it, for kernels whose own name says little.
-    """
+    """The family of a GPU kernel, copy or fill, from its demangled name and the operator that launched it."""
     if re.search(r"(flash|efficient|cudnn)_attention|scaled_dot_product", operator) or name in _OUR_KERNELS:
         return "fused attention"
     return _first_found(_GPU, name)
@@ -164,7 +158,6 @@ class Kernel:
 
     @property
     def end_us(self) -> float:
-        """When it was done."""
         return self.start_us + self.duration_us
 
 
@@ -188,12 +181,10 @@ class KernelProfile:
         return sum(each.duration_us for each in self.kernels if known(each)) / total if total else 0.0
 
     def of_step(self, step: str | None) -> list[Kernel]:
-        """The kernels of one step."""
         return [each for each in self.kernels if each.step == step]
 
     @property
     def step_names(self) -> list[str | None]:
-        """The steps, in order."""
         return list(dict.fromkeys(each.step for each in self.kernels))
 
 
@@ -227,11 +218,10 @@ def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | Non
 def _costs(
     ranges: Sequence[Range], attributed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
-    """Index of a piece of work → the counted operator call it belongs to; and → that call's cost.
+    """Index of a piece of work → the innermost operator call around it whose cost is known; and → that call's cost.
 
-    That is the innermost call whose cost is known. A call that launches several kernels has its cost at one of them,
-    the longest, so that sums count it once. On a CPU work is operators' own time, which belongs to that operator alone;
-    one that leaves all it does to others is not counted, since they are.
+    A call that launches several kernels has its cost at the longest, so that sums count it once. On a CPU work is
+    operators' own time, which belongs to that one alone; one that leaves all it does to others is not counted.
     """
     parents = {
         index: parent if parent is not None and ranges[parent].kind == "operator" else None
@@ -284,11 +274,9 @@ def busy_us(kernels: Iterable[Kernel]) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which the device had nothing to do."""
-
     start_us: float
     duration_us: float
-    before: Kernel  # the kernel that ended it
+    before: Kernel  # the one that ended it
 
 
 def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
