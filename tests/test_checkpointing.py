@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainstep.checkpointing import apply
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.measure.memory import LiveStorages
-from trainstep.measure.residuals import residuals
+from trainstep.measure.memory import LiveStorages, residuals
 from trainstep.model.transformer import build_transformer
 from trainstep.training_step import build_step
 from trainstep.workload import builtin_source

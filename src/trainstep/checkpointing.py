@@ -29,11 +29,9 @@ Forward = Callable[..., Any]
 
 
 def apply(module: nn.Module, policy: str) -> None:
-    """Make `module`'s blocks keep their activations as `policy` says: a `StepConfig.checkpointing`.
+    """Make `module`'s blocks keep their activations as `policy` says: "none", "every-K", "selective" or "recursive".
 
-    Args:
-        module: anything with blocks in an `nn.ModuleList` (see `find_blocks`), not yet checkpointed or compiled.
-        policy: "none"; "every-K"; "selective"; "recursive".
+    `module` is anything with blocks in an `nn.ModuleList` (see `find_blocks`), not yet checkpointed or compiled.
 
     Raises:
         UsageError: no such policy.
@@ -49,7 +47,7 @@ def apply(module: nn.Module, policy: str) -> None:
         )
     if policy == "selective":
         for block in blocks:
-            _replace(block, functools.partial(_checkpoint, block.forward, context_fn=_selective_contexts))
+            block.forward = functools.partial(_checkpoint, block.forward, context_fn=_selective_contexts)
     elif policy == "recursive":
         _Group(blocks, _halves)
     else:
@@ -62,10 +60,6 @@ def _checkpoint(function: Forward, *args: Any, context_fn: Any = None, **kwargs:
     """Run `function`, keeping its arguments only; under `no_grad` there is nothing to keep."""
     options = {} if context_fn is None else {"context_fn": context_fn}
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _replace(block: nn.Module, forward: Forward) -> None:
-    block.forward = forward
 
 
 _NOT_A_CHAIN = (
@@ -81,11 +75,11 @@ class _Group:
         self._forwards = [block.forward for block in blocks]
         self._run = run
         self._expected: tuple[Any, ...] = ()
-        _replace(blocks[0], self._first)
+        blocks[0].forward = self._first
         for index, block in enumerate(blocks[1:], start=1):
             hand_on = functools.partial(self._other, index)
             hand_on.hands_on = True  # type: ignore[attr-defined] # its call computes nothing and needs no parameters
-            _replace(block, hand_on)
+            block.forward = hand_on
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         if len(self._forwards) == 1:

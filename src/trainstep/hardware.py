@@ -1,7 +1,7 @@
 """What known devices can do: peak arithmetic, memory bandwidth and memory size, each with its source.
 
 Peaks are the vendors' dense figures (no sparsity), in units of 1e12 FLOP/s and 1e9 bytes/s. They are what utilisation
-is a fraction *of*; what a device really reaches is measured by `trainstep.measure.ceilings`. Memory is no datasheet's
+is a fraction *of*; what a device really reaches, `trainstep.measure.environment` measures. Memory is no datasheet's
 figure but what the driver gives, see `DeviceSpec.memory_gib`. Imports no torch.
 """
 

@@ -31,8 +31,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Replica:
     """A module and its optimizer, as one rank trains them."""
 
-    module: nn.Module
-    """What forward calls: the module, or a wrapper around it."""
+    module: nn.Module  # what forward calls: the module, or a wrapper around it
     optimizer: torch.optim.Optimizer
     finish_gradient_synchronization: Callable[[], object] | None = None
     """Called after backward, before the optimizer, as a phase of its own: then every gradient is the mean over the
@@ -126,10 +125,8 @@ class TrainingStep:
         assert self.scaler is None, "scaled gradients would have to be unscaled first"
         with matmul_precision(self.config.precision):
             loss = self._add_up(parts)
-            clip = self.replica.clip_gradients or functools.partial(
-                nn.utils.clip_grad_norm_, list(self.module.parameters())
-            )
-            norm = clip(max_norm)
+            own = functools.partial(nn.utils.clip_grad_norm_, list(self.module.parameters()))
+            norm = (self.replica.clip_gradients or own)(max_norm)
             self._update()
         return loss, norm
 

@@ -22,9 +22,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
 from trainstep.errors import UnsupportedError, UsageError, place_of
-from trainstep.model.loss import chunked_cross_entropy, cross_entropy
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
-from trainstep.model.transformer import Transformer, build_transformer
+from trainstep.model.transformer import Transformer, build_transformer, chunked_cross_entropy, cross_entropy
 from trainstep.precision import PRECISIONS
 
 
@@ -41,23 +40,16 @@ class Workload:
     tuples, lists and dicts of them) are moved to the device before the step.
     """
 
-    module: nn.Module
-    """The model, on any device, in float32."""
-    batches: Iterable[Any]
-    """Batches, preferably endless; a finite iterable is started again."""
-    loss: Callable[[Any, Any], Tensor]
-    """(forward's result, batch) → scalar."""
+    module: nn.Module  # the model, on any device, in float32
+    batches: Iterable[Any]  # batches, preferably endless; a finite iterable is started again
+    loss: Callable[[Any, Any], Tensor]  # (forward's result, batch) → scalar
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`."""
     forward: Callable[[nn.Module, Any], Any] = call_with_first
     """(module, batch) → what the loss takes; by default module(batch[0])."""
 
     def __post_init__(self) -> None:
-        """Check the kinds of the parts.
-
-        Raises:
-            UsageError: a part is of another kind, such as an optimizer that is made already.
-        """
+        """Raise `UsageError` if a part is of another kind, such as an optimizer that is made already."""
         if not isinstance(self.module, nn.Module):
             raise UsageError(f"a Workload's module is a {type(self.module).__name__}; expected an nn.Module")
         if not hasattr(self.batches, "__iter__") and not hasattr(self.batches, "__getitem__"):
@@ -73,13 +65,11 @@ class Workload:
 class WorkloadSource:
     """Where workloads come from; called anew for every setting that is measured."""
 
-    name: str
-    """For tables and file names."""
+    name: str  # for tables and file names
     build: Callable[[StepConfig], Workload]
     """Builds the workload. Ours obey the step's attention, loss, batch and context; of these, a user's obeys attention
     alone, and only where it differs from the default, which stands for what the model itself calls."""
-    model: ModelConfig | None = None
-    """The shape of the built-in model; None for a user's."""
+    model: ModelConfig | None = None  # the shape of the built-in model; None for a user's
 
     @property
     def is_builtin(self) -> bool:
@@ -231,11 +221,7 @@ def _last_line(error: Exception) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of `StepConfig.device`.
-
-    Raises:
-        UsageError: not a device this machine has.
-    """
+    """The torch device of `StepConfig.device`; `UsageError` if this machine has it not."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.environment import describe, gpu_state, measure_ceilings
 
 
 def test_every_fact_a_row_needs_is_there():
@@ -34,3 +34,19 @@ def test_nvml_answers_on_a_gpu():
     assert state["sm_clock_mhz"] > 0
     assert state["power_w"] > 0
     assert describe(torch.device("cuda"))["driver"]
+
+
+def test_cpu_ceilings_are_positive_and_per_precision():
+    ceilings = measure_ceilings(torch.device("cpu"), ("fp32",))
+    assert list(ceilings.matmul_tflops) == ["fp32"]
+    assert ceilings.matmul_tflops["fp32"] > 0
+    assert ceilings.copy_gb_s > 0
+
+
+@pytest.mark.gpu
+def test_tensor_cores_are_told_from_ordinary_units():
+    before = torch.get_float32_matmul_precision()
+    ceilings = measure_ceilings(torch.device("cuda"), ("fp32", "tf32", "bf16"))
+    assert ceilings.matmul_tflops["tf32"] > 2 * ceilings.matmul_tflops["fp32"]
+    assert ceilings.matmul_tflops["bf16"] > 1.2 * ceilings.matmul_tflops["tf32"]
+    assert torch.get_float32_matmul_precision() == before

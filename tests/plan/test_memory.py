@@ -8,8 +8,7 @@ import torch
 
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError
-from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, step_memory
-from trainstep.measure.residuals import residuals
+from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, residuals, step_memory
 from trainstep.model.transformer import build_transformer
 from trainstep.plan.memory import best_blocks_per_checkpoint, block_bytes, peak_bytes, static_bytes
 from trainstep.training_step import build_step

@@ -11,8 +11,7 @@ import torch
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.casting import check_precision
 from trainstep.kinds import CeilingRow
-from trainstep.measure.ceilings import measure_ceilings
-from trainstep.measure.environment import describe
+from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.precision import Rate
 
 

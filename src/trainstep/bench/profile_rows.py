@@ -8,8 +8,16 @@ from typing import TypeVar
 from trainstep.blocks import without_numbers
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
 from trainstep.measure.flops import COUNTED
-from trainstep.measure.profile.families import MATMULS, short_name
-from trainstep.measure.profile.kernels import Kernel, KernelProfile, busy_us, gaps, length, overlap_of
+from trainstep.measure.profile.kernels import (
+    MATMULS,
+    Kernel,
+    KernelProfile,
+    busy_us,
+    gaps,
+    length,
+    overlap_of,
+    short_name,
+)
 from trainstep.measure.profile.trace import Stream
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS

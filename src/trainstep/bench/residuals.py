@@ -19,8 +19,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.kinds import ResidualRow
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
-from trainstep.measure.memory import MIB
-from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
+from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, map_tensors, resolve_device

@@ -1,8 +1,8 @@
 """Which collectives a step starts, and how many bytes each is given.
 
 Every call of torch.distributed goes through torch's dispatcher, where a mode sees it, in backward's threads too; copies
-between ranks announce themselves there. What is counted is the payload: the full tensors that are reduced, gathered or
-sent, not what an algorithm makes of it on the wire (`plan.communication` says that).
+between ranks announce themselves there. Counted is the payload: the full tensors that are reduced, gathered or sent,
+not what an algorithm makes of it on the wire (`plan.communication` says that).
 """
 
 from __future__ import annotations
@@ -17,38 +17,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_NAMES = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all-to-all",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "receive",
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-}
-"""Beginnings of operator names, without their underscores → the collective's usual name."""
-
-_NO_CALLS = ("wait_tensor", "_wrap_tensor")
-"""Operators of the same namespaces that start nothing."""
+_NAMES = (
+    *("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "broadcast", "reduce", "gather", "scatter"),
+    *("barrier", "send", "receive"),
+)
+_NO_CALLS = ("wait_tensor", "_wrap_tensor")  # operators of the same namespaces that start nothing
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call."""
-
-    name: str
-    """all-reduce, all-gather, reduce-scatter, broadcast, …"""
-    tensors: int
-    """Full tensors in the call."""
-    bytes: int
-    """Their size: of what is reduced or sent; for an all-gather, of what comes out."""
+    name: str  # all-reduce, all-gather, reduce-scatter, broadcast, …
+    tensors: int  # full tensors in the call
+    bytes: int  # their size: of what is reduced or sent; for an all-gather, of what comes out
     dtype: torch.dtype | None
 
 
@@ -64,9 +44,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
             name = func._schema.name.partition("::")[2]
             if not name.startswith(_NO_CALLS):
@@ -75,15 +53,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def _usual_name(operator: str) -> str:
-    bare = operator.strip("_")
-    known = max((each for each in _NAMES if bare.startswith(each)), key=len, default=None)
-    return operator if known is None else _NAMES[known]
+    """`_allgather_base_` → all-gather: the longest usual name that the operator's begins with."""
+    bare = operator.replace("_", "").replace("recv", "receive")
+    return max((name for name in _NAMES if bare.startswith(name.replace("-", ""))), key=len, default=operator)
 
 
 def _collective(name: str, args: tuple[Any, ...]) -> Collective:
     """The payload is the larger of outputs and inputs, which are the first two arguments."""
     lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
-    size, payload = max(
-        ((sum(each.nbytes for each in tensors), tensors) for tensors in lists), key=lambda pair: pair[0]
-    )
+    payload = max(lists, key=lambda tensors: sum(each.nbytes for each in tensors))
+    size = sum(each.nbytes for each in payload)
     return Collective(name, len(payload), size, payload[0].dtype if payload else None)

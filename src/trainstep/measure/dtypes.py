@@ -6,8 +6,11 @@ as they pass. An activation's gradient needs no column of its own: autograd give
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,92 +29,73 @@ def short_name(dtype: torch.dtype) -> str:
 class ModuleDtypes:
     """One module's dtypes, each a tuple of the different ones in the order seen; empty where it has or got none."""
 
-    name: str
-    """Dotted, as in `named_modules`; empty for the root."""
-    kind: str
-    """Its class."""
-    parameters: tuple[str, ...]
-    """Of the parameters it holds itself, not its children's."""
+    name: str  # dotted, as in `named_modules`; empty for the root
+    kind: str  # its class
+    parameters: tuple[str, ...]  # of the parameters it holds itself, not its children's
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    gradients: tuple[str, ...]
-    """Of the same parameters, after backward."""
+    gradients: tuple[str, ...]  # of the same parameters, after backward
 
 
 @dataclass(frozen=True)
 class StepDtypes:
-    """What a forward and backward pass showed."""
-
-    modules: tuple[ModuleDtypes, ...]
-    """Every module that was called or holds parameters, in order of definition."""
-    result: tuple[str, ...]
-    """What forward returned: the logits, usually."""
+    modules: tuple[ModuleDtypes, ...]  # every module that was called or holds parameters, in order of definition
+    result: tuple[str, ...]  # what forward returned: the logits, usually
     loss: tuple[str, ...]
 
 
 class DtypeWatch:
     """Watches a module's calls, and the functions around it that make the result and the loss.
 
-    Use: wrap the functions with `result_of` and `loss_of`, run forward and backward inside `with watch:` leaving the
-    gradients in place, then read `watch.found()`. Compiled modules run without their hooks' view of what is inside, so
-    watch eager code.
+    Wrap the functions with `result_of` and `loss_of`, run forward and backward of eager code inside `with watch:`
+    leaving the gradients in place, then read `watch.found()`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._inputs: dict[str, dict[str, None]] = {}
-        self._outputs: dict[str, dict[str, None]] = {}
-        self._result: dict[str, None] = {}
-        self._loss: dict[str, None] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._seen: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # (of what, module) → dtypes
+        self._hooks = ExitStack()
 
     def result_of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward`, with the dtypes of what it returns noted."""
-        return _noting(forward, self._result)
+        return self._noting(forward, "result")
 
     def loss_of(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`loss`, with its dtype noted."""
-        return _noting(loss, self._loss)
+        return self._noting(loss, "loss")
+
+    def _noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            value = function(*args)
+            self._seen[what, ""].update(_dtypes(value))
+            return value
+
+        return noted
 
     def __enter__(self) -> DtypeWatch:
         for name, module in self._module.named_modules():
-            self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+            handle = module.register_forward_hook(partial(self._note, name), with_kwargs=True)
+            self._hooks.callback(handle.remove)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        inputs, outputs = self._inputs.setdefault(name, {}), self._outputs.setdefault(name, {})
-
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs.update(_dtypes((args, kwargs)))
-            outputs.update(_dtypes(output))
-
-        return note
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._seen["inputs", name].update(_dtypes((args, kwargs)))
+        self._seen["outputs", name].update(_dtypes(output))
 
     def found(self) -> StepDtypes:
         """All that was seen, with the gradients that the parameters hold now."""
         modules = []
         for name, module in self._module.named_modules():
             own = list(module.parameters(recurse=False))
-            inputs, outputs = tuple(self._inputs.get(name, ())), tuple(self._outputs.get(name, ()))
+            inputs, outputs = tuple(self._seen["inputs", name]), tuple(self._seen["outputs", name])
             if own or inputs or outputs:
                 gradients = tuple(_dtypes([parameter.grad for parameter in own]))
                 kind = type(module).__name__
                 modules.append(ModuleDtypes(name, kind, tuple(_dtypes(own)), inputs, outputs, gradients))
-        return StepDtypes(tuple(modules), tuple(self._result), tuple(self._loss))
-
-
-def _noting(function: Callable[..., Any], seen: dict[str, None]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
-        value = function(*args)
-        seen.update(_dtypes(value))
-        return value
-
-    return noted
+        return StepDtypes(tuple(modules), tuple(self._seen["result", ""]), tuple(self._seen["loss", ""]))
 
 
 def _dtypes(value: Any) -> dict[str, None]:
@@ -129,13 +113,10 @@ def _dtypes(value: Any) -> dict[str, None]:
 class Accumulation:
     """One way to add 0.01 a thousand times."""
 
-    accumulator: str
-    """dtype of the running sum."""
-    addend: str
-    """dtype of 0.01, and what it is cast to before it is added."""
+    accumulator: str  # dtype of the running sum
+    addend: str  # dtype of 0.01, and what it is cast to before it is added
     total: float
-    why: str
-    """One sentence."""
+    why: str  # one sentence
 
 
 def accumulate(steps: int = 1000, addend: float = 0.01) -> list[Accumulation]:

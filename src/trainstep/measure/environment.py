@@ -1,4 +1,8 @@
-"""Where a number was measured: machine, versions, commit, and the GPU's clocks, power and throttling."""
+"""Where a number was measured: machine, versions, commit, the GPU's clocks, power and throttling; and its ceilings.
+
+A ceiling is the best rate of several large matrix products (per precision) or copies, of random inputs, never zeros:
+zeros run faster, as fewer bits toggle, which takes less power.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,26 @@ import functools
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Environment = dict[str, str | float | int]
-"""Column → value."""
+from trainstep.casting import DTYPES, matmul_precision
+from trainstep.measure.timing import device_clock, time_steps
+from trainstep.phases import PhaseContext
+from trainstep.precision import PrecisionName
+
+Environment = dict[str, str | float | int]  # column → value
 
 _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it could be"
-    0x0000000000000004: "power cap",
-    0x0000000000000008: "hardware slowdown",
-    0x0000000000000020: "software thermal slowdown",
-    0x0000000000000040: "hardware thermal slowdown",
-    0x0000000000000080: "hardware power brake",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
 }
 
 
@@ -46,13 +55,13 @@ def describe(device: torch.device) -> Environment:
             "capability": f"{properties.major}.{properties.minor}",
             "device_memory_gib": round(properties.total_memory / 2**30, 2),
         }
-        found |= _nvml(device, _static_state)
+        found |= _nvml(device, _limits)
     return found
 
 
 def gpu_state(device: torch.device) -> Environment:
     """Clocks, power, temperature and throttling right now; empty on a CPU or where NVML does not answer."""
-    return _nvml(device, _live_state) if device.type == "cuda" else {}
+    return _nvml(device, _state) if device.type == "cuda" else {}
 
 
 def device_name(device: torch.device) -> str:
@@ -79,9 +88,9 @@ def _commit() -> str:
     here = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
 
     try:
         return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
@@ -96,18 +105,16 @@ def _nvml(device: torch.device, read: Callable[[Any, Any], Environment]) -> Envi
         return {}
     try:
         pynvml.nvmlInit()
+        try:
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            return read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:  # no driver, or none that answers
         return {}
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return read(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-    except pynvml.NVMLError:
-        return {}
-    finally:
-        pynvml.nvmlShutdown()
 
 
-def _static_state(nvml: Any, handle: Any) -> Environment:
+def _limits(nvml: Any, handle: Any) -> Environment:
     return {
         "driver": nvml.nvmlSystemGetDriverVersion(),
         "max_sm_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
@@ -115,7 +122,7 @@ def _static_state(nvml: Any, handle: Any) -> Environment:
     }
 
 
-def _live_state(nvml: Any, handle: Any) -> Environment:
+def _state(nvml: Any, handle: Any) -> Environment:
     reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     return {
         "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
@@ -123,3 +130,36 @@ def _live_state(nvml: Any, handle: Any) -> Environment:
         "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         "throttled_by": ", ".join(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit) or "nothing",
     }
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    matmul_tflops: dict[PrecisionName, float]  # best rate of an n × n × n product, 1e12 FLOP/s
+    copy_gb_s: float  # best rate of a device-to-device copy, bytes read plus bytes written, 1e9 bytes/s
+
+
+def measure_ceilings(device: torch.device, precisions: Sequence[PrecisionName]) -> Ceilings:
+    """Measure in about a second on a CPU and less on a GPU; `precisions` must be supported by the device."""
+    size, copied = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
+    rates = {precision: _matmul_tflops(device, precision, size) for precision in precisions}
+    source = torch.empty(copied // 4, device=device, dtype=torch.float32).normal_()
+    target = torch.empty_like(source)
+    milliseconds = _best_ms(lambda: target.copy_(source), device)
+    return Ceilings(rates, 2 * copied / milliseconds / 1e6)
+
+
+def _matmul_tflops(device: torch.device, precision: PrecisionName, size: int) -> float:
+    a, b = (torch.randn(size, size, device=device).to(DTYPES[precision]) for _ in range(2))
+    out = torch.empty_like(a)
+    with matmul_precision(precision):
+        milliseconds = _best_ms(lambda: torch.mm(a, b, out=out), device)
+    return 2 * size**3 / milliseconds / 1e9
+
+
+def _best_ms(work: Callable[[], object], device: torch.device) -> float:
+    def step(phase: PhaseContext) -> None:
+        with phase("work"):
+            work()
+
+    timing = time_steps(step, device=device_clock(device), warmup=3, steps=10)
+    return min(sample.laps["work"].ms for sample in timing.samples)

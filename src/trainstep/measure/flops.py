@@ -3,18 +3,16 @@
 `counted_flops` counts the mathematics while a step of any module runs. torch's `FlopCounterMode` counts matrix products
 and convolutions. It leaves out recurrent layers, which run as one operator, and attention on a CPU, and takes causal
 attention for whole and its backward for 2.5 times forward. Here attention is 4·B·H·Sq·Sk·D, half of it when causal, and
-a recurrent layer two per weight and token; backward is twice forward, as everywhere in trainstep. Eager code only:
-compiled code hides its operators.
+a recurrent layer two per weight and token; backward is twice forward. Eager code only.
 
-`operator_cost` counts what one call executes, from the shapes and dtypes that a profiler recorded. A multiply-add is 2;
-a product of (m × k) with (k × n) is 2·m·k·n; a convolution is that of each result with the weights it is made from, and
-its backward as much for each of the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that
-backward (it computes the scores again), half of it when causal; softmax is 5 per element forward (maximum, difference,
-exponential, sum, quotient) and 4 backward; other operators on elements are 1 per element. Bytes are the least that must
-move between memory and the device: every tensor argument read once, every result written once, no score matrix for
-fused attention. Lists of tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of
-its parameters are in one list. What is not in these tables is not counted, and the share of time that is counted is
-told.
+`operator_cost` counts what one call executes, from the shapes and dtypes that a profiler recorded. A product of (m × k)
+with (k × n) is 2·m·k·n; a convolution is that of each result with the weights it is made from, and its backward as much
+for each of the gradients asked for; fused attention is 4·B·H·Sq·Sk·D forward and 2.5 times that backward (it computes
+the scores again), half of it when causal; softmax is 5 per element forward (maximum, difference, exponential, sum,
+quotient) and 4 backward; other operators on elements are 1 per element. Bytes are the least that must move between
+memory and the device: every tensor argument read once, every result written once, no score matrix for fused attention.
+Lists of tensors whose shapes the profiler leaves out are taken for the optimizer's, as long as all of its parameters
+are in one list. What is not in these tables is not counted, and the share of time that is counted is told.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-_FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-_LAYERS = ("mkldnn_rnn_layer", "_cudnn_rnn")
-_ATEN = torch.ops.aten
+_FUSED = {"flash_attention": 0, "flash_attention_for_cpu": 0, "efficient_attention": 1, "cudnn_attention": 1}
+"""torch's fused attention → which of the operator's truth values, from 0, says that it is causal."""
 
 
 @contextmanager
@@ -41,19 +38,21 @@ def counted_flops() -> Iterator[Callable[[], int]]:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Operator → FLOPs of a call."""
-    packets: list[tuple[Any, Callable[[Mapping[str, Any]], int], int]] = []
+    formulas: dict[Any, Callable[..., int]] = {}
     for suffix, times in (("", 1), ("_backward", 2)):
-        packets += [(getattr(_ATEN, f"_scaled_dot_product_{name}{suffix}"), _attention_flops, times) for name in _FUSED]
-        packets += [(getattr(_ATEN, f"{name}{suffix}"), _recurrent_flops, times) for name in _LAYERS]
-    for suffix, times in (("forward", 1), ("backward", 2)):
-        ours = getattr(torch.ops.trainstep, f"flash_attention_{suffix}", None)  # there once our kernels were used
-        packets += [(ours, _attention_flops, times)] if ours is not None else []
-    return {packet: _of_arguments(packet, formula, times) for packet, formula, times in packets}
+        for name in _FUSED:
+            packet = getattr(torch.ops.aten, f"_scaled_dot_product_{name}{suffix}")
+            formulas[packet] = _of_arguments(packet, _attention_flops, times)
+        for name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+            packet = getattr(torch.ops.aten, f"{name}{suffix}")
+            formulas[packet] = _of_arguments(packet, _recurrent_flops, times)
+        ours = getattr(torch.ops.trainstep, f"flash_attention{suffix or '_forward'}", None)
+        if ours is not None:  # there once our kernels were used
+            formulas[ours] = _of_arguments(ours, _attention_flops, times)
+    return formulas
 
 
 def _of_arguments(packet: Any, formula: Callable[[Mapping[str, Any]], int], times: int) -> Callable[..., int]:
-    """The formula, given a call's arguments by name."""
     names = [argument.name for argument in packet.default._schema.arguments]
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -86,30 +85,22 @@ COUNTED = (
     "per element forward, 4 backward) and elementwise operators (1 per element); bytes of every argument read once and "
     "every result written once"
 )
-"""One line for tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """The tensor arguments of one operator call."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    """One per tensor, lists of tensors flattened; non-tensor arguments are left out."""
-    dtypes: tuple[str, ...]
-    """As the profiler names them: `float`, `c10::BFloat16`; `TensorList` for each tensor of a list."""
-    counts: tuple[int, ...] = ()
-    """How many tensors each tensor argument is: 1, or the length of a list."""
-    unknown_lists: int = 0
-    """Arguments that are lists of tensors whose shapes were not recorded (torch 2.11 does not)."""
-    scalars: tuple[str, ...] = ()
-    """Every argument as text, tensors as empty strings; empty where the trace has none."""
+    shapes: tuple[tuple[int, ...], ...]  # one per tensor, lists of tensors flattened; non-tensor arguments are left out
+    dtypes: tuple[str, ...]  # as the profiler names them: `float`, `c10::BFloat16`; `TensorList` for those of a list
+    counts: tuple[int, ...] = ()  # how many tensors each tensor argument is: 1, or the length of a list
+    unknown_lists: int = 0  # arguments that are lists of tensors whose shapes were not recorded (torch 2.11 does not)
+    scalars: tuple[str, ...] = ()  # every argument as text, tensors as empty strings; empty where the trace has none
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call does; None for what is not counted."""
-
-    flops: float | None
+    flops: float | None  # None, as for bytes, if not counted
     bytes: float | None
 
 
@@ -117,50 +108,26 @@ class Cost:
 class Lists:
     """What the profiler does not record of the lists of tensors that optimizers work on."""
 
-    element_bytes: int = 4
-    """Of the parameters."""
-    elements: int | None = None
-    """Of all parameters, where one list holds them all; else None."""
+    element_bytes: int = 4  # of the parameters
+    elements: int | None = None  # of all parameters, where one list holds them all; else None
 
 
 UNKNOWN_LISTS = Lists()
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Where a fused attention operator has its arguments."""
-
-    query: int
-    """Index of the queries among its tensors; keys and values follow."""
-    causal: int
-    """Which of its truth values says that it is causal, from 0."""
-    is_backward: bool = False
-
-
 _ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention": _Attention(0, 0),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Attention(0, 0),
-    "aten::_scaled_dot_product_efficient_attention": _Attention(0, 1),
-    "aten::_scaled_dot_product_cudnn_attention": _Attention(0, 1),
-    "trainstep::flash_attention_forward": _Attention(0, 0),
-    "aten::_scaled_dot_product_flash_attention_backward": _Attention(1, 0, True),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Attention(1, 0, True),
-    "aten::_scaled_dot_product_efficient_attention_backward": _Attention(1, 0, True),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _Attention(1, 0, True),
-    "trainstep::flash_attention_backward": _Attention(0, 0, True),
-}
+    f"aten::_scaled_dot_product_{name}{suffix}": (query, causal)
+    for name, causal in _FUSED.items()
+    for suffix, query in (("", 0), ("_backward", 1))
+} | {"trainstep::flash_attention_forward": (0, 0), "trainstep::flash_attention_backward": (0, 0)}
+"""Operator → index of the queries among its tensors (keys and values follow), and as in `_FUSED`."""
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Operator → index of the product's left side."""
 _CONVOLUTIONS = ("aten::mkldnn_convolution", "aten::cudnn_convolution")
-_SOFTMAX = {
-    "aten::_softmax": 5,
-    "aten::_log_softmax": 5,
-    "aten::_softmax_backward_data": 4,
-    "aten::_log_softmax_backward_data": 4,
-}
+_SOFTMAX = dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), 5)
+_SOFTMAX |= dict.fromkeys(("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"), 4)
 _FUSED_ADAM = ("aten::_fused_adamw_", "aten::_fused_adam_")
 _ADAM_FLOPS = 12
-_WRITTEN_ONLY = ("aten::fill_", "aten::zero_")
 _REDUCTIONS = ("aten::sum", "aten::mean", "aten::max", "aten::amax", "aten::linalg_vector_norm")
 _MAPS = {
     f"aten::{name}"
@@ -174,63 +141,44 @@ _MAPS = {
 
 
 def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LISTS) -> Cost | None:
-    """Cost of one call of an operator; None where it is not counted.
-
-    Args:
-        name: `aten::mm`, `trainstep::…`, or the kernel of torch.compile's that was called.
-        tensors: its arguments.
-        lists: what is known of lists of tensors from elsewhere.
-    """
+    """Cost of one call of `aten::mm`, `trainstep::…` or a kernel of torch.compile's; None where it is not counted."""
     if tensors is None:
         return None
     if tensors.unknown_lists:
         return _unknown_lists(name, tensors, lists)
-    sizes = _sizes(tensors, lists.element_bytes) if tensors.shapes else None
-    if sizes is None:
+    width_of = _ELEMENT_BYTES | {"TensorList": lists.element_bytes}
+    if not tensors.shapes or not width_of.keys() >= set(tensors.dtypes):
         return None
+    elements = [math.prod(shape) for shape in tensors.shapes]
+    sizes = [count * width_of[dtype] for count, dtype in zip(elements, tensors.dtypes, strict=True)]
+    first = tensors.counts[0] if tensors.counts else 1  # tensors in the first list
     if name in _PRODUCTS:
         return _product(tensors, sizes, _PRODUCTS[name])
     if name in _ATTENTION:
-        return _attention(tensors, sizes, _ATTENTION[name])
+        return _attention(tensors, sizes, *_ATTENTION[name], is_backward=name.endswith("backward"))
     if name in _CONVOLUTIONS:
         return _convolution(tensors, sizes)
     if name == "aten::convolution_backward":
         return _convolution_backward(tensors, sizes)
     if name in _SOFTMAX:
-        elements = math.prod(tensors.shapes[0])
-        return Cost(_SOFTMAX[name] * elements, sum(sizes) + sizes[0])
+        return Cost(_SOFTMAX[name] * elements[0], sum(sizes) + sizes[0])
     if name == "aten::copy_":
         return Cost(None, sum(sizes[:2]))
     if name == "aten::cat":
         return Cost(None, 2 * sum(sizes))
-    if name in _WRITTEN_ONLY:
+    if name in ("aten::fill_", "aten::zero_"):
         return Cost(None, sizes[0])
     if name in _REDUCTIONS:
-        return Cost(math.prod(tensors.shapes[0]), sizes[0])
-    if name in _FUSED_ADAM:
-        return _fused_adam(tensors, sizes)
+        return Cost(elements[0], sizes[0])
+    if name in _FUSED_ADAM:  # parameters, gradients and both moments are read; all but the gradients are written
+        return Cost(_ADAM_FLOPS * sum(elements[:first]), 2 * sum(sizes[: 4 * first]) - sum(sizes[first : 2 * first]))
     if name.startswith("aten::_foreach_"):
-        first = tensors.counts[0] if tensors.counts else 1
-        elements = sum(math.prod(shape) for shape in tensors.shapes[:first])
-        return Cost(elements, sum(sizes) + sum(sizes[:first]))
+        return Cost(sum(elements[:first]), sum(sizes) + sum(sizes[:first]))
     if name.startswith("triton_"):  # results are among the arguments
         return Cost(None, sum(sizes))
     if name.removesuffix("_") in _MAPS:
-        largest = max(range(len(sizes)), key=sizes.__getitem__)
-        written = sizes[0] if name.endswith("_") else sizes[largest]
-        return Cost(max(math.prod(shape) for shape in tensors.shapes), sum(sizes) + written)
+        return Cost(max(elements), sum(sizes) + (sizes[0] if name.endswith("_") else max(sizes)))
     return None
-
-
-def _sizes(tensors: Tensors, list_element_bytes: int) -> list[int] | None:
-    """Bytes of each tensor; None if a dtype is unknown."""
-    sizes = []
-    for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-        width = list_element_bytes if dtype == "TensorList" else _ELEMENT_BYTES.get(dtype)
-        if width is None:
-            return None
-        sizes.append(math.prod(shape) * width)
-    return sizes
 
 
 def _product(tensors: Tensors, sizes: list[int], left: int) -> Cost | None:
@@ -244,7 +192,8 @@ def _product(tensors: Tensors, sizes: list[int], left: int) -> Cost | None:
 
 def _convolution(tensors: Tensors, sizes: list[int]) -> Cost | None:
     """Of (batch, channels, *space) with (results, channels per group, *window)."""
-    lists = [_integers(text) for text in tensors.scalars if text.startswith("[")]
+    texts = [text.strip("[]").split(",") for text in tensors.scalars if text.startswith("[")]
+    lists = [[int(word) for word in words if word.strip().isdigit()] for words in texts]
     if len(tensors.shapes) < 2 or len(lists) < 3:
         return None
     (batch, _, *space), (channels, *window) = tensors.shapes[:2]
@@ -254,9 +203,8 @@ def _convolution(tensors: Tensors, sizes: list[int]) -> Cost | None:
     result = batch * channels
     for size, pad, step, apart, reach in zip(space, padding, stride, dilation, window[1:], strict=True):
         result *= (size + 2 * pad - apart * (reach - 1) - 1) // step + 1
-    return Cost(
-        2.0 * result * math.prod(window), sum(sizes) + result * (sizes[0] // max(1, math.prod(tensors.shapes[0])))
-    )
+    width = sizes[0] // max(1, math.prod(tensors.shapes[0]))
+    return Cost(2.0 * result * math.prod(window), sum(sizes) + result * width)
 
 
 def _convolution_backward(tensors: Tensors, sizes: list[int]) -> Cost | None:
@@ -270,22 +218,13 @@ def _convolution_backward(tensors: Tensors, sizes: list[int]) -> Cost | None:
     return Cost(2.0 * math.prod(gradient) * math.prod(weight[1:]) * wanted.count("True"), sum(sizes) + written)
 
 
-def _integers(text: str) -> list[int]:
-    return [int(word) for word in text.strip("[]").split(",") if word.strip().isdigit()]
-
-
-def _attention(tensors: Tensors, sizes: list[int], at: _Attention) -> Cost | None:
-    if len(tensors.shapes) < at.query + 3 or len(tensors.shapes[at.query]) < 2:
-        return None
-    q, k = tensors.shapes[at.query], tensors.shapes[at.query + 1]
-    forward = 4.0 * math.prod(q) * k[-2]
+def _attention(tensors: Tensors, sizes: list[int], query: int, causal: int, *, is_backward: bool) -> Cost | None:
     truths = [text for text in tensors.scalars if text in ("True", "False")]
-    if len(truths) <= at.causal:
+    if len(tensors.shapes) < query + 3 or len(tensors.shapes[query]) < 2 or len(truths) <= causal:
         return None
-    if truths[at.causal] == "True":
-        forward /= 2
-    written = sum(sizes[at.query : at.query + 3]) if at.is_backward else sizes[at.query]
-    return Cost(forward * (2.5 if at.is_backward else 1), sum(sizes) + written)
+    q, k = tensors.shapes[query : query + 2]
+    flops = 4.0 * math.prod(q) * k[-2] * (2.5 if is_backward else 1) / (2 if truths[causal] == "True" else 1)
+    return Cost(flops, sum(sizes) + sum(sizes[query : query + 3] if is_backward else sizes[query : query + 1]))
 
 
 def _unknown_lists(name: str, tensors: Tensors, lists: Lists) -> Cost | None:
@@ -299,11 +238,3 @@ def _unknown_lists(name: str, tensors: Tensors, lists: Lists) -> Cost | None:
     if not name.startswith("aten::_foreach_") or counts_steps:
         return None
     return Cost(lists.elements, (tensors.unknown_lists + 1) * one)
-
-
-def _fused_adam(tensors: Tensors, sizes: list[int]) -> Cost:
-    """Parameters, gradients and both moments are read; all but the gradients are written."""
-    count = tensors.counts[0]
-    lists = [sum(sizes[index * count : (index + 1) * count]) for index in range(4)]
-    elements = sum(math.prod(shape) for shape in tensors.shapes[:count])
-    return Cost(_ADAM_FLOPS * elements, sum(lists) + lists[0] + lists[2] + lists[3])

@@ -1,15 +1,23 @@
 """Peak memory of a step, by phase. On a GPU from the caching allocator; on a CPU from every storage torch makes.
 
 The GPU figure is `max_memory_allocated`: bytes in live tensors, not what the allocator keeps cached. The CPU has no
-such counter, so an untimed step is run under `LiveStorages`. Compiled code on a CPU allocates outside the dispatcher;
-its peak is unknown, and said to be.
+such counter, so an untimed step is run under `LiveStorages`; there the peak of compiled code, which allocates outside
+the dispatcher, is unknown.
+
+And what forward keeps for backward (its residuals): bytes by module and by operation, each storage counted once.
+Autograd passes every tensor it saves through a pack hook. The one here notes the tensor's storage and the innermost
+module that is running. When forward is done, what still lives is what is kept, and a walk over the graph finds which
+node, that is which operation, holds it. A small view keeps its whole storage alive, so storages are counted, not views,
+each for the first that saved it. Parameters, buffers and the batch are there without backward and count nothing; casts
+of parameters (the half-precision weights of autocast) do count, under a name of their own. Selective checkpointing
+keeps results without telling autograd: those are not seen here.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,48 +30,41 @@ from trainstep.phases import PhaseContext
 
 GIB = 2**30
 MIB = 2**20
+WEIGHT_CAST = "cast of a parameter"  # the operation under which casts of parameters are listed
+CHECKPOINT = "checkpoint"
+"""The operation under which inputs of checkpointed segments are listed: no node of the graph holds them."""
+_CASTS_AND_VIEWS = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
 
-_TAKES_WHAT_PYTHON_MADE = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
-"""`torch.tensor` hands its new tensor to these."""
+_TAKES_WHAT_PYTHON_MADE = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)  # `torch.tensor` calls them
 
 
 @dataclass(slots=True, eq=False)
 class StorageLife:
-    """When one storage lived, in states: the first is 0, and each making and each release of a storage begins another.
-
-    Times of `LiveStorages` and of `allocations.timeline` are counted so.
-    """
+    """When one storage lived, in states: the first is 0, and every making and every release of one begins another."""
 
     bytes: int
-    start: int
-    """0 if the storage was there before."""
-    end: int | None = None
-    """The first state without it; None while it lives."""
-    is_found: bool = False
-    """Whether an operator was given it though it was neither resident nor made by an operator."""
+    start: int  # 0 if the storage was there before
+    end: int | None = None  # the first state without it; None while it lives
+    is_found: bool = False  # whether an operator was given it though it was neither resident nor made by an operator
 
 
 class LiveStorages(TorchDispatchMode):
     """Follows every storage on a CPU from the operator that returned it to its release, while entered; views add none.
 
     A storage that an operator is given and none has made was there before, such as state that an optimizer keeps out of
-    sight: it is followed too, but not in `bytes` or `peak`. Eager code only.
-
-    Args:
-        resident: tensors that are there before.
-        on_new: called with each storage when it is first seen, resident ones included.
+    sight: it is followed too, but not in `bytes` or `peak`. Eager code only. `on_new` is called with each storage when
+    it is first seen, `resident` ones (there before) included.
     """
 
     def __init__(
         self,
         resident: Iterable[Tensor] = (),
-        on_new: Callable[[StorageLife, torch.UntypedStorage], None] | None = None,
+        on_new: Callable[[StorageLife, torch.UntypedStorage], object] = lambda life, storage: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
-        self.events = 0
-        """Storages made plus storages released so far: the number of the present state."""
+        self.events = 0  # storages made plus storages released so far: the number of the present state
         self._on_new = on_new
         self._lives: weakref.WeakKeyDictionary[torch.UntypedStorage, StorageLife] = weakref.WeakKeyDictionary()
         self._is_over = False
@@ -99,8 +100,7 @@ class LiveStorages(TorchDispatchMode):
                 self.bytes += life.bytes
                 self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self._release, life).atexit = False
-            if self._on_new is not None:
-                self._on_new(life, storage)
+            self._on_new(life, storage)
 
     def _release(self, life: StorageLife) -> None:
         if not self._is_over:
@@ -122,62 +122,46 @@ def storages_of(value: object) -> list[torch.UntypedStorage]:
 class MemoryPeaks:
     """Bytes in live tensors."""
 
-    before: int
-    """At rest, before the step. On a CPU with found storages that outlive the step."""
-    peak: int
-    """The most during the step."""
-    by_phase: dict[str, int]
-    """The most during each phase."""
-    after: dict[str, int]
-    """At the end of each phase."""
+    before: int  # at rest, before the step. On a CPU with found storages that outlive the step
+    peak: int  # the most during the step
+    by_phase: dict[str, int]  # the most during each phase
+    after: dict[str, int]  # at the end of each phase
 
 
 def step_memory(
     step: Callable[[PhaseContext], object], device: torch.device, resident: Iterable[Tensor]
 ) -> MemoryPeaks:
-    """Run `step` once and return its peaks.
+    """Run `step` once, as `measure.timing.time_steps` does, and return its peaks.
 
-    Args:
-        step: announces its phases, as for `measure.timing.time_steps`.
-        device: where it runs.
-        resident: tensors alive before the step (parameters, optimizer state, the batch); used on a CPU only.
+    On a CPU `resident` are the tensors alive before the step: parameters, optimizer state, the batch.
     """
-    return _cuda_memory(step, device) if device.type == "cuda" else _cpu_memory(step, resident)
-
-
-def _cuda_memory(step: Callable[[PhaseContext], object], device: torch.device) -> MemoryPeaks:
     by_phase: dict[str, int] = {}
     after: dict[str, int] = {}
+    live = None if device.type == "cuda" else LiveStorages(resident)
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        torch.cuda.reset_peak_memory_stats(device)
-        yield
-        by_phase[name], after[name] = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        if live is None:
+            torch.cuda.reset_peak_memory_stats(device)
+            yield
+            by_phase[name], after[name] = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        else:
+            live.peak = live.bytes
+            yield
+            by_phase[name], after[name] = live.peak, live.bytes
 
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    step(phase)
-    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
-
-
-def _cpu_memory(step: Callable[[PhaseContext], object], resident: Iterable[Tensor]) -> MemoryPeaks:
-    by_phase: dict[str, int] = {}
-    after: dict[str, int] = {}
-    live = LiveStorages(resident)
-    before = live.bytes
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        live.peak = live.bytes
-        yield
-        by_phase[name], after[name] = live.peak, live.bytes
-
-    with live:
+    if live is None:
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
         step(phase)
-    found = live.found_bytes
-    by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
-    return MemoryPeaks(before + found, max(by_phase.values()), by_phase, after)
+    else:
+        before = live.bytes
+        with live:
+            step(phase)
+        found = live.found_bytes
+        before += found
+        by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
+    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -189,3 +173,129 @@ def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor
     """Every tensor in the optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One storage that is kept for backward."""
+
+    module: str  # dotted name of the innermost module that was running; empty for the root, or outside of all modules
+    operation: str  # the operation whose backward needs it, as autograd names it, such as `Softmax`
+    shape: tuple[int, ...]  # of the first view of it that was saved
+    dtype: torch.dtype
+    bytes: int  # of the whole storage
+
+
+@dataclass(frozen=True)
+class Residuals:
+    kept: tuple[Residual, ...]  # in the order in which it was saved
+
+    @property
+    def bytes(self) -> int:
+        return sum(residual.bytes for residual in self.kept)
+
+
+class _Packed:
+    """What the pack hook hands to autograd in a tensor's stead."""
+
+    def __init__(self, tensor: Tensor, module: str) -> None:
+        self.tensor = tensor.detach()  # with its graph, a saved output would keep itself alive in a circle
+        self.module = module
+        self.casts_parameter = _casts_parameter(tensor)
+
+
+def residuals(
+    forward: Callable[[], Any], module: nn.Module | None = None, resident: Iterable[Tensor] = ()
+) -> tuple[Residuals, Any]:
+    """Run `forward` and return what its results keep for backward, and the results, still differentiable.
+
+    Args:
+        forward: what is kept is what the graphs of the tensors that it returns hold.
+        module: names submodules; its parameters and buffers are left out. None for compiled code, which has no modules
+            left: its parameters belong into `resident`.
+        resident: further tensors that are alive anyway, such as the batch.
+    """
+    alive = [*resident, *(() if module is None else (*module.parameters(), *module.buffers()))]
+    seen = {storage.data_ptr() for tensor in alive for storage in storages_of(tensor)}
+    running: list[str] = []
+    packed: list[weakref.ref[_Packed]] = []
+
+    def pack(tensor: Tensor) -> _Packed:
+        each = _Packed(tensor, running[-1] if running else "")
+        packed.append(weakref.ref(each))
+        return each
+
+    uncompiled = torch.compiler.disable(pack)  # or a compiled forward would compile it too, for every shape anew
+    with (
+        torch.autograd.graph.saved_tensors_hooks(uncompiled, lambda each: each.tensor),
+        nullcontext() if module is None else module_calls(module, running.append, running.pop),
+    ):
+        results = forward()
+    holders = {id(each): operation_name(node.name()) for node in graph_nodes(results) for each in _packed_by(node)}
+    kept = []
+    for each in filter(None, (reference() for reference in packed)):
+        operation = WEIGHT_CAST if each.casts_parameter else holders.get(id(each), CHECKPOINT)
+        for storage in storages_of(each.tensor):
+            if storage.data_ptr() not in seen and storage.nbytes() > 0:
+                seen.add(storage.data_ptr())
+                shape = tuple(each.tensor.shape)
+                kept.append(Residual(each.module, operation, shape, each.tensor.dtype, storage.nbytes()))
+    return Residuals(tuple(kept)), results
+
+
+def _packed_by(node: Any) -> Iterator[_Packed]:
+    for attribute in (each for each in dir(node) if each.startswith("_raw_saved_")):
+        for saved in tree_leaves(getattr(node, attribute)):
+            if isinstance(saved.data, _Packed):
+                yield saved.data
+
+
+@contextmanager
+def module_calls(module: nn.Module, enter: Callable[[str], None], leave: Callable[[], object]) -> Iterator[None]:
+    """While entered, `enter(name)` runs before and `leave()` after every call of `module` and of its submodules."""
+
+    def after(*_: object) -> None:  # what a hook returns would take the place of the result
+        leave()
+
+    handles = []
+    for name, each in module.named_modules():
+        handles.append(each.register_forward_pre_hook(lambda *_, name=name: enter(name)))
+        handles.append(each.register_forward_hook(after, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def graph_nodes(results: Any) -> Iterator[Any]:
+    """Every node of the autograd graphs behind the tensors in `results`, each once."""
+    ahead: list[Any] = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+    visited: set[Any] = {None}
+    while ahead:
+        node = ahead.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            ahead += [following for following, _ in node.next_functions]
+
+
+def operation_name(node_name: str) -> str:
+    """`SoftmaxBackward0` → `Softmax`, `torch::autograd::CopySlices` → `CopySlices`."""
+    name = node_name.rpartition("::")[2].rstrip("0123456789")
+    return name.removesuffix("Backward") or name
+
+
+def _casts_parameter(tensor: Tensor) -> bool:
+    """Whether the tensor is a parameter that was only cast or viewed since."""
+    node = tensor.grad_fn
+    casts = False
+    while node is not None and node.name().rstrip("0123456789") in _CASTS_AND_VIEWS:
+        casts |= node.name().startswith("ToCopy")
+        node = node.next_functions[0][0]
+    return casts and isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def residual_stream_bytes(batch: int, context: int, d_model: int, element_bytes: int) -> int:
+    """Bytes of one residual stream: batch · context · d_model elements."""
+    return batch * context * d_model * element_bytes

@@ -3,10 +3,8 @@
 Work given to a GPU runs after the call that gave it returns, so a host clock read means nothing unless the device was
 synchronised first. Here the caller never reads a clock: it passes a step, and every sample is taken between two
 synchronisations. Inside a step nothing waits; phases are separated by device events, which the device itself stamps
-when it gets there. So the phases are those of an undisturbed step, and they add up to it.
-
-Two clocks watch each step. If the device says it was busy for longer than the host says the step lasted, one of them
-is wrong, and no figure is reported (`ClockDisagreement`).
+when it gets there. So the phases are those of an undisturbed step, and they add up to it. If the device says it was
+busy for longer than the host says the step lasted, one clock is wrong and no figure is reported (`ClockDisagreement`).
 """
 
 from __future__ import annotations
@@ -20,9 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from trainstep.phases import PhaseContext
-
-Clock = Callable[[], float]
-"""Seconds from an arbitrary start, monotonic."""
 
 
 class DeviceClock(Protocol):
@@ -39,16 +34,15 @@ class DeviceClock(Protocol):
 
 
 class CpuClock:
-    """The CPU: when a call returns, its work is done."""
+    """The CPU: when a call returns, its work is done, and the host clock is the device's clock."""
 
     def synchronize(self) -> None:
-        """Nothing is outstanding."""
+        pass
 
     def record(self) -> None:
-        """No marks: the host clock is the device's clock."""
+        pass
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Not called, as there are no marks."""
         raise AssertionError("the CPU has no device events")
 
 
@@ -59,11 +53,9 @@ class CudaClock:
         self.device = device
 
     def synchronize(self) -> None:
-        """Wait for every stream of the device."""
         torch.cuda.synchronize(self.device)
 
     def record(self) -> torch.cuda.Event:
-        """An event on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -82,10 +74,8 @@ def device_clock(device: torch.device) -> DeviceClock:
 class Lap:
     """One phase of one step, in milliseconds."""
 
-    host_ms: float
-    """Host time between entering and leaving the phase: on a GPU the time to *issue* its work."""
-    device_ms: float | None
-    """Device time from the phase's first to its last mark; None on a CPU."""
+    host_ms: float  # host time between entering and leaving the phase: on a GPU the time to *issue* its work
+    device_ms: float | None  # device time from the phase's first to its last mark; None on a CPU
 
     @property
     def ms(self) -> float:
@@ -97,14 +87,10 @@ class Lap:
 class Sample:
     """One step, in milliseconds."""
 
-    wall_ms: float
-    """Host clock between the synchronisations before and after the step."""
-    wait_ms: float
-    """Part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches."""
-    device_ms: float | None
-    """Device time between the marks at the step's start and end; None on a CPU."""
-    laps: dict[str, Lap]
-    """Phases in the order they ran."""
+    wall_ms: float  # host clock between the synchronisations before and after the step
+    wait_ms: float  # part of it spent in the last synchronisation: near 0 on a GPU means the step is bound by launches
+    device_ms: float | None  # device time between the marks at the step's start and end; None on a CPU
+    laps: dict[str, Lap]  # phases in the order they ran
 
     @property
     def ms(self) -> float:
@@ -145,19 +131,18 @@ def time_steps(
     device: DeviceClock,
     warmup: int,
     steps: int,
-    clock: Clock = time.perf_counter,
-    after_step: Callable[[Sample], object] | None = None,
-    cover: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    after_step: Callable[[Sample], object] = lambda sample: None,
+    cover: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Run `step` `warmup + steps` times and time each run.
 
     Args:
         step: does one step's work, each phase inside `with phase(name)`; what it prepares outside (batches) should be
             ready before, as everything between entry and return is inside the step's wall time.
-        device: where the work runs.
         warmup: steps before those that count; they are kept apart, not thrown away.
         steps: steps that count, at least 1.
-        clock: host clock in seconds.
+        clock: host clock: monotonic, in seconds from an arbitrary start.
         after_step: called outside the timed region after each step, to show progress.
         cover: gives the device work right before each step. While it runs, the host launches the step, so that a step
             of a few short kernels is timed by the device as in the middle of a busy queue; `wall_ms` and `wait_ms` then
@@ -168,16 +153,12 @@ def time_steps(
     taken: list[Sample] = []
     for _ in range(warmup + steps):
         taken.append(_time_one(step, device, clock, cover))
-        if after_step is not None:
-            after_step(taken[-1])
+        after_step(taken[-1])
     return Timing(tuple(taken), warmup)
 
 
 def _time_one(
-    step: Callable[[PhaseContext], object],
-    device: DeviceClock,
-    clock: Clock,
-    cover: Callable[[], object] | None,
+    step: Callable[[PhaseContext], object], device: DeviceClock, clock: Callable[[], float], cover: Callable[[], object]
 ) -> Sample:
     marks: dict[str, tuple[float, Any, Any]] = {}  # phase → host seconds, first mark, last mark
 
@@ -189,8 +170,7 @@ def _time_one(
         marks[name] = (clock() - entered, mark, device.record())
 
     device.synchronize()
-    if cover is not None:
-        cover()
+    cover()
     start, start_mark = clock(), device.record()  # the host's reads enclose the device's marks
     step(phase)
     end_mark, issued = device.record(), clock()
@@ -208,4 +188,4 @@ def _time_one(
         name: Lap(host * 1e3, None if first is None else device.elapsed_ms(first, last))
         for name, (host, first, last) in marks.items()
     }
-    return Sample(wall_ms=wall_ms, wait_ms=(end - issued) * 1e3, device_ms=device_ms, laps=laps)
+    return Sample(wall_ms, (end - issued) * 1e3, device_ms, laps)

@@ -7,6 +7,7 @@ already: uint16 where the vocabulary fits 65,536, else uint32, as in nanoGPT's d
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,17 +20,13 @@ from torch import Tensor
 from trainstep.errors import UsageError
 
 Tokens = npt.NDArray[np.integer]
-MAX_TEXT_BYTES = 32 * 2**20
-"""Text beyond this is not read for a benchmark: it needs real text, not all of it."""
+MAX_TEXT_BYTES = 32 * 2**20  # text beyond this is not read for a benchmark: it needs real text, not all of it
 
 
 def load_tokens(data: Path | None, vocab_size: int, *, max_text_bytes: int | None = None) -> Tokens:
     """Token ids (n,) of a text file, a folder of text files, a `.bin` file, or the standard library's source (None).
 
-    Args:
-        data: where they are.
-        vocab_size: of the model.
-        max_text_bytes: of text, read no more than this; None reads all.
+    Of text, no more than `max_text_bytes` are read.
 
     Raises:
         UsageError: nothing there, nothing in it, not UTF-8, a broken `.bin`, or a vocabulary too small for bytes.
@@ -55,21 +52,23 @@ def _map_token_file(path: Path, vocab_size: int) -> Tokens:
 
 
 def _read_text(data: Path | None, limit: int | None) -> bytes:
-    if data is not None and data.is_file():
-        text = _read_some(data, limit)
-        if _is_utf8(text):
-            return _non_empty(text, data)
-        raise UsageError(f"{data} is not UTF-8 text; give text, or a .bin file of token ids")
-    folder = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
-    files = sorted(folder.glob("*.py")) if data is None else sorted(p for p in folder.rglob("*") if p.is_file())
-    collected = bytearray()
-    for file in files:
-        if limit is not None and len(collected) >= limit:
-            break
-        content = _read_some(file, None if limit is None else limit - len(collected))
-        if _is_utf8(content):  # a folder may hold images beside its text
-            collected += content
-    return _non_empty(bytes(collected), folder)
+    origin = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
+    if origin.is_file():
+        text = _read_some(origin, limit)
+        if not _is_utf8(text):
+            raise UsageError(f"{data} is not UTF-8 text; give text, or a .bin file of token ids")
+    else:
+        collected = bytearray()
+        for file in sorted(origin.glob("*.py") if data is None else filter(Path.is_file, origin.rglob("*"))):
+            if limit is not None and len(collected) >= limit:
+                break
+            content = _read_some(file, None if limit is None else limit - len(collected))
+            if _is_utf8(content):  # a folder may hold images beside its text
+                collected += content
+        text = bytes(collected)
+    if not text:
+        raise UsageError(f"no text in {origin}; give a UTF-8 text file, a folder of them, or a .bin file of token ids")
+    return text
 
 
 def _read_some(path: Path, limit: int | None) -> bytes:
@@ -88,12 +87,6 @@ def _is_utf8(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def _non_empty(text: bytes, origin: Path) -> bytes:
-    if not text:
-        raise UsageError(f"no text in {origin}; give a UTF-8 text file, a folder of them, or a .bin file of token ids")
-    return text
-
-
 def token_batches(
     tokens: Tokens, *, batch: int, context: int, vocab_size: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -109,14 +102,9 @@ def token_batches(
             f"the data has {len(tokens)} tokens, but one sequence needs context + 1 = {context + 1}; "
             "give more data or a shorter --context"
         )
-    return _cut(tokens, batch, context, vocab_size, np.random.default_rng(seed))
-
-
-def _cut(
-    tokens: Tokens, batch: int, context: int, vocab_size: int, random: np.random.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield cut_sequences(tokens, random.integers(0, len(tokens) - context, size=batch), context, vocab_size)
+    random = np.random.default_rng(seed)
+    places = (random.integers(0, len(tokens) - context, size=batch) for _ in itertools.count())
+    return (cut_sequences(tokens, starts, context, vocab_size) for starts in places)
 
 
 def cut_sequences(

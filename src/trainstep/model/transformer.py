@@ -1,7 +1,7 @@
-"""The built-in decoder: pre-norm RMSNorm, rotary positions, SwiGLU, untied head, no biases.
+"""The built-in decoder (pre-norm RMSNorm, rotary positions, SwiGLU, untied head, no biases) and its loss.
 
-Shapes in comments: B batch, S sequence, D d_model, H heads, K head_dim, F d_ff, V vocabulary. Nothing here knows of
-devices, precision or ranks; autocast, compilation and parallelism are applied from outside.
+Shapes in comments: B batch, S sequence, D d_model, H heads, K head_dim, F d_ff, V vocabulary, N = B·S tokens. Nothing
+here knows of devices, precision or ranks; autocast, compilation and parallelism are applied from outside.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainstep.attention import attention
 from trainstep.config import AttentionImpl, ModelConfig
 
 NORM_EPS = 1e-5
+CHUNK_TOKENS = 1024  # tokens whose logits are alive at once in the chunked loss
 
 
 class RMSNorm(nn.Module):
@@ -45,9 +47,8 @@ class RotaryEmbedding(nn.Module):
         """Fill the tables, in float64 so that late positions keep their angle."""
         positions, half = self.cos.shape
         exponents = torch.arange(half, dtype=torch.float64, device=self.cos.device) / half
-        angles = torch.outer(
-            torch.arange(positions, dtype=torch.float64, device=self.cos.device), self.theta**-exponents
-        )  # (S, K/2)
+        places = torch.arange(positions, dtype=torch.float64, device=self.cos.device)
+        angles = torch.outer(places, self.theta**-exponents)  # (S, K/2)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -167,3 +168,26 @@ def build_transformer(
         with torch.no_grad():
             model.init_weights()
     return model
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in float32 of logits (B, S, V) against token ids (B, S)."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, head: nn.Module, targets: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """The same loss from hidden states (B, S, D), applying `head` to slices of tokens.
+
+    Only one slice's logits (chunk_tokens × V) exist at a time; backward computes them again. That costs one more head
+    product (2·N·D·V FLOPs) and saves the N × V logits and their gradient.
+    """
+
+    def slice_sum(hidden_slice: Tensor, target_slice: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden_slice).float(), target_slice, reduction="sum")
+
+    states, ids = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N,)
+    slices = zip(states.split(chunk_tokens), ids.split(chunk_tokens), strict=True)
+    total = sum(checkpoint(slice_sum, *pair, use_reentrant=False, preserve_rng_state=False) for pair in slices)
+    return total / ids.numel()

@@ -4,8 +4,7 @@ import pytest
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.profile.families import MATMULS
-from trainstep.measure.profile.kernels import busy_us, profile_of
+from trainstep.measure.profile.kernels import MATMULS, busy_us, profile_of
 from trainstep.measure.profile.ranges import announce, record_steps
 from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import device_clock

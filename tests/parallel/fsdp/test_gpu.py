@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from tests.workers import WorkerError, Workers
 from trainstep.config import SIZES
-from trainstep.model.loss import cross_entropy
-from trainstep.model.transformer import build_transformer, init_module
+from trainstep.model.transformer import build_transformer, cross_entropy, init_module
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from tests.parallel.nets import batch
 from trainstep import checkpointing
 from trainstep.config import ModelConfig
-from trainstep.model.loss import cross_entropy
-from trainstep.model.transformer import build_transformer
+from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp import gradients, transport
 from trainstep.parallel.fsdp.group import GatherGroup

@@ -12,8 +12,7 @@ from tests.report.page import Page
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel.trace import TracedStep, phases_of, trace_row
 from trainstep.kinds import ParallelRow, ParallelTraceRow
-from trainstep.measure.profile.families import kernel_family
-from trainstep.measure.profile.kernels import Kernel, KernelProfile
+from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
 from trainstep.records import Times
 from trainstep.report.findings import findings

@@ -13,8 +13,7 @@ from tests.report.browsing import complaints, hover, open_page, requests, wait_f
 from tests.report.page import Page
 from trainstep.bench.profile_rows import profile_rows, summary_values
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, ProfileRow
-from trainstep.measure.profile.families import Family
-from trainstep.measure.profile.kernels import Kernel, KernelProfile, Lane
+from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.trace import Stream
 from trainstep.records import Row, make_row, of_kind
 from trainstep.report.html import render, write_html

@@ -14,11 +14,13 @@ ended is an activation; the rest of what the step made is temporary.
 from __future__ import annotations
 
 import bisect
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,35 +30,28 @@ from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.allocations.snapshot import blocks_of, with_owners
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive
-from trainstep.measure.memory import LiveStorages, StorageLife, optimizer_state_tensors, storages_of
-from trainstep.measure.residuals import graph_nodes, module_calls, operation_name
+from trainstep.measure.memory import (
+    LiveStorages,
+    StorageLife,
+    graph_nodes,
+    module_calls,
+    operation_name,
+    optimizer_state_tensors,
+    storages_of,
+)
 
-LEAVING_ACTIVATIONS = ("forward", "loss")
-"""Phases whose survivors are activations."""
-DEEPEST = 40
-"""Frames kept of a stack."""
+LEAVING_ACTIVATIONS = ("forward", "loss")  # phases whose survivors are activations
+DEEPEST = 40  # frames kept of a stack
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is running from here on."""
-
-    position: int
+    position: int  # what follows is running from here on
     phase: str = ""
     module: str = ""
     operation: str = ""
     frames: tuple[Frame, ...] = ()
-    span: int = -1
-    """Index of the stretch of forward computation, -1 outside of any."""
-
-
-@dataclass
-class _Known:
-    """Tensors known by address at one moment."""
-
-    position: int
-    names: Mapping[int, tuple[str, str]]
-    """Address → (owner, name)."""
+    span: int = -1  # index of the stretch of forward computation, -1 outside of any
 
 
 @dataclass
@@ -65,15 +60,13 @@ class StepWatch:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    sees_modules: bool = True
-    """False for compiled code."""
-    position: Callable[[], int] = lambda: 0
-    """Events in the allocator's log so far; set by the source that keeps the log."""
+    sees_modules: bool = True  # False for compiled code
+    position: Callable[[], int] = lambda: 0  # events in the allocator's log so far; set by the source that keeps it
     marks: list[_Mark] = field(default_factory=list)
-    known: list[_Known] = field(default_factory=list)
+    known: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
+    """Positions, and which tensors were known by address at each: address → (owner, name)."""
     phases: list[PhaseSpan] = field(default_factory=list)
-    spans: list[int] = field(default_factory=list)
-    """The position at which each stretch of forward computation ended."""
+    spans: list[int] = field(default_factory=list)  # the position at which each stretch of forward computation ended
     _phase: str = ""
     _running: list[str] = field(default_factory=list)
     _node: _Mark = field(default_factory=lambda: _Mark(0))
@@ -83,8 +76,9 @@ class StepWatch:
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Watch one step on `batch`; `position` is set by now."""
-        self._know([("batch", "", leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)])
-        self._know([("parameters", name, each) for name, each in _tensors_of(self.module)])
+        self._know(("batch", "", leaf) for leaf in tree_leaves(batch))
+        resident = (*self.module.named_parameters(), *self.module.named_buffers())
+        self._know(("parameters", name, each) for name, each in resident)
         self._know_optimizer_state()
         self._mark()
         with ExitStack() as stack:
@@ -100,14 +94,13 @@ class StepWatch:
         start = self.position()
         self._phase, self._node = name, _Mark(start, name)
         if name in LEAVING_ACTIVATIONS:
-            self._open_span()
+            self.spans.append(-1)
         self._mark()
         yield
         if name in LEAVING_ACTIVATIONS:
-            self._close_span()
+            self.spans[-1] = self.position()
         if name == "backward":
-            named = self.module.named_parameters()
-            self._know([("gradients", each, weight.grad) for each, weight in named if weight.grad is not None])
+            self._know(("gradients", each, weight.grad) for each, weight in self.module.named_parameters())
         self.phases.append(PhaseSpan(name, start, self.position()))
         self._phase, self._node = "", _Mark(self.position())
         self._mark()
@@ -126,24 +119,21 @@ class StepWatch:
     def _watch_graph(self, value: Tensor) -> None:
         """Have every node of the graph say when its backward runs. Keeps no node: that would keep its tensors."""
         places = sorted(self._entered, key=lambda item: item[0])
-        numbers = [number for number, _ in places]
         for node in graph_nodes(value):
             number = node._sequence_nr()
             if number < 2**63:  # AccumulateGrad is made with the parameter, and numbered apart
-                index = bisect.bisect_right(numbers, number) - 1
+                index = bisect.bisect_right(places, number, key=lambda item: item[0]) - 1
                 module = places[index][1] if index >= 0 else ""
-                node.register_prehook(self._announce(module, operation_name(node.name()), self._lines.of(number)))
+                what = (module, operation_name(node.name()), self._lines.of(number))
+                node.register_prehook(partial(self._start_node, *what))
 
-    def _announce(self, module: str, operation: str, frames: tuple[Frame, ...]) -> Callable[[Any], None]:
-        def announce(_: Any) -> None:
-            self._node = _Mark(self.position(), self._phase, module, operation, frames)
-            self.marks.append(self._node)
-
-        return announce
+    def _start_node(self, module: str, operation: str, frames: tuple[Frame, ...], _: Any) -> None:
+        self._node = _Mark(self.position(), self._phase, module, operation, frames)
+        self.marks.append(self._node)
 
     def _enter(self, name: str) -> None:
         if not self._running and self._phase == "backward":
-            self._open_span()
+            self.spans.append(-1)
         self._running.append(name)
         self._entered.append((_sequence_number(), name))
         self._mark()
@@ -152,14 +142,8 @@ class StepWatch:
         self._running.pop()
         self._entered.append((_sequence_number(), self._running[-1] if self._running else ""))
         if not self._running and self._phase == "backward":
-            self._close_span()
+            self.spans[-1] = self.position()
         self._mark()
-
-    def _open_span(self) -> None:
-        self.spans.append(-1)
-
-    def _close_span(self) -> None:
-        self.spans[-1] = self.position()
 
     def _mark(self) -> None:
         span = len(self.spans) - 1 if self.spans and self.spans[-1] < 0 else -1
@@ -171,25 +155,18 @@ class StepWatch:
             node = self._node
             self.marks.append(_Mark(self.position(), node.phase, node.module, node.operation, node.frames))
 
-    def _know(self, tensors: Iterable[tuple[str, str, Tensor]]) -> None:
-        names = {
-            storage.data_ptr(): (owner, name) for owner, name, tensor in tensors for storage in storages_of(tensor)
-        }
-        self.known.append(_Known(self.position(), names))
+    def _know(self, tensors: Iterable[tuple[str, str, Any]]) -> None:
+        """Note the storages of (owner, name, value); values that are no tensors have none."""
+        known = {storage.data_ptr(): (owner, name) for owner, name, value in tensors for storage in storages_of(value)}
+        self.known.append((self.position(), known))
 
     def _know_optimizer_state(self) -> None:
         names = {id(weight): name for name, weight in self.module.named_parameters()}
-        states = self.optimizer.state.items()
-        self._know(
-            ("optimizer state", f"{names.get(id(weight), '')} {key}".strip(), value)
-            for weight, state in states
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        )
+        states = [(names.get(id(weight), ""), state) for weight, state in self.optimizer.state.items()]
+        self._know(("optimizer state", f"{name} {key}".strip(), state[key]) for name, state in states for key in state)
 
     def resident(self) -> list[Tensor]:
-        """Parameters, buffers and the optimizer's state."""
-        return [*(each for _, each in _tensors_of(self.module)), *optimizer_state_tensors(self.optimizer)]
+        return [*self.module.parameters(), *self.module.buffers(), *optimizer_state_tensors(self.optimizer)]
 
     def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
         """The blocks of the log with their owners."""
@@ -199,16 +176,11 @@ class StepWatch:
         allocations = []
         for index, block in enumerate(ordered):
             mark = self.marks[bisect.bisect_left(positions, block.start) - 1] if block.start else _Mark(0)
-            if index in claimed:
-                owner, name = claimed[index]
-            elif block.start == 0:
-                owner, name = "unknown", ""
-            else:
-                outlives = mark.span >= 0 and is_alive(block, self.spans[mark.span])
-                owner, name = "activations" if outlives else "temporaries", mark.module
-            allocations.append(
-                Allocation(block, owner, name, mark.phase, mark.operation, _without_ours(mark.frames or block.frames))
-            )
+            outlives = mark.span >= 0 and is_alive(block, self.spans[mark.span])
+            made = ("activations" if outlives else "temporaries", mark.module) if block.start else ("unknown", "")
+            owner, name = claimed.get(index, made)
+            frames = tuple(frame for frame in mark.frames or block.frames if frame.file != __file__)
+            allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames))
         return Timeline(tuple(allocations), events, tuple(self.phases))
 
     def _claims(self, blocks: Sequence[Block]) -> dict[int, tuple[str, str]]:
@@ -217,10 +189,10 @@ class StepWatch:
         for index, block in enumerate(blocks):
             by_address.setdefault(block.address, []).append(index)
         claims: dict[int, tuple[str, str]] = {}
-        for moment in self.known:
-            for address, claim in moment.names.items():
+        for position, names in self.known:
+            for address, claim in names.items():
                 for index in by_address.get(address, ()):
-                    if is_alive(blocks[index], moment.position):
+                    if is_alive(blocks[index], position):
                         claims.setdefault(index, claim)
         return claims
 
@@ -230,55 +202,34 @@ def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 class _Lines(TorchFunctionMode):
     """Which line of code made which nodes of the graph: calls of torch functions, by the nodes' numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._starts: list[int] = []
-        self._frames: list[tuple[Frame, ...]] = []
+        self._calls: list[tuple[int, tuple[Frame, ...]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = _sequence_number()
         result = func(*args, **(kwargs or {}))
         if _sequence_number() > before:
-            self._starts.append(before)
-            self._frames.append(python_frames(1))
+            self._calls.append((before, python_frames(1)))
         return result
 
     def of(self, number: int) -> tuple[Frame, ...]:
         """The stack of the call that made a node."""
-        index = bisect.bisect_right(self._starts, number) - 1
-        return self._frames[index] if index >= 0 else ()
+        index = bisect.bisect_right(self._calls, number, key=lambda call: call[0]) - 1
+        return self._calls[index][1] if index >= 0 else ()
 
 
 def python_frames(skip: int) -> tuple[Frame, ...]:
     """The running Python stack, innermost first, without the `skip` innermost callers of this function."""
-    frames: list[Frame] = []
-    frame: FrameType | None = sys._getframe(skip + 1)
-    while frame is not None and len(frames) < DEEPEST:
-        code = frame.f_code
-        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
-        frame = frame.f_back
-    return tuple(frames)
-
-
-def _without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """A stack without the instrument's own frames."""
-    return tuple(frame for frame in frames if frame.file != __file__)
+    stack = itertools.islice(traceback.walk_stack(sys._getframe(skip + 1)), DEEPEST)
+    return tuple(Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in stack)
 
 
 def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Timeline:
-    """Run `step` once and return its timeline.
-
-    Args:
-        step: takes one step on `batch`, announcing itself to `watch`; eager code.
-    """
+    """Run `step`, which takes one step on `batch` announcing itself to `watch`, in eager code; return its timeline."""
     seen: list[tuple[StorageLife, int, tuple[Frame, ...]]] = []
 
     def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
@@ -297,18 +248,12 @@ class CudaRecording:
     """A step's timeline, and what the allocator itself says."""
 
     timeline: Timeline
-    snapshot: dict[str, Any]
-    """As `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category."""
-    allocator_peak: int
-    """The most bytes asked for at once, by the allocator's own count: `timeline.peak` must equal it."""
+    snapshot: dict[str, Any]  # as `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category
+    allocator_peak: int  # the most bytes asked for at once, by the allocator's own count: `timeline.peak` must equal it
 
 
 def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> CudaRecording:
-    """Run `step` once and return its timeline.
-
-    Args:
-        step: takes one step on `batch`, announcing itself to `watch`; on `device`, eager or compiled.
-    """
+    """As `record_on_cpu`, for a step on `device`, eager or compiled."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.synchronize(index)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,109 +23,94 @@ from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Tim
 FREES = ("free_requested", "free_completed", "free")
 """Events that end a block. A GPU's allocator logs the first two, one when a tensor dies and one when no stream uses its
 memory any more; only the first of them counts."""
-LARGEST_FILE = 2**30
-"""Bytes of a snapshot that is still read; in memory it takes about ten times as much."""
-_FENCE, _GROWTH = 2**29, 40
-"""What reading may take: half a GiB, and this many times the file's size."""
-_PROTOCOL = 4
+LARGEST_FILE = 2**30  # bytes of a snapshot that is still read; in memory it takes about ten times as much
+_FENCE, _GROWTH = 2**29, 40  # what reading may take: half a GiB, and this many times the file's size
+_UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
+"""An event that names the category unknown: the viewer fails on a snapshot whose categories lack it."""
+_OPTIONAL = (str, type(None))
 _HOW = "expected what torch.cuda.memory._dump_snapshot writes"
 
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
-    """One device's blocks, and how many allocations and releases its log holds.
-
-    A block that the log releases without having made it, or that lives in the end without having been made in it, was
-    there before.
-    """
-    frames = _Frames()
+    """One device's blocks (what the log has not made was there before), and how many events the log counts."""
     blocks: list[Block] = []
     alive: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    waiting: set[int] = set()
+    stacks: dict[int, tuple[Frame, ...]] = {}  # torch shares the lists of alike stacks: each is made once
     events = 0
-    for event in snapshot["device_traces"][device]:
-        action = event["action"]
-        if action == "alloc":
-            events += 1
+
+    def stack_of(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
+        frames: Sequence[Mapping[str, Any]] = holder.get("frames", ())
+        if id(frames) not in stacks:
+            stacks[id(frames)] = tuple(Frame(each["filename"], each["line"], each["name"]) for each in frames)
+        return stacks[id(frames)]
+
+    for event, events, counts in _numbered(snapshot["device_traces"][device]):
+        if counts and event["action"] == "alloc":
             alive[event["addr"]] = (events, event)
-        elif action == "free_completed" and event["addr"] in waiting:
-            waiting.discard(event["addr"])  # its release was counted when it was asked for
-        elif action in FREES:
-            events += 1
+        elif counts:
             start, made = alive.pop(event["addr"], (0, event))
-            stack = frames.of(made) if start else ()
+            stack = stack_of(made) if start else ()
             blocks.append(Block(start, events, made["size"], event["addr"], stack, made.get("category")))
-            if action == "free_requested":
-                waiting.add(event["addr"])
     for segment in snapshot["segments"]:
         address = segment["address"]
         for block in segment["blocks"] if segment["device"] == device else ():
             if block["state"] == "active_allocated":
                 start, made = alive.pop(address, (0, block))
                 size = made["size"] if start else block.get("requested_size", block["size"])
-                blocks.append(Block(start, None, size, address, frames.of(made), made.get("category")))
+                blocks.append(Block(start, None, size, address, stack_of(made), made.get("category")))
             address += block["size"]
     for address, (start, made) in alive.items():  # a history that ends after the segments were read
-        blocks.append(Block(start, None, made["size"], address, frames.of(made), made.get("category")))
+        blocks.append(Block(start, None, made["size"], address, stack_of(made), made.get("category")))
     return sorted(blocks, key=lambda block: block.start), events
 
 
-class _Frames:
-    """Frames as ours, each stack made once: torch shares the lists of alike stacks."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Frame, ...]] = {}
-
-    def of(self, holder: Mapping[str, Any]) -> tuple[Frame, ...]:
-        frames: Sequence[Mapping[str, Any]] = holder.get("frames", ())
-        if id(frames) not in self._known:
-            self._known[id(frames)] = tuple(Frame(each["filename"], each["line"], each["name"]) for each in frames)
-        return self._known[id(frames)]
+def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, bool]]:
+    """Events, how many allocations and releases there were up to each, and whether it is one of them itself."""
+    events, waiting = 0, set()
+    for event in log:
+        action = event["action"]
+        if action == "free_completed" and event["addr"] in waiting:  # counted when it was asked for
+            waiting.discard(event["addr"])
+            counts = False
+        else:
+            counts = action in ("alloc", *FREES)
+            if action == "free_requested":
+                waiting.add(event["addr"])
+        events += counts
+        yield event, events, counts
 
 
 def imported_timelines(snapshot: Mapping[str, Any]) -> dict[int, Timeline]:
     """Device → timeline, for every device with a history; owners are categories where there are any, else lines."""
+
+    def owner(block: Block) -> str:
+        return block.category or made_at(block.frames) or ("no stack" if block.start else "before the history")
+
     found = {}
     for device, trace in enumerate(snapshot["device_traces"]):
         if any(event["action"] == "alloc" for event in trace):
             blocks, events = blocks_of(snapshot, device)
-            found[device] = Timeline(tuple(_foreign(block) for block in blocks), events)
+            allocations = (Allocation(block, owner(block), "", "", frames=block.frames) for block in blocks)
+            found[device] = Timeline(tuple(allocations), events)
     return found
-
-
-def _foreign(block: Block) -> Allocation:
-    owner = block.category or made_at(block.frames) or ("before the history" if not block.start else "no stack")
-    return Allocation(block, owner, "", "", frames=block.frames)
 
 
 def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> dict[str, Any]:
     """The snapshot, what is known of one device's blocks added: owners as categories, and stacks as in the timeline."""
     stacks = _Stacks()
-    known = {(each.block.address, each.block.start): _mark(each, stacks) for each in timeline.allocations}
+    known = {(each.block.address, each.block.start): stacks.mark(each) for each in timeline.allocations}
     alive = {address: mark for (address, start), mark in known.items() if not start}
-    trace, events, waiting = [], 0, set()
-    for event in snapshot["device_traces"][device]:
-        address = event.get("addr")
+    trace = []
+    for event, events, _ in _numbered(snapshot["device_traces"][device]):
         if event["action"] == "alloc":
-            events += 1
-            alive[address] = known[address, events]
-        elif event["action"] == "free_completed" and address in waiting:
-            waiting.discard(address)
-        elif event["action"] in FREES:
-            events += 1
-            waiting.add(address)
-        is_block = event["action"] in ("alloc", *FREES) and address in alive
-        trace.append(event | alive[address] if is_block else event)
+            alive[event["addr"]] = known[event["addr"], events]
+        is_block = event["action"] in ("alloc", *FREES) and event["addr"] in alive
+        trace.append(event | alive[event["addr"]] if is_block else event)
     traces = list(snapshot["device_traces"])
-    traces[device] = [*trace, _unknown_category()]
-    segments = [
-        _with_block_owners(segment, alive) if segment["device"] == device else segment
-        for segment in snapshot["segments"]
-    ]
+    traces[device] = [*trace, _UNKNOWN_CATEGORY]
+    owners = [alive if segment["device"] == device else {} for segment in snapshot["segments"]]
+    segments = list(map(_with_block_owners, snapshot["segments"], owners))
     return snapshot | {"device_traces": traces, "segments": segments}
-
-
-def _mark(each: Allocation, stacks: _Stacks) -> dict[str, Any]:
-    return {"category": each.owner, "frames": stacks.of(each)}
 
 
 def _with_block_owners(segment: Mapping[str, Any], alive: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -143,20 +128,15 @@ class _Stacks:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str, str, tuple[Frame, ...]], list[dict[str, Any]]] = {}
 
-    def of(self, each: Allocation) -> list[dict[str, Any]]:
-        """The allocation's stack; innermost stands what no stack says: module or name, operation and phase."""
+    def mark(self, each: Allocation) -> dict[str, Any]:
+        """Owner and stack; innermost in the stack stands what no stack says: module or name, operation and phase."""
         key = (each.what, each.operation, each.phase, each.frames)
         if key not in self._known:
             says = " of ".join(filter(None, (each.operation, each.phase)))
             first = [Frame(each.what or each.phase, 0, says)] if each.what or each.operation else []
             made = [{"filename": one.file, "line": one.line, "name": one.function} for one in (*first, *each.frames)]
             self._known[key] = made
-        return self._known[key]
-
-
-def _unknown_category() -> dict[str, Any]:
-    """An event that names the category unknown: the viewer fails on a snapshot whose categories lack it."""
-    return {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
+        return {"category": each.owner, "frames": self._known[key]}
 
 
 def snapshot_of(timeline: Timeline) -> dict[str, Any]:
@@ -167,7 +147,7 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
     address = 512  # a CPU's addresses may recur while a viewer still shows the block before: each block gets its own
     for each in timeline.allocations:
         start, end, size = each.block.start, each.block.end, each.block.bytes
-        rounded, mark = -(-size // 512) * 512, _mark(each, stacks)
+        rounded, mark = -(-size // 512) * 512, stacks.mark(each)
         event = {"addr": address, "size": size, "stream": 0, **mark}
         if start:
             trace[start - 1] = {"action": "alloc", **event}
@@ -179,16 +159,11 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
             place = {"device": 0, "address": address, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
             segments.append({**place, **sizes, "frames": [], "blocks": [block]})
         address += rounded
-    return {"segments": segments, "device_traces": [[*trace, _unknown_category()]]}
+    return {"segments": segments, "device_traces": [[*trace, _UNKNOWN_CATEGORY]]}
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:
-    """Read a snapshot from a pickle, running none of its code.
-
-    Raises:
-        UsageError: no such file, one of more than `LARGEST_FILE` bytes, one cut short, no pickle, a pickle that asks
-            for anything but plain values, or plain values that are no snapshot.
-    """
+    """Read a snapshot from a pickle, running none of its code; `UsageError` if it is none, or over `LARGEST_FILE`."""
     try:
         size = path.stat().st_size
         if size > LARGEST_FILE:
@@ -200,20 +175,21 @@ def load_snapshot(path: Path) -> dict[str, Any]:
             if (start := file.read(1)) not in (b"", b"\x80"):
                 raise UsageError(f"{path} starts with {start!r}, as no pickle of torch does; {_HOW}")
             file.seek(0)
-            content = _PlainUnpickler(file).load()
+            content: dict[str, Any] = _PlainUnpickler(file).load()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UsageError:
         raise
     except MemoryError as error:
         raise UsageError(f"{path} asks for far more memory than its {size:,} bytes can need; {_HOW}") from error
-    except (EOFError, pickle.UnpicklingError) as error:
-        cut = isinstance(error, EOFError) or "truncated" in str(error)
-        what = "is cut short" if cut else f"is no pickle of plain values ({error})"
-        raise UsageError(f"{path} {what}; {_HOW}") from error
     except Exception as error:  # what a damaged pickle raises is not limited to pickle's own errors
-        raise UsageError(f"{path} is damaged or no pickle ({type(error).__name__}); {_HOW}") from error
-    return _checked(content, path)
+        what = f"is damaged or no pickle ({type(error).__name__})"
+        if isinstance(error, (EOFError, pickle.UnpicklingError)):
+            cut = isinstance(error, EOFError) or "truncated" in str(error)
+            what = "is cut short" if cut else f"is no pickle of plain values ({error})"
+        raise UsageError(f"{path} {what}; {_HOW}") from error
+    _check(content, path)
+    return content
 
 
 @contextmanager
@@ -243,48 +219,40 @@ class _PlainUnpickler(pickle.Unpickler):
         raise UsageError(f"the pickle refers to something outside of itself, which a snapshot does not; {_HOW}")
 
 
-def _checked(content: Any, path: Path) -> dict[str, Any]:
-    """The content, if every part of it that is used has the type it must have."""
+def _check(content: Any, path: Path) -> None:
+    """Raise `UsageError` if any part of it that is used has not the type it must have."""
 
-    def wrong(what: str) -> UsageError:
-        return UsageError(f"{path} is no memory snapshot: {what}; {_HOW}")
+    def check(is_so: bool, otherwise: str) -> None:
+        if not is_so:
+            raise UsageError(f"{path} is no memory snapshot: {otherwise}; {_HOW}")
 
-    if not isinstance(content, dict) or not isinstance(content.get("device_traces"), list):
-        raise wrong("it has no device_traces")
-    if not isinstance(content.get("segments"), list):
-        raise wrong("it has no segments")
+    check(_has(content, device_traces=list), "it has no device_traces")
+    check(_has(content, segments=list), "it has no segments")
     for segment in content["segments"]:
-        if not _has(segment, address=int, device=int, blocks=list):
-            raise wrong("a segment lacks its address, device or blocks")
+        check(_has(segment, address=int, device=int, blocks=list), "a segment lacks its address, device or blocks")
         for block in segment["blocks"]:
-            if not _has(block, state=str) or not _is_size(block, "size") or not _has_frames(block):
-                raise wrong("a block lacks its size or state")
-            if not _is_size({"requested_size": 0} | block, "requested_size") or not _has_category(block):
-                raise wrong("a block has a size or category of the wrong kind")
+            check(_has(block, state=str) and _has_size(block) and _has_frames(block), "a block lacks its size or state")
+            is_plain = _has_size({"requested_size": 0} | block, "requested_size") and _has(block, category=_OPTIONAL)
+            check(is_plain, "a block has a size or category of the wrong kind")
     for trace in content["device_traces"]:
         log: list[Any] = trace if isinstance(trace, list) else [trace]
         for event in log:
-            if not _has(event, action=str) or not _has_frames(event):
-                raise wrong("a trace holds something that is no event")
-            if event["action"] in ("alloc", *FREES) and not (_has(event, addr=int) and _is_size(event, "size")):
-                raise wrong("an event lacks its address or size")
-            if not _has_category(event):
-                raise wrong("an event's category is no text")
-    if not any(event["action"] == "alloc" for trace in content["device_traces"] for event in trace):
-        raise wrong("it holds no history; call torch.cuda.memory._record_memory_history() before what is to be seen")
-    return content
+            check(_has(event, action=str) and _has_frames(event), "a trace holds something that is no event")
+            if event["action"] in ("alloc", *FREES):
+                check(_has(event, addr=int) and _has_size(event), "an event lacks its address or size")
+            check(_has(event, category=_OPTIONAL), "an event's category is no text")
+    check(
+        any(event["action"] == "alloc" for trace in content["device_traces"] for event in trace),
+        "it holds no history; call torch.cuda.memory._record_memory_history() before what is to be seen",
+    )
 
 
-def _has(value: Any, **types: type) -> bool:
+def _has(value: Any, **types: type | tuple[type, ...]) -> bool:
     """Whether it is a dict with values of these types."""
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in types.items())
 
 
-def _has_category(value: Mapping[str, Any]) -> bool:
-    return isinstance(value.get("category"), (str, type(None)))
-
-
-def _is_size(value: Mapping[str, Any], name: str) -> bool:
+def _has_size(value: Mapping[str, Any], name: str = "size") -> bool:
     """Whether it is a number of bytes that a device could have."""
     return isinstance(value.get(name), int) and 0 <= value[name] < 2**48
 
@@ -295,15 +263,11 @@ def _has_frames(value: Mapping[str, Any]) -> bool:
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Write the two parts of a snapshot that viewers read; those that versions of torch add may hold other values.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write the two parts of a snapshot that viewers read; those that versions of torch add may hold other values."""
     plain = {name: snapshot[name] for name in ("segments", "device_traces")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            pickle.dump(plain, file, protocol=_PROTOCOL)
+            pickle.dump(plain, file, protocol=4)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error

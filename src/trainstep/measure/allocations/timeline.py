@@ -9,6 +9,7 @@ rest by group, so that nothing is lost from the total, and thins the total out t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +22,12 @@ OWNERS = ("parameters", "optimizer state", "batch", "unknown", "gradients", "act
 """Whom bytes belong to; what stays comes first. parameters include buffers; activations are what a module's forward, or
 the loss, made and left alive when it ended; temporaries everything else that a step makes; unknown what was there
 before and nobody claimed."""
-KEPT = 2500
-"""Allocations drawn one by one at most."""
-BINS = 1000
-"""Stretches of the timeline in which sums are thinned out to their largest value."""
+KEPT = 2500  # allocations drawn one by one at most
+BINS = 1000  # stretches of the timeline in which sums are thinned out to their largest value
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One level of a stack."""
-
     file: str
     line: int
     function: str
@@ -51,34 +48,22 @@ class Frame:
 class Block:
     """One allocation as an allocator knows it."""
 
-    start: int
-    """The first state it lives in; 0 if it was there before the log began."""
-    end: int | None
-    """The first state without it; None if it outlived the log."""
-    bytes: int
-    """As asked for, before any rounding."""
+    start: int  # the first state it lives in; 0 if it was there before the log began
+    end: int | None  # the first state without it; None if it outlived the log
+    bytes: int  # as asked for, before any rounding
     address: int
-    frames: tuple[Frame, ...] = ()
-    """Innermost first; empty where no Python was running, as in the backward of a GPU."""
-    category: str | None = None
-    """What a foreign snapshot says of it."""
+    frames: tuple[Frame, ...] = ()  # innermost first; empty where no Python was running, as in the backward of a GPU
+    category: str | None = None  # what a foreign snapshot says of it
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A block with its owner."""
-
     block: Block
-    owner: str
-    """One of `OWNERS`; in a foreign snapshot without categories, the line that made it."""
-    what: str
-    """The parameter's name, or the module that was running; empty where neither is known."""
-    phase: str
-    """When it was made; empty before the step and in foreign snapshots."""
-    operation: str = ""
-    """In backward, the operation whose gradient was being computed."""
-    frames: tuple[Frame, ...] = ()
-    """The block's own, or in backward those of the forward call that backward is the backward of."""
+    owner: str  # one of `OWNERS`; in a foreign snapshot without categories, the line that made it
+    what: str  # the parameter's name, or the module that was running; empty where neither is known
+    phase: str  # when it was made; empty before the step and in foreign snapshots
+    operation: str = ""  # in backward, the operation whose gradient was being computed
+    frames: tuple[Frame, ...] = ()  # the block's own, or in backward those of the forward call it is the backward of
 
     @property
     def line(self) -> str:
@@ -103,10 +88,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All allocations of a step, or of a snapshot."""
-
-    allocations: tuple[Allocation, ...]
-    """In the order in which they were made."""
+    allocations: tuple[Allocation, ...]  # in the order in which they were made
     events: int
     phases: tuple[PhaseSpan, ...] = ()
 
@@ -126,7 +108,6 @@ class Timeline:
         return int(self.live.max())
 
     def alive(self, state: int) -> list[Allocation]:
-        """What lives in a state."""
         return [each for each in self.allocations if is_alive(each.block, state)]
 
     def phase_of(self, state: int) -> str:
@@ -135,7 +116,6 @@ class Timeline:
 
 
 def is_alive(block: Block, state: int) -> bool:
-    """Whether a block lives in a state."""
     return block.start <= state and (block.end is None or state < block.end)
 
 
@@ -154,48 +134,32 @@ Key = TypeVar("Key", bound=Hashable)
 
 def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], Key]) -> dict[Key, int]:
     """Bytes by owner, module or whatever `key` says, the largest first."""
-    totals: dict[Key, int] = {}
+    totals: Counter[Key] = Counter()
     for each in allocations:
-        totals[key(each)] = totals.get(key(each), 0) + each.block.bytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        totals[key(each)] += each.block.bytes
+    return dict(totals.most_common())
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is drawn alike."""
-
     name: str
-    band: int
-    """Groups of one band are stacked among each other, bands from the lowest up."""
+    band: int  # groups of one band are stacked among each other, bands from the lowest up
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a timeline that are drawn."""
-
-    groups: tuple[Group, ...]
-    """From the lowest up."""
-    kept: tuple[tuple[Allocation, int], ...]
-    """The largest, with the indices of their groups, in the order they were made."""
-    smallest: int
-    """Bytes of the smallest kept."""
-    edges: NDArray[np.int64]
-    """The states at which stretches begin, the last end appended; shape (stretches + 1,)."""
-    total: NDArray[np.int64]
-    """The most bytes alive in each stretch; shape (stretches,)."""
-    rest: NDArray[np.int64]
-    """The most bytes of each group's small ones in each stretch; shape (groups, stretches)."""
+    groups: tuple[Group, ...]  # from the lowest up
+    kept: tuple[tuple[Allocation, int], ...]  # the largest, with their groups' indices, in the order they were made
+    smallest: int  # bytes of the smallest kept
+    edges: NDArray[np.int64]  # the states at which stretches begin, the last end appended; shape (stretches + 1,)
+    total: NDArray[np.int64]  # the most bytes alive in each stretch; shape (stretches,)
+    rest: NDArray[np.int64]  # the most bytes of each group's small ones in each stretch; shape (groups, stretches)
 
 
 def outline(
     timeline: Timeline, group_of: Callable[[Allocation], Group], *, kept: int = KEPT, bins: int = BINS
 ) -> Outline:
-    """The largest `kept` allocations and the sums of the others.
-
-    Args:
-        group_of: which group each belongs to.
-        bins: stretches at most.
-    """
+    """The largest `kept` allocations and the sums of the others, by group, in `bins` stretches at most."""
     found = {group_of(each) for each in timeline.allocations}
     groups = tuple(sorted(found, key=lambda group: (group.band, group.name)))
     index = {group: place for place, group in enumerate(groups)}
@@ -204,17 +168,11 @@ def outline(
     edges = np.unique(np.linspace(0, timeline.events + 1, min(bins, timeline.events + 1) + 1).astype(np.int64))
     rest = np.zeros((len(groups), len(edges) - 1), dtype=np.int64)
     for group, place in index.items():
-        small = [each.block for each in order[kept:] if group_of(each) == group]
-        if small:
-            rest[place] = _largest(live_bytes(small, timeline.events), edges)
-    return Outline(
-        groups=groups,
-        kept=tuple((each, index[group_of(each)]) for each in timeline.allocations if id(each) in shown),
-        smallest=order[: kept or 1][-1].block.bytes if order else 0,
-        edges=edges,
-        total=_largest(timeline.live, edges),
-        rest=rest,
-    )
+        small = (each.block for each in order[kept:] if group_of(each) == group)
+        rest[place] = _largest(live_bytes(small, timeline.events), edges)
+    drawn = tuple((each, index[group_of(each)]) for each in timeline.allocations if id(each) in shown)
+    smallest = order[: kept or 1][-1].block.bytes if order else 0
+    return Outline(groups, drawn, smallest, edges, _largest(timeline.live, edges), rest)
 
 
 def _largest(values: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:

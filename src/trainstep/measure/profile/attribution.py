@@ -12,8 +12,7 @@ started last made the node.) Three cases more:
 - A compiled region has one forward operator and one node, and belongs to the module that was compiled.
 
 No clock decides, with one exception that is exact: the step is the one whose range was open, on whichever thread of the
-process, when the work was launched; backward is over when `.backward()` returns. Work whose launch was not recorded
-counts as unknown in the step that began last before it.
+process, when the work was launched. Work whose launch was not recorded is unknown, in the step that began last.
 """
 
 from __future__ import annotations
@@ -34,18 +33,13 @@ class Attribution:
     step: str | None = None
     phase: str | None = None
     module: str | None = None
-    piece: str | None = None
-    """The piece of attention: scores, softmax or weighted sum."""
-    operator: int | None = None
-    """Index of the innermost operator's range."""
-    node: int | None = None
-    """Index of the innermost backward node's range."""
+    piece: str | None = None  # the piece of attention: scores, softmax or weighted sum
+    operator: int | None = None  # index of the innermost operator's range
+    node: int | None = None  # index of the innermost backward node's range
 
 
 @dataclass(frozen=True, slots=True)
 class AttributedWork:
-    """Work and where it belongs."""
-
     work: Work
     place: Attribution
 
@@ -54,15 +48,14 @@ def attribute(trace: Trace) -> list[AttributedWork]:
     """Every piece of work of the trace, in the order it started, with its place."""
     places = _Places(trace.ranges)
     steps = _Steps(trace.ranges)
-    found = []
-    for work in sorted(trace.work, key=lambda work: work.start):
+
+    def place_of(work: Work) -> Attribution:
         if work.launch is None:
-            place = Attribution(step=steps.latest(work.start))
-        else:
-            (process, _), time = work.launch
-            place = replace(places.at(*work.launch), step=steps.at(process, time))
-        found.append(AttributedWork(work, place))
-    return found
+            return Attribution(step=steps.at(work.start, None))
+        (process, _), time = work.launch
+        return replace(places.at(*work.launch), step=steps.at(time, process))
+
+    return [AttributedWork(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
 
 
 def owner_of(place: Attribution) -> str | None:
@@ -80,10 +73,9 @@ class _Places:
         for index, each in enumerate(ranges):
             self._of_thread.setdefault(each.thread, []).append(index)
         self._places = [Attribution()] * len(ranges)
-        # The operator that made the node of a sequence number. Numbers are each thread's own, so what backward
-        # recomputes stands apart.
-        self._makers: dict[int, int] = {}
-        self._makers_inside_nodes: dict[tuple[Thread, int], int] = {}
+        # The operator that made the node of a sequence number. Numbers are each thread's own, so what a thread makes
+        # inside nodes, as backward recomputes, stands apart.
+        self._makers: dict[tuple[Thread | None, int | None], int] = {}
         self._latest_node: dict[Thread, int] = {}
         # Forward comes before its backward in time but not always in the order of threads, so go by time.
         for index in sorted(range(len(ranges)), key=lambda index: (ranges[index].start, -ranges[index].end)):
@@ -113,10 +105,7 @@ class _Places:
             self._latest_node[each.thread] = index
             return place
         if each.kind == "operator":
-            if each.sequence is not None and outer.node is None:
-                self._makers[each.sequence] = index
-            elif each.sequence is not None:
-                self._makers_inside_nodes[each.thread, each.sequence] = index
+            self._makers[None if outer.node is None else each.thread, each.sequence] = index
             return replace(outer, operator=index)
         return outer
 
@@ -125,42 +114,29 @@ class _Places:
         inside = replace(outer, phase=BACKWARD, operator=None, node=index)
         if outer.node is not None and self._ranges[outer.node].name == each.name:
             return inside  # the engine announces a node, and the node itself again
-        if each.is_accumulation:
+        maker = None
+        if each.name.endswith("AccumulateGrad"):  # a node that no forward operator made
             maker = self._latest_node.get(each.thread)
         elif each.sequence is not None:
-            maker = self._makers.get(each.sequence)
+            maker = self._makers.get((None, each.sequence))
             if outer.node is not None:  # a node inside another's (reentrant checkpointing) was made there
-                maker = self._makers_inside_nodes.get((each.thread, each.sequence), maker)
+                maker = self._makers.get((each.thread, each.sequence), maker)
         elif outer.node is not None:
             return replace(inside, module=owner_of(outer))
-        else:
-            maker = None
         origin = Attribution() if maker is None else self._places[maker]
         return replace(inside, module=owner_of(origin), piece=origin.piece)  # what loss made belongs to the loss
 
 
 class _Steps:
-    """Looks up the step that was under way in a process at a time."""
-
     def __init__(self, ranges: Sequence[Range]) -> None:
-        self._of_process: dict[int, list[Range]] = {}
-        for each in sorted((each for each in ranges if each.kind == "step"), key=lambda each: each.start):
-            self._of_process.setdefault(each.thread[0], []).append(each)
+        steps = (each for each in ranges if each.kind == "step")
+        self._steps = sorted(steps, key=lambda each: (each.start, each.thread[0]))
+        self._processes = {each.thread[0] for each in self._steps}
 
-    def at(self, process: int, time: float) -> str | None:
-        """Name of the step, with that of the process where several take steps."""
-        latest = self._latest(process, time)
-        return None if latest is None or time >= latest.end else self._name(latest)
-
-    def latest(self, time: float) -> str | None:
-        """Name of the step that began last, in whichever process."""
-        found = [each for process in self._of_process if (each := self._latest(process, time)) is not None]
-        return self._name(max(found, key=lambda each: (each.start, each.thread[0]))) if found else None
-
-    def _latest(self, process: int, time: float) -> Range | None:
-        own = self._of_process.get(process, [])
-        position = bisect.bisect_right(own, time, key=lambda each: each.start) - 1
-        return own[position] if position >= 0 else None
-
-    def _name(self, step: Range) -> str:
-        return step.name if len(self._of_process) == 1 else f"{step.thread[0]}: {step.name}"
+    def at(self, time: float, process: int | None) -> str | None:
+        """The step under way in a process, or that began last in any; with the process where several take steps."""
+        began = self._steps[: bisect.bisect_right(self._steps, time, key=lambda each: each.start)]
+        step = next((each for each in reversed(began) if process in (None, each.thread[0])), None)
+        if step is None or (process is not None and time >= step.end):
+            return None
+        return step.name if len(self._processes) == 1 else f"{step.thread[0]}: {step.name}"

@@ -15,21 +15,21 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from trainstep.errors import UsageError
 from trainstep.measure.profile.ranges import classify_range
-from trainstep.measure.profile.trace import Launch, Range, Stream, Trace, Work, WorkKind
+from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace, Work, WorkKind
 
 MAGIC = b"SQLite format 3\x00"
 LARGEST_BYTES = 8 * 2**30
-LARGEST_ROWS = 5_000_000
-"""Rows that are held in memory at most: ranges, launches and kernels together."""
-PUSH_POP = 59
-"""NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one."""
+LARGEST_ROWS = 5_000_000  # rows that are held in memory at most: ranges, launches and kernels together
+PUSH_POP = 59  # NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one
 _BITS = 24
 _KERNELS, _COPIES, _FILLS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
 _CALLS, _NVTX, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
+_GPUS, _META = "TARGET_INFO_GPU", "META_DATA_EXPORT"
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 _NEEDED = {
     _KERNELS: ("start", "end", "deviceId", "streamId", "correlationId", "demangledName"),
@@ -42,12 +42,7 @@ _NEEDED = {
 
 
 def nsys_command(program: Sequence[str], output: Path) -> list[str]:
-    """The command that profiles `program` between its cudaProfilerStart and Stop, and exports SQLite beside the report.
-
-    Args:
-        program: the program and its arguments.
-        output: path of the report without ending; `output.sqlite` is the export.
-    """
+    """The command that profiles `program` between its cudaProfilerStart and Stop, and exports it to `output.sqlite`."""
     return [
         *("nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node"),
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite", "--force-overwrite=true"),
@@ -65,11 +60,7 @@ def require_nsys(command: Sequence[str]) -> None:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Whether a file begins as SQLite databases do.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Whether a file begins as SQLite databases do; `UsageError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -78,11 +69,7 @@ def is_sqlite(path: Path) -> bool:
 
 
 def read_nsys(path: Path) -> Trace:
-    """The trace in an nsys SQLite export.
-
-    Raises:
-        UsageError: not such an export, damaged, without kernels, or too large.
-    """
+    """The trace in an nsys SQLite export; `UsageError` if it is none, damaged, without kernels, or too large."""
     size = path.stat().st_size
     if size > LARGEST_BYTES:
         raise UsageError(
@@ -101,30 +88,27 @@ def read_nsys(path: Path) -> Trace:
 
 
 class _Export:
-    """An open export."""
-
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self._database, self._path = database, path
         tables = [str(row[0]) for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         self._columns = {
             table: {str(row[1]) for row in database.execute(f"PRAGMA table_info({table})")}
-            for table in tables
-            if table in _NEEDED
+            for table in (*_NEEDED, _GPUS, _META)
+            if table in tables
         }
         known = [table for table in tables if table.startswith(("CUPTI_", "NVTX_", "TARGET_INFO_", "META_DATA_"))]
         if not known or _STRINGS not in tables:
             raise UsageError(f"{path} is an SQLite file, but not an export of Nsight Systems: it has no {_STRINGS}")
-        self._version = self._schema_version() if "META_DATA_EXPORT" in tables else "unknown"
-        self._device = self._gpu_names() if "TARGET_INFO_GPU" in tables else ""
+        exported: dict[str, Any] = dict(self._rows(_META, "name", "value"))
+        self._version = str(exported.get("EXPORT_SCHEMA_VERSION", "unknown"))
         for table, columns in self._columns.items():
-            if missing := sorted(set(_NEEDED[table]) - columns):
+            if missing := sorted(set(_NEEDED.get(table, ())) - columns):
                 raise UsageError(
                     f"{path}: {table} has no column {missing[0]} (schema {self._version}; 3.24 and 3.25 are known)"
                 )
         self._strings: dict[int, str] = dict(database.execute(f"SELECT id, value FROM {_STRINGS}"))
 
     def trace(self) -> Trace:
-        """All of it."""
         if not self._count(_KERNELS):
             raise UsageError(
                 f"{self._path} holds no GPU kernels: profile with --trace=cuda,nvtx, and check that the capture range "
@@ -136,26 +120,17 @@ class _Export:
                 f"{self._path} holds {rows:,} events ({self._path.stat().st_size / 2**30:.1f} GiB); at most "
                 f"{LARGEST_ROWS:,} are read. Profile fewer steps, with a capture range"
             )
-        calls = self._launches()
-        ranges, work = list(self._ranges()), list(self._work(calls))
-        ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
-        return Trace(ranges, work, self._device)
-
-    def _schema_version(self) -> str:
-        found = dict(self._database.execute("SELECT name, value FROM META_DATA_EXPORT"))
-        return str(found.get("EXPORT_SCHEMA_VERSION", "unknown"))
-
-    def _gpu_names(self) -> str:
-        columns = {str(row[1]) for row in self._database.execute("PRAGMA table_info(TARGET_INFO_GPU)")}
-        rows = self._database.execute("SELECT name FROM TARGET_INFO_GPU") if "name" in columns else ()
-        return ", ".join(dict.fromkeys(str(row[0]) for row in rows))
+        work = list(self._work(self._launches()))
+        ranges = sorted(self._ranges(), key=lambda each: (each.thread, each.start, -each.end))
+        gpus = [str(name) for (name,) in self._rows(_GPUS, "name") if name is not None]
+        return Trace(ranges, work, ", ".join(dict.fromkeys(gpus)))
 
     def _count(self, table: str) -> int:
         if table not in self._columns:
             return 0
         return int(self._database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
 
-    def _rows(self, table: str, *columns: str) -> Iterator[tuple[int, ...]]:
+    def _rows(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Rows of a table, nothing if it is absent; a column that is absent is null."""
         if table not in self._columns:
             return iter(())
@@ -168,18 +143,16 @@ class _Export:
         for start, thread, correlation in self._rows(_CALLS, "start", "globalTid", "correlationId"):
             key = (thread >> _BITS, correlation)
             if key not in calls or start / 1e3 < calls[key][1]:
-                calls[key] = ((thread >> _BITS, thread & (2**_BITS - 1)), start / 1e3)
+                calls[key] = (_thread(thread), start / 1e3)
         self._processes = {process for process, _ in calls}
         return calls
 
     def _ranges(self) -> Iterator[Range]:
         columns = ("start", "end", "eventType", "text", "textId", "globalTid")
         for start, end, kind, text, text_id, thread in self._rows(_NVTX, *columns):
-            if kind != PUSH_POP or end is None or thread is None:
-                continue
-            label = str(text) if text is not None else self._strings.get(text_id, "")
-            where = (thread >> _BITS, thread & (2**_BITS - 1))
-            yield Range(where, start / 1e3, end / 1e3, *classify_range(label))
+            if kind == PUSH_POP and end is not None and thread is not None:
+                label = str(text) if text is not None else self._strings.get(text_id, "")
+                yield Range(_thread(thread), start / 1e3, end / 1e3, *classify_range(label))
 
     def _work(self, calls: dict[tuple[int, int], Launch]) -> Iterator[Work]:
         """Kernels, copies and fills; the latter two named as torch.profiler names them."""
@@ -203,3 +176,7 @@ class _Export:
                 f"(schema {self._version}); profile one process"
             )
         return next((calls.get((own, correlation)) for own in self._processes), None)
+
+
+def _thread(global_id: int) -> Thread:
+    return global_id >> _BITS, global_id & (2**_BITS - 1)

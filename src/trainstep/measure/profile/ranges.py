@@ -1,10 +1,9 @@
 """Named ranges around steps, phases, modules and pieces of attention, and steps run under a profiler that records them.
 
 A range is a `record_function`: torch.profiler records it, and under `emit_nvtx` the same range goes to NVTX, so Nsight
-Systems sees what torch.profiler sees. Modules are announced by hooks, put on for the time of a profile and taken off
-again; outside of it nothing is there to cost anything. Code inside torch.compile is never hooked, which would compile
-it anew: a compiled module is announced around the call of its compiled code, as one. Steps run through the same
-stopwatch as without a profiler, warm-ups left out.
+Systems sees what torch.profiler sees. Modules are announced by hooks that exist for the time of a profile only. Code
+inside torch.compile is never hooked, which would compile it anew: a compiled module is announced around the call of its
+compiled code, as one. Steps run through the same stopwatch as without a profiler, warm-ups left out.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,12 +32,9 @@ RangeKind = AnnouncedKind | Literal["node", "operator", "compiled", "collective"
 """What a range is: one of ours, or by torch: a node of backward, an operator's call, a call of compiled code, a
 collective of Gloo on the thread that runs it (from when it begins there until all is received); or anybody's."""
 Step = Callable[[PhaseContext], object]
-ROOT = "(model)"
-"""The name of the outermost module, whose own dotted name is empty."""
-WARMUP = 2
-"""Steps under the profiler before those that are recorded: one to start it, one as it is when recording."""
-GLOO = "gloo:"
-"""How torch begins the names of Gloo's collectives."""
+ROOT = "(model)"  # the name of the outermost module, whose own dotted name is empty
+WARMUP = 2  # steps under the profiler before those that are recorded: one to start it, one as it is when recording
+GLOO = "gloo:"  # how torch begins the names of Gloo's collectives
 _ENGINE = "autograd::engine::evaluate_function: "
 _COMPILED = "## Call CompiledFxGraph"
 _NVTX = re.compile(r"(?P<name>.*?)(?:, seq = (?P<sequence>\d+))?(?:, op_id = \d+)?(?:, sizes = .*)?", re.DOTALL)
@@ -69,25 +66,20 @@ def classify_range(text: str, *, is_backward: bool = False) -> tuple[RangeKind, 
         return "node", name, sequence
     if sequence is not None or "::" in name or name.startswith("triton_"):
         return "operator", name, sequence
-    beginnings: tuple[tuple[str, RangeKind], ...] = ((GLOO, "collective"), (_COMPILED, "compiled"))
-    return next((kind for beginning, kind in beginnings if name.startswith(beginning)), "other"), name, sequence
+    kind: RangeKind = "collective" if name.startswith(GLOO) else "compiled" if name.startswith(_COMPILED) else "other"
+    return kind, name, sequence
 
 
 @contextmanager
 def modules_announced(module: nn.Module) -> Iterator[None]:
-    """While entered, every call of `module` and of its submodules is a range.
-
-    Recomputation of checkpointed activations is announced too, as it calls modules again. A module that is not called
-    but has its `forward` or weights used directly stays silent.
-    """
-    open_ranges = _OpenRanges()
+    """While entered, every call of `module` and of its submodules is a range, also when activations are recomputed."""
+    opened = _OpenRanges()
     undo: list[Callable[[], None]] = []
     try:
         for name, each in modules_to_announce(module):
             if each._compiled_call_impl is None:
-                before, after = open_ranges.hooks(name)
-                first = each.register_forward_pre_hook(before, prepend=True)
-                last = each.register_forward_hook(after, always_call=True)
+                first = each.register_forward_pre_hook(lambda *_, name=name: opened.enter(name), prepend=True)
+                last = each.register_forward_hook(opened.leave, always_call=True)
                 undo += [first.remove, last.remove]
             else:
                 undo.append(_announce_compiled(each, name))
@@ -116,26 +108,22 @@ def modules_to_announce(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _OpenRanges(threading.local):
-    """The ranges open in each thread: backward recomputes in a thread of its own."""
+    """The ranges of modules open in each thread: backward recomputes in a thread of its own."""
 
     def __init__(self) -> None:
-        self.stack: list[AbstractContextManager[Any]] = []
+        self._stack: list[AbstractContextManager[Any]] = []
 
-    def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks that open and close the range of one module."""
+    def enter(self, name: str) -> None:
+        opened = announce("module", name)
+        opened.__enter__()
+        self._stack.append(opened)
 
-        def before(*_: object) -> None:
-            opened = announce("module", name)
-            opened.__enter__()
-            self.stack.append(opened)
-
-        def after(*_: object) -> None:
-            self.stack.pop().__exit__(None, None, None)
-
-        return before, after
+    def leave(self, *_: object) -> None:
+        self._stack.pop().__exit__(None, None, None)
 
 
 def _announce_compiled(module: nn.Module, name: str) -> Callable[[], None]:
+    """Announce the calls of the module's compiled code, until what is returned is called."""
     compiled = module._compiled_call_impl
     assert compiled is not None, f"{name} is not compiled"
 
@@ -144,11 +132,7 @@ def _announce_compiled(module: nn.Module, name: str) -> Callable[[], None]:
             return compiled(*args, **kwargs)
 
     module._compiled_call_impl = inside_range
-
-    def undo() -> None:
-        module._compiled_call_impl = compiled
-
-    return undo
+    return partial(setattr, module, "_compiled_call_impl", compiled)
 
 
 def record_steps(
@@ -164,10 +148,8 @@ def record_steps(
     """Run `step` under torch.profiler with its ranges announced, write the trace, and return the profiled timing.
 
     Args:
-        step: as for `time_steps`.
         module: whose submodules are announced, and the shapes of operators' arguments recorded; None does without
             both, which makes the profiler's own cost smaller.
-        device: where the work runs.
         on_gpu: whether kernels are recorded; else the operators stand for them.
         steps: recorded steps, after `WARMUP` that are not.
         trace: the file to write, `.json.gz`: Perfetto (ui.perfetto.dev) and chrome://tracing open it.
@@ -175,14 +157,12 @@ def record_steps(
     """
     if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-    plan = schedule(wait=0, warmup=WARMUP, active=steps, repeat=1)
     trace.parent.mkdir(parents=True, exist_ok=True)
     with (
         modules_announced(module) if module is not None else nullcontext(),
         profile(
-            activities=activities,
-            schedule=plan,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
             record_shapes=module is not None,
             acc_events=True,  # there is one cycle; without it torch warns of others
             on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
@@ -199,17 +179,12 @@ def record_steps(
 def run_under_nvtx(
     step: Step, *, module: nn.Module, device: DeviceClock, warmup: int, steps: int, prepare_next: Callable[[], object]
 ) -> Timing:
-    """Run `step` with all ranges and operators announced to NVTX, `steps` of them between cudaProfilerStart and Stop.
-
-    For an outside profiler such as Nsight Systems, told to capture between the two: the warm-ups before are left out.
-    """
-    taken = 0
+    """Run `step` with its ranges and operators announced to NVTX, `steps` times between cudaProfilerStart and Stop."""
+    taken = itertools.count(1)
 
     def after_step(_: object) -> None:
-        nonlocal taken
         prepare_next()
-        taken += 1
-        if taken == warmup:
+        if next(taken) == warmup:
             torch.cuda.profiler.start()
 
     with modules_announced(module), torch.autograd.profiler.emit_nvtx(record_shapes=False):
@@ -222,11 +197,8 @@ def _announced(step: Step) -> Step:
     """`step` with each of its calls and its phases announced; calls are numbered."""
     numbers = itertools.count()
 
-    def announced_phase(name: str) -> AbstractContextManager[Any]:
-        return announce("phase", name)
-
     def numbered(phase: PhaseContext) -> object:
         with announce("step", str(next(numbers))):
-            return step(together(announced_phase, phase))
+            return step(together(partial(announce, "phase"), phase))
 
     return numbered

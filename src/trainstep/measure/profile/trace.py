@@ -22,20 +22,12 @@ from trainstep.errors import UsageError
 from trainstep.measure.flops import Tensors
 from trainstep.measure.profile.ranges import RangeKind, classify_range
 
-LARGEST = 2**30
-"""Bytes of JSON that are read at most: as Python objects they take several times as much memory."""
-COMPILED = "compiled code"
-"""The name of a CPU's compiled loops: they make no operator calls of their own."""
-ENGINE = "autograd engine"
-"""The name of the engine's own time on a CPU."""
-_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_NO_TENSOR = ("", "Scalar", "ScalarList", "None")
+LARGEST = 2**30  # bytes of JSON that are read at most: as Python objects they take several times as much memory
+COMPILED = "compiled code"  # the name of a CPU's compiled loops: they make no operator calls of their own
+ENGINE = "autograd engine"  # the name of the engine's own time on a CPU
 
-Thread = tuple[int, int]
-"""(process, thread)"""
-Launch = tuple[Thread, float]
-"""Where and when the host started some work."""
+Thread = tuple[int, int]  # (process, thread)
+Launch = tuple[Thread, float]  # where and when the host started some work
 WorkKind = Literal["kernel", "copy", "operator", "engine", "compiled", "collective"]
 """A GPU's kernels, and what its copy engines do (copies and fills); on a CPU, the own time of operators, of autograd's
 engine, of compiled code, and Gloo's collectives."""
@@ -44,10 +36,8 @@ engine, of compiled code, and Gloo's collectives."""
 class Stream(NamedTuple):
     """What runs one piece of work after the other."""
 
-    owner: int | str
-    """A GPU's number; on a CPU, the process."""
-    number: int | str
-    """The stream's; on a CPU, the thread's."""
+    owner: int | str  # a GPU's number; on a CPU, the process
+    number: int | str  # the stream's; on a CPU, the thread's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +48,9 @@ class Range:
     start: float
     end: float
     kind: RangeKind
-    name: str
-    """Without the prefix of our own ranges and without NVTX's sequence number."""
-    sequence: int | None = None
-    """Autograd's sequence number: shared by a forward operator and the node of its backward."""
+    name: str  # without the prefix of our own ranges and without NVTX's sequence number
+    sequence: int | None = None  # Autograd's sequence number: shared by a forward operator and the node of its backward
     tensors: Tensors | None = None
-
-    @property
-    def is_accumulation(self) -> bool:
-        """Whether it adds a gradient to a leaf: a node that no forward operator made."""
-        return self.kind == "node" and self.name.endswith("AccumulateGrad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +62,16 @@ class Work:
     start: float
     duration: float
     stream: Stream
-    launch: Launch | None
-    """None where the trace does not tell."""
-    is_continued: bool = False
-    """Whether it is a further stretch of work that was counted already."""
+    launch: Launch | None  # None where the trace does not tell
+    is_continued: bool = False  # whether it is a further stretch of work that was counted already
 
 
 @dataclass(frozen=True)
 class Trace:
-    """All that was recorded."""
-
-    ranges: list[Range] = field(default_factory=list)
-    """Sorted by thread, start and falling end."""
+    ranges: list[Range] = field(default_factory=list)  # sorted by thread, start and falling end
     work: list[Work] = field(default_factory=list)
-    device: str = ""
-    """Name of the device that the work ran on, if the trace tells."""
-    is_cpu: bool = False
-    """Whether operators stand for kernels."""
+    device: str = ""  # name of the device that the work ran on, if the trace tells
+    is_cpu: bool = False  # whether operators stand for kernels
 
 
 def parents_of(ranges: Sequence[Range]) -> list[int | None]:
@@ -111,11 +87,7 @@ def parents_of(ranges: Sequence[Range]) -> list[int | None]:
 
 
 def read_chrome_trace(path: Path) -> Trace:
-    """The trace in a file that `torch.profiler` exported.
-
-    Raises:
-        UsageError: no such file, not such a trace, cut short, or too large to be read into memory.
-    """
+    """The trace in a file that `torch.profiler` exported; `UsageError` if it is none, cut short, or too large."""
     try:
         with path.open("rb") as file:
             is_gzip = file.read(2) == b"\x1f\x8b"
@@ -148,17 +120,22 @@ def _trace(events: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]]) 
     spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
     start = min((event["ts"] for event in spans), default=0.0)
     launches: dict[int, Launch] = {}
-    ranges, work = [], []
+    ranges = []
     for event in spans:
         category, arguments = event.get("cat"), event.get("args", {})
-        if category in _LAUNCHES and "correlation" in arguments:
+        if category in ("cuda_runtime", "cuda_driver") and "correlation" in arguments:
             launches[arguments["correlation"]] = ((event["pid"], event["tid"]), event["ts"] - start)
         elif category in ("cpu_op", "user_annotation"):
             ranges.append(_range(event, arguments, start))
-    for event in spans:
-        if event.get("cat") in _GPU_WORK:
-            work.append(_gpu_work(event, start, launches))
     ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
+    work = []
+    for event in spans:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            arguments = event.get("args", {})
+            kind: WorkKind = "kernel" if event["cat"] == "kernel" else "copy"
+            stream = Stream(arguments.get("device", event["pid"]), arguments.get("stream", event["tid"]))
+            launch = launches.get(arguments.get("correlation", -1))
+            work.append(Work(event["name"], kind, event["ts"] - start, event["dur"], stream, launch))
     if work:
         return Trace(ranges, work, ", ".join(dict.fromkeys(str(device.get("name", "")) for device in devices)))
     return Trace(ranges, own_time(ranges), "CPU", is_cpu=True)
@@ -184,44 +161,25 @@ def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] |
     counts: list[int] = []
     unknown_lists = 0
     for shape, dtype in zip(dims, types, strict=False):
-        if dtype in _NO_TENSOR:
-            continue
         if dtype == "TensorList" and not shape:
             unknown_lists += 1
-            continue
-        alone = [shape] if dtype != "TensorList" else shape
-        shapes += [tuple(each) for each in alone]
-        dtypes += [dtype] * len(alone)
-        counts.append(len(alone))
+        elif dtype not in ("", "Scalar", "ScalarList", "None"):
+            alone = [shape] if dtype != "TensorList" else shape
+            shapes += [tuple(each) for each in alone]
+            dtypes += [dtype] * len(alone)
+            counts.append(len(alone))
     return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), unknown_lists, tuple(scalars or ()))
 
 
-def _gpu_work(event: dict[str, Any], start: float, launches: dict[int, Launch]) -> Work:
-    arguments = event.get("args", {})
-    return Work(
-        name=event["name"],
-        kind="kernel" if event["cat"] == "kernel" else "copy",
-        start=event["ts"] - start,
-        duration=event["dur"],
-        stream=Stream(arguments.get("device", event["pid"]), arguments.get("stream", event["tid"])),
-        launch=launches.get(arguments.get("correlation", -1)),
-    )
-
-
-_OWN_NAMES: dict[RangeKind, tuple[WorkKind, str | None]] = {
-    "operator": ("operator", None),
-    "collective": ("collective", None),
-    "node": ("engine", ENGINE),
-    "compiled": ("compiled", COMPILED),
-}
+_OWN_NAMES: dict[RangeKind, tuple[WorkKind, str]] = {"operator": ("operator", ""), "collective": ("collective", "")}
+_OWN_NAMES |= {"node": ("engine", ENGINE), "compiled": ("compiled", COMPILED)}
 """Ranges whose own time is work on a CPU → what work, and its name where that is not the range's."""
 
 
 def own_time(ranges: Iterable[Range]) -> list[Work]:
     """The stretches in which each operator (or node, or compiled code) ran itself, as work of the thread's "stream".
 
-    `ranges` are sorted by thread, start and falling end. An operator's first stretch counts as its call. A collective
-    of Gloo is one stretch, whatever operators it runs.
+    The first stretch counts as the call; a collective of Gloo is one. `ranges` are sorted as in a `Trace`.
     """
     found: list[Work] = []
     stack: list[tuple[Range, list[float]]] = []  # a range, until when its time is accounted for, and its stretches
@@ -229,9 +187,8 @@ def own_time(ranges: Iterable[Range]) -> list[Work]:
     def stretch(owner: Range, accounted: list[float], until: float) -> None:
         if owner.kind in _OWN_NAMES and until > accounted[0]:
             kind, name = _OWN_NAMES[owner.kind]
-            launch = (owner.thread, accounted[0])
-            found.append(Work(name or owner.name, kind, accounted[0], until - accounted[0], Stream(*owner.thread),
-                              launch, is_continued=bool(accounted[1])))  # fmt: skip
+            where = (Stream(*owner.thread), (owner.thread, accounted[0]))
+            found.append(Work(name or owner.name, kind, accounted[0], until - accounted[0], *where, bool(accounted[1])))
             accounted[1] = 1
         accounted[0] = max(accounted[0], until)
 
