@@ -27,8 +27,7 @@ from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
 from trainstep.stats import ratio_of_medians
 
-Fact = tuple[str, str, str]
-"""What, the figure, and the file of docs/results/ that it is from."""
+Fact = tuple[str, str, str]  # What, the figure, and the file of docs/results/ that it is from
 Facts = Callable[..., Fact]
 
 
@@ -232,8 +231,7 @@ PAIRS = (
     ("sharded-optimizer", "torch-zero"),
     ("sharded-optimizer-1000", "torch-zero"),
     ("fsdp", "torch-fsdp2"),
-)
-"""Our schemes and what they replace."""
+)  # Our schemes and what they replace
 
 
 def parallel_ratios() -> Table:

@@ -10,8 +10,7 @@ from trainstep.kinds import TrainRow
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Table, text_table
 
-SHOWN = 12
-"""Updates whose losses are shown."""
+SHOWN = 12  # Updates whose losses are shown
 
 
 def curves() -> Table:
@@ -30,7 +29,4 @@ def curves() -> Table:
     return text_table("train-curves", caption, columns, tuple(lines))
 
 
-TABLES: Mapping[str, Callable[[], Table]] = {
-    "train": partial(plain, "h200-train", TrainRow),
-    "train-curves": curves,
-}
+TABLES: Mapping[str, Callable[[], Table]] = {"train": partial(plain, "h200-train", TrainRow), "train-curves": curves}

@@ -20,8 +20,7 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: Callable[[], figure]
-    """Draws it; called when the page is written."""
+    plot: Callable[[], figure]  # Draws it; called when the page is written
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `charts.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
@@ -52,8 +51,7 @@ class Headline:
     figure: Cell
     says: str
     detail: str
-    stats: Sequence[tuple[str, str, str]]
-    """(name, value, note)"""
+    stats: Sequence[tuple[str, str, str]]  # (name, value, note)
     kind: str = field(default="headline", init=False)
 
 
@@ -81,10 +79,8 @@ Block = Table | Charts | Facts | Headline | Flags | Sentences
 class Section:
     """A part of the page with its own heading."""
 
-    name: str
-    """The anchor."""
-    short: str
-    """In the navigation."""
+    name: str  # The anchor
+    short: str  # In the navigation
     title: str
     lead: str
     blocks: Sequence[Block]

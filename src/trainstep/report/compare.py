@@ -20,11 +20,9 @@ MATCHED_BY = {
     ),
     "rung": ("workload", "batch", "context", "rung"),
     "sweep": (),
-}
-"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
+}  # The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all
 
-ACROSS = MATCHED_BY["step"]
-"""The columns in which compared rows may be allowed to differ."""
+ACROSS = MATCHED_BY["step"]  # The columns in which compared rows may be allowed to differ
 
 CaseKey = tuple[tuple[str, Scalar], ...]
 
@@ -35,8 +33,7 @@ class Comparison:
 
     kind: str
     case: Mapping[str, Scalar]
-    speedup: Ratio
-    """Old median over new median: above 1 is faster."""
+    speedup: Ratio  # Old median over new median: above 1 is faster
     old_ms: float
     new_ms: float
     loss_difference: float | None

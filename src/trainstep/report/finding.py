@@ -13,13 +13,10 @@ from trainstep.report.numbers import number, numeric
 class Finding:
     """What one rule found: figures, and the sentence that says them."""
 
-    topic: str
-    """A name in `findings.TOPICS`."""
+    topic: str  # A name in `findings.TOPICS`
     sentence: str
-    id: str = ""
-    """Which rule found what, as `gain.faster`."""
-    figures: Mapping[str, Scalar] = field(default_factory=dict)
-    """What the sentence is made from, units in the names."""
+    id: str = ""  # Which rule found what, as `gain.faster`
+    figures: Mapping[str, Scalar] = field(default_factory=dict)  # What the sentence is made from, units in the names
 
 
 def in_ms(value: object) -> str:

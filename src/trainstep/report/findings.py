@@ -26,8 +26,7 @@ TOPICS: Mapping[str, str] = {
     "precision": "Precision",
     "plan": "Plan",
     "noise": "Noise",
-}
-"""What findings are about, in their order, and in the page's words."""
+}  # What findings are about, in their order, and in the page's words
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:

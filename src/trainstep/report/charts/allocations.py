@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 HEIGHT = 420
-SHOWN = 400
-"""Allocations drawn one by one before the reader moves the slider."""
+SHOWN = 400  # Allocations drawn one by one before the reader moves the slider
 _ROLES: Mapping[str, str] = {
     "parameters": "kind-1",
     "optimizer state": "kind-6",
@@ -30,8 +29,7 @@ _ROLES: Mapping[str, str] = {
     "activations of other modules": "series-2",
 }
 _OTHER_ROLES = ("kind-2", "kind-5", "kind-4", "kind-7", "kind-1", "kind-3", "kind-6")
-_NARROWEST_LABEL = 0.05
-"""A phase that takes less than this share of the width has no label."""
+_NARROWEST_LABEL = 0.05  # A phase that takes less than this share of the width has no label
 
 
 def roles(groups: Sequence[str]) -> list[str]:

@@ -28,8 +28,7 @@ class Series:
     line: bool = True
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    texts: Sequence[str] | None = None
-    """What hovering shows for each y, where that is not y itself."""
+    texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
 
 
 def lines(

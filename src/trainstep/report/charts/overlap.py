@@ -33,10 +33,8 @@ LEGEND = (
 LANE_HEIGHT = 21
 _OTHER = "kind-6"
 _COMMUNICATION, _COPIES = "communication", "copies"
-_GAP = 0.5
-"""Lanes left empty between two schemes."""
-_LETTER = 0.0095
-"""Share of the axis that a letter takes: a phase that has no room for its name goes without."""
+_GAP = 0.5  # Lanes left empty between two schemes
+_LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
 
 
 @dataclass

@@ -26,14 +26,8 @@ FAMILY_ROLES: Mapping[str, str] = {
     "optimizer": "neutral",
     "communication": "warn",
     "other": "series-1",
-}
-"""Colour of each family."""
-PHASE_ROLES: Mapping[str, str] = {
-    "forward": "series-1",
-    "loss": "warn",
-    "backward": "series-3",
-    "optimizer": "neutral",
-}
+}  # Colour of each family
+PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
 LANE_HEIGHT = 46
 _PHASES = "phase"
 

@@ -22,18 +22,13 @@ class Bar:
     """One row of a bar chart."""
 
     name: str
-    value: float | None
-    """Where the bar ends; None draws none (the label says why)."""
-    label: str
-    """Stands in the column at the right."""
-    tip: str
-    """What hovering shows under the name; lines are kept."""
+    value: float | None  # Where the bar ends; None draws none (the label says why)
+    label: str  # Stands in the column at the right
+    tip: str  # What hovering shows under the name; lines are kept
     low: float | None = None
     high: float | None = None
-    base: float = 0.0
-    """From 0 to here the bar is drawn in the neutral colour."""
-    second: float | None = None
-    """A thinner bar below the first."""
+    base: float = 0.0  # From 0 to here the bar is drawn in the neutral colour
+    second: float | None = None  # A thinner bar below the first
     role: str = "accent"
 
 
@@ -45,10 +40,8 @@ class Fall:
     """One row of the waterfall: from the time kept so far to this rung's own."""
 
     name: str
-    start: float
-    """The time kept before; 0 where there is none."""
-    end: float | None
-    """This rung's time; None where it has none."""
+    start: float  # The time kept before; 0 where there is none
+    end: float | None  # This rung's time; None where it has none
     outcome: Outcome
     label: str
     tip: str
@@ -115,12 +108,7 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
     crosses = [(row.start, -index) for index, row in enumerate(rows) if row.outcome == "failed"]
     if crosses:
         plot.scatter(
-            [x for x, _ in crosses],
-            [y for _, y in crosses],
-            marker="x",
-            size=11,
-            color=COLOURS["warn"],
-            line_width=2.5,
+            [x for x, _ in crosses], [y for _, y in crosses], marker="x", size=11, color=COLOURS["warn"], line_width=2.5
         )
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
     _hover_rows(plot, [(row.name, row.tip) for row in rows])

@@ -18,8 +18,7 @@ COLOURS: Mapping[str, str] = {
             *(f"kind-{number}" for number in range(1, 9)),
         )
     )
-}
-"""Role → the stand-in for the page's CSS variable of that name."""
+}  # Role → the stand-in for the page's CSS variable of that name
 
 SERIES = ("series-1", "series-2", "series-3", "series-4")
 """Roles for lines that follow one another, the first the palest."""
@@ -38,8 +37,7 @@ COVER: Mapping[str, Any] = {
     "hover_fill_color": COLOURS["muted"],
     "hover_fill_alpha": 0.08,
     "hover_line_color": None,
-}
-"""Of an invisible bar over what hovering should react to: it shows only under the pointer."""
+}  # Of an invisible bar over what hovering should react to: it shows only under the pointer
 
 
 def embedded(plot: figure) -> dict[str, Any]:

@@ -48,8 +48,7 @@ SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
 """Parts of the page, in its order; each is None where there are no rows for it."""
 
 
-DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")
-"""Tables that are made of several rows each."""
+DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")  # Tables that are made of several rows each
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:

@@ -19,17 +19,13 @@ from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.tables import Definition, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
 
-MOST = 0.5
-"""Owners are named, the largest first, until together they own more than this share of the peak."""
-WORTH = 0.05
-"""Share of the peak from which a part of the model is worth a change that shrinks it alone."""
-UNFUSED = ("eager", "eager-compiled", "sdpa-math")
-"""Attention that keeps its scores for backward."""
+MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
+WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone
+UNFUSED = ("eager", "eager-compiled", "sdpa-math")  # Attention that keeps its scores for backward
 ATTENTION = frozenset({"attention", "Softmax"})
 LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 """Modules of our models and autograd nodes that hold scores, or logits; activations that only the loss made."""
-_NAMED = 3
-"""Owners of a recorded step's peak that are named."""
+_NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
 _SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))

@@ -75,8 +75,7 @@ def _both_ms(row: AttentionRow) -> float | None:
 _CHARTS: tuple[tuple[str, str, str, Callable[[AttentionRow], float | None]], ...] = (
     ("both_ms", "Time of forward and backward", "ms", _both_ms),
     ("peak_gib", "Peak memory", "GiB", lambda row: row.peak_gib),
-)
-"""Name, title, unit, value."""
+)  # Name, title, unit, value
 
 
 def _chart(

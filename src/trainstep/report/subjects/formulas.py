@@ -9,8 +9,7 @@ from trainstep.records import Row, belonging, of_kind
 from trainstep.report.finding import Finding, listed
 
 TOPIC = "formulas"
-MUCH = 0.05
-"""Share of the step's kernel time from which a formula is remarked on."""
+MUCH = 0.05  # Share of the step's kernel time from which a formula is remarked on
 LOSS = "(loss)"
 MATH_FORM = "aten::_scaled_dot_product_attention_math"
 

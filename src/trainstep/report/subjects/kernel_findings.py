@@ -12,14 +12,10 @@ from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import number
 from trainstep.stats import RUN_SPREAD
 
-NEEDED_COVERAGE = 0.98
-"""Share of kernel time that must be in a known phase and module."""
-MUCH = 0.15
-"""Share of the step's kernel time from which a family is remarked on."""
-MEMORY_BOUND = 0.5
-"""Share of a large copy's rate from which a kernel is called bound by memory."""
-IDLE = 0.10
-"""Share of the step in which the device may have nothing to do before it is remarked on."""
+NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
+MUCH = 0.15  # Share of the step's kernel time from which a family is remarked on
+MEMORY_BOUND = 0.5  # Share of a large copy's rate from which a kernel is called bound by memory
+IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
 _COMPILED = ("compiled blocks", "compiled model")

@@ -203,8 +203,7 @@ _OUTCOMES = (
     ("left", "hollow", "no clear gain, not kept"),
     ("slower", "hatched", "slower, not kept"),
     ("failed", "cross", "wrong or could not run"),
-)
-"""Outcome, swatch and words of the waterfall's key."""
+)  # Outcome, swatch and words of the waterfall's key
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:

@@ -21,10 +21,8 @@ from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.tables import Definition, make_table
 from trainstep.stats import ratio_of_medians
 
-AGREES = 0.05
-"""A prediction of the peak that is off by more than this share is remarked on."""
-NEARLY_FULL = 0.3
-"""The memory there is, is drawn where a peak takes more than this share of it."""
+AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
+NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than this share of it
 _LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
 """Settings that tell the lines of the chart of peaks apart."""
 
@@ -227,13 +225,7 @@ def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
     ]
 
 
-RULES = (
-    *allocations.RULES,
-    *residuals.RULES,
-    prediction_findings,
-    fit_findings,
-    checkpointing_findings,
-)
+RULES = (*allocations.RULES, *residuals.RULES, prediction_findings, fit_findings, checkpointing_findings)
 
 
 def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:

@@ -11,17 +11,14 @@ from trainstep.report.finding import Finding, in_ms, listed
 from trainstep.report.numbers import numeric
 from trainstep.stats import WILD_INTERVAL
 
-NOISY_INTERVAL = 0.10
-"""A median whose interval is wider than this share of it was measured on a noisy machine."""
-FEWEST = 5
-"""Samples whose extremes stand in for an interval."""
+NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine
+FEWEST = 5  # Samples whose extremes stand in for an interval
 APART = 0.10
 """Measurements of one step in one run are said to disagree when what encloses their medians is further apart."""
 BEYOND = 1.05
 """Part of the measured ceiling of arithmetic from which it cannot be: a GPU's clock is a few percent lower under one
 long large product than under short ones."""
-SEEN = 0.01
-"""Share of its phase from which a family has a row on the page."""
+SEEN = 0.01  # Share of its phase from which a family has a row on the page
 
 TOPIC = "noise"
 

@@ -35,8 +35,7 @@ ACCUMULATION = Definition(
     ),
 )
 TABLES = (DTYPES, ACCUMULATION)
-RESULT, LOSS = "(forward's result)", "(loss)"
-"""The modules of the two rows that belong to none."""
+RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none
 
 
 def dtype_findings(rows: Sequence[Row]) -> list[Finding]:

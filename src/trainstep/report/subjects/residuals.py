@@ -14,10 +14,8 @@ from trainstep.report.finding import Finding, in_gib
 from trainstep.report.numbers import gib, number
 from trainstep.report.tables import Definition, make_table
 
-PARTS = {"first block": "One block", "step": "The whole step"}
-"""Parts that have charts, the smaller first."""
-_GROUP = ("group", "rank", "module")
-"""Settings that tell the rows of one part apart."""
+PARTS = {"first block": "One block", "step": "The whole step"}  # Parts that have charts, the smaller first
+_GROUP = ("group", "rank", "module")  # Settings that tell the rows of one part apart
 
 
 def residual_name(row: Row) -> str:

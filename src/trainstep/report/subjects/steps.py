@@ -70,14 +70,10 @@ TABLES = (STEPS,)
 
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
-COLD_MEAN_EXCESS = 0.05
-"""Leaving out warm-up is remarked on when it changes the mean by more than this share."""
-LOW_UTILISATION = 0.35
-"""Below this share of the matmul ceiling a step leaves much to win."""
-BACKWARD_OVER_FORWARD = 2.0
-"""Each product y = x·W has two in backward: one for the gradient of x, one for that of W."""
-ODD = (0.75, 1.75)
-"""A ratio of backward to forward outside of these multiples of the expected one is remarked on."""
+COLD_MEAN_EXCESS = 0.05  # Leaving out warm-up is remarked on when it changes the mean by more than this share
+LOW_UTILISATION = 0.35  # Below this share of the matmul ceiling a step leaves much to win
+BACKWARD_OVER_FORWARD = 2.0  # Each product y = x·W has two in backward: one for the gradient of x, one for that of W
+ODD = (0.75, 1.75)  # A ratio of backward to forward outside of these multiples of the expected one is remarked on
 
 
 def not_finite(rows: Sequence[Row]) -> list[Finding]:

@@ -20,12 +20,9 @@ from trainstep.report.tables import Definition, Table, TableRow, make_table
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
-MOST_LINES = 8
-"""In one chart over numbers: as many as there are hues."""
-MOST_DOTS = 6
-"""Side by side at one name; more would reach into the next."""
-DECADE = 10
-"""Numbers that span this factor are set on logarithmic axes."""
+MOST_LINES = 8  # In one chart over numbers: as many as there are hues
+MOST_DOTS = 6  # Side by side at one name; more would reach into the next
+DECADE = 10  # Numbers that span this factor are set on logarithmic axes
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,7 @@ class Measure:
     """What a sweep's rows are compared by."""
 
     title: str
-    value: str
-    """Its name in the row, ending in its unit."""
+    value: str  # Its name in the row, ending in its unit
     low: str = ""
     high: str = ""
     unit: str = "ms"
@@ -58,10 +54,8 @@ _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
 class Line:
     """The rows over an axis, all else equal."""
 
-    settings: Mapping[str, Scalar]
-    """All else that differs within the sweep; empty where nothing does."""
-    rows: Mapping[Scalar, SweepRow]
-    """Value on the axis → row."""
+    settings: Mapping[str, Scalar]  # All else that differs within the sweep; empty where nothing does
+    rows: Mapping[Scalar, SweepRow]  # Value on the axis → row
 
     @property
     def name(self) -> str:
@@ -74,8 +68,7 @@ class Axis:
     """One axis of a sweep."""
 
     name: str
-    values: Sequence[Scalar]
-    """Numbers ascending, names as the sweep's file has them."""
+    values: Sequence[Scalar]  # Numbers ascending, names as the sweep's file has them
     lines: Sequence[Line]
 
     @property
