@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from tables import RESULTS
 from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
-from tables.source import RESULTS
 from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
 from trainstep.plan.calibration import calibrated
 from trainstep.plan.check import checked

@@ -6,7 +6,7 @@ written from the same cells (`tables`, `formats`, `html`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,6 +114,21 @@ def case_column(title: str, name: str) -> Column:
         return Cell(f"{value:g}" if isinstance(value, float) else number(value), value, name)
 
     return Column(title, cell, setting=True)
+
+
+def value_columns(names: Mapping[str, str], scale: float = 1, digits: int = 3, **shown: bool) -> list[Column]:
+    """`value_column` for each title and name."""
+    return [value_column(title, name, scale, digits, **shown) for title, name in names.items()]
+
+
+def count_columns(names: Mapping[str, str], **shown: bool) -> list[Column]:
+    """`count_column` for each title and name."""
+    return [count_column(title, name, **shown) for title, name in names.items()]
+
+
+def case_columns(names: Mapping[str, str]) -> list[Column]:
+    """`case_column` for each title and name."""
+    return [case_column(title, name) for title, name in names.items()]
 
 
 def word_column(title: str, name: str, *, page: bool = True) -> Column:

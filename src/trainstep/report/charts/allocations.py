@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import MemoryTimelineRow
-from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
+from trainstep.report.charts import COLOURS, FONT, TOOLTIP, empty_figure
 from trainstep.report.numbers import numeric
 
 if TYPE_CHECKING:

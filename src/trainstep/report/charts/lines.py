@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

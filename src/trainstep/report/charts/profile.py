@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import TimelineRow
-from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
+from trainstep.report.charts import COLOURS, FONT, TOOLTIP, empty_figure
 from trainstep.report.numbers import number, numeric
 
 if TYPE_CHECKING:

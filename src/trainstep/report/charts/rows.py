@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
 from trainstep.report.numbers import typeset
 
 if TYPE_CHECKING:

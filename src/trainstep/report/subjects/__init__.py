@@ -12,10 +12,9 @@ from typing import Any
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Section
-from trainstep.report.finding import Finding
+from trainstep.report.finding import TOPICS, Finding
 from trainstep.report.subjects import (
     attention,
-    formulas,
     kernels,
     ladder,
     memory,
@@ -30,7 +29,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    steps, formulas, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+    steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
 )  # fmt: skip
 """In the order of the page."""
 
@@ -60,3 +59,9 @@ def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
 def _rows(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
     """The rows of a kind as their table has them."""
     return sweep.in_order(of_kind(records, SweepRow)) if kind is SweepRow else of_kind(records, kind)
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """What the rules of all subjects find, by topic."""
+    order = list(TOPICS)
+    return sorted((each for rule in RULES for each in rule(rows)), key=lambda each: order.index(each.topic))

@@ -9,9 +9,9 @@ from functools import partial
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, belonging, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.charts import Bar, bars
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart
 from trainstep.report.charts.profile import FAMILY_ROLES, Point, roofline, timeline
+from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
@@ -24,9 +24,9 @@ from trainstep.report.columns import (
     median_column,
     value_cell,
     value_column,
+    value_columns,
     word_column,
 )
-from trainstep.report.facts import told_apart
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
@@ -36,10 +36,8 @@ TOP_KERNELS = 25
 TOP_MODULES = 20
 _SETTINGS = tuple(map(files_only, SETTINGS))
 _RATES = (
-    value_column("TFLOP", "tflop", brief=False, page=False),
-    value_column("GB", "gb", brief=False, page=False),
-    value_column("TFLOP/s", "tflops"),
-    value_column("GB/s", "gb_s"),
+    *value_columns({"TFLOP": "tflop", "GB": "gb"}, brief=False, page=False),
+    *value_columns({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
 )
 
 
@@ -125,12 +123,9 @@ PIECES = Definition(
         *_SETTINGS,
         word_column("phase", "phase"),
         word_column("piece", "piece"),
-        value_column("ms", "ms"),
-        value_column("product or softmax (ms)", "main_ms"),
+        *value_columns({"ms": "ms", "product or softmax (ms)": "main_ms"}),
         value_column("its GFLOP", "main_tflop", 1e3),
-        value_column("its GB", "main_gb"),
-        value_column("its TFLOP/s", "main_tflops"),
-        value_column("its GB/s", "main_gb_s"),
+        *value_columns({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
     ),
     key=_key("phase", "piece"),
 )
@@ -160,8 +155,7 @@ KERNELS = Definition(
         word_column("family", "family", page=False),
         value_column("operator", "operator", brief=False, page=False),
         count_column("calls", "calls"),
-        value_column("ms", "ms"),
-        value_column("mean (µs)", "mean_us"),
+        *value_columns({"ms": "ms", "mean (µs)": "mean_us"}),
         value_column("share (%)", "share", 100),
         *map(files_only, _RATES),
     ),

@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import KINDS, Series, curves, dots, lines
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_cell, value_column
-from trainstep.report.finding import Finding, listed
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves, dots, lines
+from trainstep.report.columns import (
+    OUTCOME,
+    Cell,
+    Column,
+    case_column,
+    median_column,
+    value_cell,
+    value_column,
+    value_columns,
+)
+from trainstep.report.finding import Finding, found, listed, literal
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
@@ -155,8 +165,7 @@ def columns(rows: Sequence[Row]) -> Sequence[Column]:
         median_column(step, "step"),
         median_column("forward and backward (ms) [95 %]", "both"),
         median_column("call (ms) [95 %]", "time"),
-        value_column("tokens/s", "tokens_per_s"),
-        value_column("peak (GiB)", "peak_gib"),
+        *value_columns({"tokens/s": "tokens_per_s", "peak (GiB)": "peak_gib"}),
         value_column("case took (s)", "case_s", brief=False),
         Column("folder in cases/", lambda row: str(row.values.get("folder", "")), brief=False),
         OUTCOME,
@@ -202,23 +211,23 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     """Rows without a result, and rows of different environments."""
     rows = in_order(of_kind(records, SweepRow))
     lacking = Counter(row.status for row in rows if row.status != "ok")
-    found = []
+    every = []
     if lacking:
         counts = listed([f"{times} {status}" for status, times in lacking.items()])
         logs = " Their words are in stderr.txt of their folders below cases/." if lacking["failed"] else ""
-        sentence = f"Of {len(rows)} rows, {lacking.total()} have no result: {counts}.{logs}"
-        found.append(
-            Finding("sweep", sentence, "sweep.without-result", {"rows": len(rows), "without_result": lacking.total()})
-        )
+        said = f"Of {{rows}} rows, {{without_result}} have no result: {counts}.{logs}"
+        every.append(found("sweep.without-result", said, rows=len(rows), without_result=lacking.total()))
     for name in _PLURAL:
         if name == "threads" and len({row.flags.get("processes") for row in rows}) > 1:
             continue  # processes that torchrun starts share the cores: that is what was swept
-        values = list(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
+        values = tuple(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
         if len(values) > 1:
             what = f"{_PLURAL[name]} {listed([value[:12] if name == 'commit' else value for value in values])}"
-            sentence = f"The rows were measured with different {what}: compare their times with care, or sweep anew."
-            found.append(Finding("sweep", sentence, "sweep.environments", {name: tuple(values)}))
-    return found
+            said = (
+                f"The rows were measured with different {literal(what)}: compare their times with care, or sweep anew."
+            )
+            every.append(found("sweep.environments", said, **{name: values}))
+    return every
 
 
 RULES = (findings,)
