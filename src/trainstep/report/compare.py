@@ -75,7 +75,6 @@ def compare(
 
 
 def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, list[Row]]:
-    """Case → its passes, the columns in `across` left out of the case."""
     if unknown := sorted(set(across) - set(ACROSS)):
         raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
     found: dict[CaseKey, list[Row]] = {}
@@ -131,15 +130,8 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         interval = Interval(min(each.low for each in whole), max(each.high for each in whole))
     ratio = Ratio(everything.value, interval)
     (_, kind), *case = key
-    return Comparison(
-        kind=str(kind),
-        case=dict(case),
-        speedup=ratio,
-        old_ms=_median(before),
-        new_ms=_median(after),
-        loss_difference=_loss_difference(old[0], new[0]),
-        verdict=verdict(ratio),
-    )
+    losses = _loss_difference(old[0], new[0])
+    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, verdict(ratio))
 
 
 def _median(passes: Sequence[Sequence[float]]) -> float:

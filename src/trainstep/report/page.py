@@ -120,7 +120,6 @@ def _title(records: Sequence[Row]) -> str:
 
 
 def _subtitle(records: Sequence[Row]) -> list[str]:
-    """Device, batch and date, as far as they are known."""
     parts = []
     environment = next((row.environment for row in records if row.environment), {})
     if environment.get("device"):
@@ -136,7 +135,6 @@ def _subtitle(records: Sequence[Row]) -> list[str]:
 
 
 def _library() -> str:
-    """BokehJS without its add-ons."""
     from bokeh.resources import Resources
 
     return "\n".join(Resources(mode="inline", minified=True, log_level="warn", components=["bokeh"]).js_raw)

@@ -8,7 +8,7 @@ shows a row's figures. Names come from the user's model: they are drawn as plain
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,16 +57,8 @@ def empty_figure(**options: Any) -> figure:
     """An empty chart in the page's style."""
     from bokeh.plotting import figure
 
-    plot = figure(
-        sizing_mode="stretch_width",
-        toolbar_location=None,
-        tools="",
-        min_border=0,
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=None,
-        **options,
-    )
+    bare = dict.fromkeys(("toolbar_location", "background_fill_color", "border_fill_color", "outline_line_color"))
+    plot = figure(sizing_mode="stretch_width", tools="", min_border=0, **bare, **options)
     style_axes(plot.axis)
     plot.grid.grid_line_color = None
     return plot
@@ -74,15 +66,10 @@ def empty_figure(**options: Any) -> figure:
 
 def style_axes(axes: Any) -> None:
     """Quiet axes: labels, and no lines."""
-    axes.axis_line_color = None
-    axes.major_tick_line_color = None
-    axes.minor_tick_line_color = None
-    axes.major_label_text_color = COLOURS["muted"]
-    axes.major_label_text_font = FONT
-    axes.major_label_text_font_size = "12px"
-    axes.axis_label_text_color = COLOURS["muted"]
-    axes.axis_label_text_font = FONT
-    axes.axis_label_text_font_size = "12px"
+    axes.axis_line_color = axes.major_tick_line_color = axes.minor_tick_line_color = None
+    axes.major_label_text_color = axes.axis_label_text_color = COLOURS["muted"]
+    axes.major_label_text_font = axes.axis_label_text_font = FONT
+    axes.major_label_text_font_size = axes.axis_label_text_font_size = "12px"
     axes.axis_label_text_font_style = "normal"
     axes.axis_label_standoff = 6
 
@@ -99,3 +86,13 @@ def add_hover(plot: figure, cover: Any) -> None:
     from bokeh.models import HoverTool
 
     plot.add_tools(HoverTool(renderers=[cover], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
+
+
+def add_text(
+    plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence[str], role: str, **style: Any
+) -> None:
+    """Small texts in the chart."""
+    from bokeh.core.properties import value
+
+    font = {"text_font": value(FONT), "text_font_size": "12px"}
+    plot.text(x=list(x), y=list(y), text=list(texts), text_color=COLOURS[role], **font, **style)

@@ -107,9 +107,8 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
             plot.hbar(y=[-index], height=0.52, left=[left], right=[right], **styles[row.outcome])
     crosses = [(row.start, -index) for index, row in enumerate(rows) if row.outcome == "failed"]
     if crosses:
-        plot.scatter(
-            [x for x, _ in crosses], [y for _, y in crosses], marker="x", size=11, color=COLOURS["warn"], line_width=2.5
-        )
+        x, y = (list(column) for column in zip(*crosses, strict=True))
+        plot.scatter(x, y, marker="x", size=11, color=COLOURS["warn"], line_width=2.5)
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
     _hover_rows(plot, [(row.name, row.tip) for row in rows])
     return plot
@@ -141,7 +140,6 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
 
 
 def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
-    """Labels by row, cut where they are long."""
     cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
     return plain_ticks({-index: text for index, text in enumerate(cut)})
 
@@ -154,20 +152,14 @@ def _hbar(
     right: Sequence[float],
     roles: Sequence[str] | None = None,
 ) -> None:
-    shown = [index for index in range(len(y)) if right[index] > left[index]]
+    colours = [COLOURS[role] for role in roles or ["neutral"] * len(y)]
+    shown = [bar for bar in zip(y, left, right, colours, strict=True) if bar[2] > bar[1]]
     if shown:
-        plot.hbar(
-            y=[y[index] for index in shown],
-            height=height,
-            left=[left[index] for index in shown],
-            right=[right[index] for index in shown],
-            fill_color=[COLOURS[roles[index] if roles else "neutral"] for index in shown],
-            line_color=None,
-        )
+        at, start, end, colour = (list(column) for column in zip(*shown, strict=True))
+        plot.hbar(y=at, height=height, left=start, right=end, fill_color=colour, line_color=None)
 
 
 def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | None]]) -> None:
-    """Intervals as a line with two end caps."""
     known = [(y, low, high) for y, low, high in spans if low is not None and high is not None]
     if not known:
         return

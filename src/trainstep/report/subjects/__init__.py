@@ -57,7 +57,6 @@ def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
 
 
 def _rows(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
-    """The rows of a kind as their table has them."""
     return sweep.in_order(of_kind(records, SweepRow)) if kind is SweepRow else of_kind(records, kind)
 
 

@@ -51,7 +51,6 @@ def owner_part(row: OwnerRow) -> str:
 
 
 def _owner_cell(row: Row) -> Cell:
-    """The owner, its parts below it."""
     assert isinstance(row, OwnerRow)
     if row.is_total:
         return Cell(row.owner, is_text=True)

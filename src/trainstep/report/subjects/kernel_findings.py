@@ -102,7 +102,6 @@ def brief_name(kernel: str) -> str:
 
 
 def _families(own: Sequence[Row]) -> dict[str, FamilyRow]:
-    """Family → its row of the whole step."""
     return {row.family: row for row in of_kind(own, FamilyRow) if row.phase == "step"}
 
 
@@ -140,7 +139,6 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
 
 
 def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    """Softmax's kernel against the score product's, in forward."""
     pieces = {row.piece: row for row in of_kind(own, PieceRow) if row.phase == "forward"}
     if "softmax" not in pieces or "scores" not in pieces:
         return []

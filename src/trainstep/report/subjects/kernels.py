@@ -42,7 +42,6 @@ _RATES = (
 
 
 def _key(*names: str) -> Callable[[Row], str]:
-    """A row's `data-row`, of settings."""
     return lambda row: ": ".join(str(row.case[name]) for name in names)
 
 
@@ -132,7 +131,6 @@ PIECES = Definition(
 
 
 def _kernel_cell(row: Row) -> Cell:
-    """The kernel; on the page with its family, operator and module below it."""
     assert isinstance(row, KernelRow)
     origin = [row.family, row.operator if row.operator != row.kernel else None, row.module]
     note = " · ".join(filter(None, origin)) or "all of them in tables/kernel.csv"
@@ -307,7 +305,6 @@ def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
 
 
 def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
-    """Sums of kernels beside the times without the profiler."""
     names = [name for name in PHASES if f"{name}_ms" in profile.values]
     if not names:
         return None
@@ -360,7 +357,6 @@ def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
 
 
 def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
-    """The kernels that take most time, and all others as one row."""
     shown = list(rows[:TOP_KERNELS])
     if rest := rows[TOP_KERNELS:]:
         calls, ms, share = (sum(_number(row, name) for row in rest) for name in ("calls", "ms", "share"))

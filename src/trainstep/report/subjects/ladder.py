@@ -93,7 +93,6 @@ CONTROL = Definition(
 
 
 def _used(row: Row) -> Cell:
-    """The part of the budget that the error takes."""
     error, budget = row.values.get("gradient_error"), row.values.get("error_budget")
     if not budget:
         return Cell(NONE)

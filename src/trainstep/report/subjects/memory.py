@@ -354,7 +354,6 @@ def residual_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
-    """Findings about rows of one case."""
 
     def kept(id: str, said: str, **figures: Scalar) -> Finding:
         said = under + said if under else said[0].upper() + said[1:]

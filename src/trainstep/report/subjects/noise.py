@@ -40,7 +40,6 @@ def noisy_step(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _width(times: Times) -> float | None:
-    """The interval's width as a share of the median."""
     return None if times.low is None or times.high is None else (times.high - times.low) / times.median
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
 from trainstep.phases import PHASES
-from trainstep.records import Row, Times, of_kind
+from trainstep.records import Row, Scalar, Times, of_kind
 from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, span
 from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
@@ -281,7 +281,6 @@ def _phase_row(step: StepRow, name: str, total: float, has_issue: bool) -> Table
 
 
 def _settings(step: StepRow) -> str:
-    """The settings of a step, in words."""
     compiled = "not compiled" if step.compile == "off" else f"compiled {step.compile}"
     parts = {
         f"batch {step.batch}": step.batch,

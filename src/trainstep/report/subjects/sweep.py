@@ -254,7 +254,6 @@ def sweep(records: Sequence[Row]) -> Section | None:
 
 
 def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
-    """One chart, or several where one would hold too many lines."""
     most = MOST_LINES if axis.is_numeric else MOST_DOTS
     title = f"{measure.title[:1].upper()}{measure.title[1:]} by {axis.name.replace('_', ' ')}"
     drawn = [line for line in axis.lines if _points(line, measure)]
