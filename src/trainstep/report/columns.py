@@ -121,11 +121,6 @@ def value_columns(names: Mapping[str, str], scale: float = 1, digits: int = 3, *
     return [value_column(title, name, scale, digits, **shown) for title, name in names.items()]
 
 
-def count_columns(names: Mapping[str, str], **shown: bool) -> list[Column]:
-    """`count_column` for each title and name."""
-    return [count_column(title, name, **shown) for title, name in names.items()]
-
-
 def case_columns(names: Mapping[str, str]) -> list[Column]:
     """`case_column` for each title and name."""
     return [case_column(title, name) for title, name in names.items()]

@@ -11,14 +11,12 @@ from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_column, value_columns
+from trainstep.report.columns import OUTCOME, case_column, median_column, value_column, value_columns, word_column
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import Definition, make_table
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
-_IMPLEMENTATION = Column(
-    "implementation", lambda row: Cell(str(row.case["impl"]), row.case["impl"], "impl", is_text=True)
-)
+_IMPLEMENTATION = word_column("implementation", "impl")
 
 ATTENTION = Definition(
     AttentionRow,

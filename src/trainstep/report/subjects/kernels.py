@@ -137,11 +137,6 @@ def _kernel_cell(row: Row) -> Cell:
     return Cell(row.kernel, row.kernel, "kernel", note=note, is_text=True)
 
 
-def _kernel_key(row: Row) -> str:
-    assert isinstance(row, KernelRow)
-    return f"{row.phase} {row.module} {row.kernel}" if row.phase else "others"
-
-
 KERNELS = Definition(
     KernelRow,
     "Kernels by phase and module, per step, the longest first",
@@ -247,16 +242,10 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
 
 
 def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
-    drawn = [
-        Bar(
-            row.family,
-            row.ms,
-            f"{number(row.ms)} ms · {row.share or 0:.0%}",
-            f"{count(row.calls)} calls per step\n{_rates(row)}",
-            role=FAMILY_ROLES.get(row.family, "accent"),
-        )
-        for row in rows
-    ]
+    drawn = []
+    for row in rows:
+        label, tip = f"{number(row.ms)} ms · {row.share or 0:.0%}", f"{count(row.calls)} calls per step\n{_rates(row)}"
+        drawn.append(Bar(row.family, row.ms, label, tip, role=FAMILY_ROLES.get(row.family, "accent")))
     plot = partial(bars, drawn, "ms per step")
     return Chart(f"families{suffix}", "Kernel time of one step by family", title, plot)
 
@@ -272,12 +261,10 @@ def _roofline_chart(
     peaks = {f"{row.operation} {row.precision}": row.tflops for row in ceilings if row.tflops is not None}
     copy = next((row.gb_s for row in ceilings if row.gb_s is not None), None)
     points = [
-        Point(
-            row.family, row.flop_per_byte, row.tflops, f"{_rates(row)}\n{number(row.flop_per_byte)} FLOP per byte"
-        )
+        Point(row.family, flop, row.tflops, f"{_rates(row)}\n{number(flop)} FLOP per byte")
         for row in rows
-        if row.phase == "step" and row.flop_per_byte and row.tflops
-    ]  # fmt: skip
+        if row.phase == "step" and (flop := row.flop_per_byte) and row.tflops
+    ]
     if not points or not peaks or copy is None:
         return None
     return Chart(

@@ -161,15 +161,9 @@ def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Ch
         tip = f"peak {gib(peak)}, in {row.peak_phase}" if peak is not None else row.reason
         tip += f"\npredicted {gib(predicted)}" if predicted is not None else ""
         tip += f"\n{number(row.times['step'].median)} ms per step" if "step" in row.times else ""
-        drawn.append(
-            Bar(
-                str(row.checkpointing),
-                None if peak is None else peak * scale,
-                row.status if peak is None else f"{number(peak * scale)} {unit}",
-                tip,
-                second=None if predicted is None else predicted * scale,
-            )
-        )
+        label = row.status if peak is None else f"{number(peak * scale)} {unit}"
+        ends = [None if size is None else size * scale for size in (peak, predicted)]
+        drawn.append(Bar(str(row.checkpointing), ends[0], label, tip, second=ends[1]))
     shown = limit * scale if limit is not None and largest > NEARLY_FULL * limit else None
     legend = [("accent", "measured"), ("neutral", "predicted")]
     caption = "The dashed line is the memory there is." if shown else ""

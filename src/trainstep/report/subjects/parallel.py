@@ -17,7 +17,6 @@ from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
-    Cell,
     Column,
     case_column,
     case_columns,
@@ -26,26 +25,16 @@ from trainstep.report.columns import (
     median_column,
     value_column,
     value_columns,
+    word_column,
 )
 from trainstep.report.finding import Finding, found
 from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, make_table
 
-
-def _word_column(name: str, *, setting: bool = False) -> Column:
-    """A setting that is a word, set as one on the page however short it is."""
-
-    def cell(row: Row) -> Cell:
-        value = row.case.get(name)
-        return Cell(number(value), value, name, is_text=True)
-
-    return Column(name, cell, setting=setting)
-
-
 _RANKS = case_column("ranks", "world_size")
-_SCHEME = _word_column("scheme")
+_SCHEME = word_column("scheme", "scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
-_COLLECTIVE = _word_column("collective", setting=True)
+_COLLECTIVE = replace(word_column("collective", "collective"), setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
     *(case_column(name, name) for name in ("backend", "dtype")),
@@ -244,25 +233,13 @@ def parallel(records: Sequence[Row]) -> Section | None:
 
 def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     alone = next((_step_ms(row) for row in rows if row.scheme == "single"), None)
-    charts = [
-        Chart(
-            "parallel-step",
-            "Step on the slowest rank",
-            "",
-            partial(bars, [_step_bar(row, alone) for row in rows], "ms per step"),
-            [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
-        )
-    ]
+    legend = [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")]
+    drawn = partial(bars, [_step_bar(row, alone) for row in rows], "ms per step")
+    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
     if any(row.peak_gib is not None for row in rows):
-        charts.append(
-            Chart(
-                "parallel-memory",
-                "Memory of a rank",
-                "",
-                partial(bars, [_memory_bar(row) for row in rows], "GiB"),
-                [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
-            )
-        )
+        legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
+        drawn = partial(bars, [_memory_bar(row) for row in rows], "GiB")
+        charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
 
 

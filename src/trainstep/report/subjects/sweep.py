@@ -18,8 +18,8 @@ from trainstep.report.columns import (
     Cell,
     Column,
     case_column,
+    interval_cell,
     median_column,
-    value_cell,
     value_column,
     value_columns,
 )
@@ -51,10 +51,7 @@ class Measure:
             return Cell(NONE)
         if row.status != "ok":
             return Cell(row.status)
-        found = value_cell(row, self.value)
-        if row.values.get(self.low) is None or row.values.get(self.high) is None:
-            return found
-        return Cell(found.text, found.value, found.name, value_cell(row, self.low), value_cell(row, self.high))
+        return interval_cell(row, self.value, self.low, self.high)
 
 
 _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
@@ -291,18 +288,11 @@ def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callabl
         points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
         name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
         role = KINDS[index % len(KINDS)]
-        series.append(
-            Series(
-                name,
-                [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points],
-                [as_float(row.values.get(measure.value)) or 0 for row in points.values()],
-                role,
-                markers=True,
-                low=[as_float(row.values.get(measure.low)) for row in points.values()],
-                high=[as_float(row.values.get(measure.high)) for row in points.values()],
-                texts=[f"{measure.cell(row).plain} {measure.unit}" for row in points.values()],
-            )
-        )
+        places = [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points]
+        sizes = [as_float(row.values.get(measure.value)) or 0 for row in points.values()]
+        low, high = ([as_float(row.values.get(end)) for row in points.values()] for end in (measure.low, measure.high))
+        texts = [f"{measure.cell(row).plain} {measure.unit}" for row in points.values()]
+        series.append(Series(name, places, sizes, role, markers=True, low=low, high=high, texts=texts))
         legend.append((role, name))
     title = axis.name.replace("_", " ")
     if not axis.is_numeric:

@@ -68,15 +68,10 @@ def workload(rows: Sequence[Row]) -> Section | None:
 
 def _flop_chart(parts: dict[str, int | float]) -> Chart:
     total = sum(parts.values())
-    drawn = [
-        Bar(
-            name.replace("_", "-"),
-            100 * flop / total,
-            f"{flop / total:.0%}",
-            f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward",
-        )
-        for name, flop in parts.items()
-    ]
+    drawn = []
+    for name, flop in parts.items():
+        tip = f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward"
+        drawn.append(Bar(name.replace("_", "-"), 100 * flop / total, f"{flop / total:.0%}", tip))
     plot = partial(bars, drawn, "% of the FLOPs")
     return Chart("flops", "Arithmetic of one forward pass", "Backward does twice as much.", plot)
 
