@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tables.source import RESULTS
+from tables import RESULTS
 from trainstep.kinds import TourRow
 from trainstep.records import RecordWriter, Row, read_records
 from trainstep.report.subjects.ladder import recommended_flags

@@ -11,11 +11,10 @@ import re
 import sys
 from pathlib import Path
 
-from tables import attention, facts, headlines, memory, parallel, plan, profile, steps, tour, train
-from tables.source import RESULTS, NotMeasuredError
+from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, steps
 from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
-from trainstep.report.html import write_html
+from trainstep.report.page import write_html
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
@@ -26,7 +25,7 @@ REPORTS = {
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (headlines, steps, attention, parallel, memory, profile, plan, tour, train, facts)
+SUBJECTS = (facts, steps, attention, parallel, profile, plan)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

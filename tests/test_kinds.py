@@ -7,7 +7,7 @@ import pytest
 from trainstep.kinds import CeilingRow, row_of
 from trainstep.records import read_records
 from trainstep.report.subjects.allocations import made_in, owner_part
-from trainstep.report.subjects.residuals import residual_name
+from trainstep.report.subjects.memory import residual_name
 
 RESULTS = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl"))
 

@@ -12,8 +12,7 @@ from examples.tour import fast, slow
 from trainstep.bench import ladder
 from trainstep.bench.profile import profile_records
 from trainstep.config import StepConfig
-from trainstep.report.findings import findings
-from trainstep.report.subjects import formulas
+from trainstep.report.subjects import findings, kernel_findings
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource
 
@@ -66,11 +65,13 @@ def test_the_page_says_what_changed():
 
 def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
     shrink(monkeypatch)
-    monkeypatch.setattr(formulas, "MUCH", 1e-9)  # any share of the time, which on a busy machine may be small
+    monkeypatch.setattr(
+        kernel_findings, "_FORMULA", 1e-9
+    )  # any share of the time, which on a busy machine may be small
     said = {}
     for form in (slow, fast):
         records = list(profile_records(source(form), CONFIG, warmup=1, steps=2, profiled_steps=1, trace=None))
-        said[form] = [finding for finding in findings(records) if finding.topic == formulas.TOPIC]
+        said[form] = [finding for finding in findings(records) if finding.topic == "formulas"]
     attention, loss = said[slow]
     assert (attention.id, attention.figures["modules"]) == ("formulas.attention-written-out", ("blocks.*.attention",))
     assert loss.id == "formulas.cross-entropy-written-out"

@@ -1,1 +1,66 @@
-"""The tables of README.md and docs/*.md, one file per subject, made from docs/results/."""
+"""What every table and sentence of the documents is made from: rows of docs/results/, and where they were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
+from trainstep.report.columns import Column
+from trainstep.report.subjects import TABLES
+from trainstep.report.tables import Table, make_table
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+SIZE = Column("size", lambda row: str(row.case["workload"]))
+
+
+def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
+    """The rows of one kind in docs/results/NAME.jsonl."""
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    return of_kind(read_records(path), kind)
+
+
+def one(name: str, kind: type[AnyRow], **case: Scalar) -> AnyRow:
+    """The only row of docs/results/NAME.jsonl with these columns."""
+    rows: list[AnyRow] = [row for row in results(name, kind) if case.items() <= row.case.items()]
+    assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
+    return rows[0]
+
+
+def figure(row: Row, name: str) -> float:
+    """A measured figure that must be there."""
+    value = row.values[name]
+    assert isinstance(value, int | float), (row.case, name, value)
+    return float(value)
+
+
+class NotMeasuredError(Exception):
+    """The results that a table or sentence is made from are not there."""
+
+
+def where(rows: Sequence[Row]) -> str:
+    """Hardware, versions, date and commit of the rows."""
+    environment = rows[0].environment
+    return (
+        f"{environment['device']}, torch {environment['torch']}, triton {environment['triton']}, "
+        f"{environment['date']}, commit {environment['commit']}"
+    )
+
+
+def setting(rows: Sequence[Row]) -> str:
+    """`2.7B, context 512, batch 4 per GPU, bf16 autocast`: what all rows of data parallel training have in common."""
+    names = ("workload", "context", "batch", "precision")
+    ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
+    autocast = " autocast" if precision in ("bf16", "fp16") else ""
+    return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
+
+
+def plain(name: str, kind: type[AnyRow], *, brief: bool = True) -> Table:
+    """All rows of one kind in docs/results/NAME.jsonl, as the files have them."""
+    rows = results(name, kind)
+    table = make_table(TABLES[kind], rows, "terminal" if brief else "files")
+    return dataclasses.replace(table, caption=f"{table.caption}; {where(rows)}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import results, where
+from tables import results, where
 from trainstep.kinds import AttentionRow, CeilingRow
-from trainstep.report.columns import Column, case_column, value_column
+from trainstep.report.columns import Column, case_column, value_column, value_columns
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, tabulate, text_table
 
@@ -112,10 +112,8 @@ def memory() -> Table:
     columns = (
         Column("implementation", lambda row: str(row.case["impl"])),
         *(case_column(name, name) for name in ("dtype", "causal", "batch", "seq")),
-        value_column("before backward (GiB)", "before_backward_gib"),
-        value_column("by formula", "predicted_before_backward_gib"),
-        value_column("peak (GiB)", "peak_gib"),
-        value_column("peak by formula", "predicted_peak_gib"),
+        *value_columns({"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}),
+        *value_columns({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
         value_column("score matrices at the peak", "score_matrices_at_peak"),
         Column("outcome", lambda row: row.status),
     )

@@ -83,12 +83,10 @@ class FeedForwardStack:
 XXL = FeedForwardStack(d_model=16_384, d_ff=53_248, num_blocks=126)
 
 FLOPS_PER_S = 4.6e14
-BYTES_PER_S = 2 * 9e10
-"""A TPU v5p, as the exercise gives them: both directions of one axis of its torus."""
+BYTES_PER_S = 2 * 9e10  # A TPU v5p, as the exercise gives them: both directions of one axis of its torus
 
 FSDP_RANKS, TENSOR_RANKS = 16, 4
-FSDP_AXES, TENSOR_AXES = 2, 1
-"""The mesh: X = 16 over two axes of the torus, Y = 4 over the third."""
+FSDP_AXES, TENSOR_AXES = 2, 1  # The mesh: X = 16 over two axes of the torus, Y = 4 over the third
 
 
 def compute_bound_tokens(*, overlapped: bool) -> float:

@@ -1,11 +1,11 @@
-"""The figures that prose quotes and no other table of its page has: a small table for each such page."""
+"""The few rows that README.md shows of each subject, and figures that prose quotes and no other table has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tables.source import one, results, where
+from tables import figure, one, results, where
 from trainstep.kinds import (
     AttentionRow,
     CeilingRow,
@@ -20,15 +20,16 @@ from trainstep.kinds import (
     PieceRow,
     ProfileRow,
     ResidualRow,
+    RungRow,
     StepRow,
 )
 from trainstep.records import Row
+from trainstep.report.columns import Column, case_column, value_column, value_columns
 from trainstep.report.numbers import number
-from trainstep.report.tables import Table, text_table
+from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.stats import ratio_of_medians
 
-Fact = tuple[str, str, str]
-"""What, the figure, and the file of docs/results/ that it is from."""
+Fact = tuple[str, str, str]  # What, the figure, and the file of docs/results/ that it is from
 Facts = Callable[..., Fact]
 
 
@@ -232,8 +233,7 @@ PAIRS = (
     ("sharded-optimizer", "torch-zero"),
     ("sharded-optimizer-1000", "torch-zero"),
     ("fsdp", "torch-fsdp2"),
-)
-"""Our schemes and what they replace."""
+)  # Our schemes and what they replace
 
 
 def parallel_ratios() -> Table:
@@ -268,8 +268,74 @@ def profile() -> Table:
     return text_table("profile-facts", "Further figures of this page", ("figure", "value", "from"), facts)
 
 
+def ladder() -> Table:
+    """Where the ladder of each size begins and where it ends."""
+    cells = []
+    for size in ("small", "large", "2.7B"):
+        kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
+        first, last = kept[0], kept[-1]
+        low, high = (figure(last, f"speedup_{end}") for end in ("low", "high"))
+        times, peaks = ([number(figure(row, name)) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        error = f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}"
+        cells.append((size, *times, f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]", *peaks, error))
+    columns = (
+        *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
+        *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
+    )
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", columns, tuple(cells))
+
+
+def attention() -> Table:
+    """Our kernels beside PyTorch's on three shapes."""
+    rows = results("h200-attention-peers", AttentionRow)
+    shapes = {(16384, 64): "1×16×16,384×64", (4096, 128): "4×16×4,096×128", (32768, 128): "1×32×32,768×128"}
+    found = {(row.seq, row.head_dim, row.impl): number(row.values["both_ms"]) for row in rows if row.causal == "yes"}
+    impls = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex")
+    cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
+    caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
+    columns = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
+    return text_table("headline-attention", caption, columns, cells)
+
+
+def parallel() -> Table:
+    """Our schemes beside PyTorch's."""
+    names = {
+        "single": "one GPU, no communication",
+        "torch-ddp": "DistributedDataParallel, torch's",
+        "bucketed-25": "DistributedDataParallel, ours",
+        "torch-zero": "sharded optimizer, torch's",
+        "sharded-optimizer": "sharded optimizer, ours",
+        "torch-fsdp2": "fully sharded, torch's FSDP2",
+        "fsdp": "fully sharded, ours",
+    }
+    rows = [one("h200-parallel", ParallelRow, scheme=name) for name in names]
+    columns = (
+        Column("scheme", lambda row: names[str(row.case["scheme"])]),
+        *value_columns({"step (ms)": "step_ms", "beyond one GPU's (ms)": "exposed_ms"}),
+        *value_columns({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
+    )
+    return tabulate("headline-parallel", f"2.7B on two GPUs, bf16 autocast; {where(rows)}", columns, rows)
+
+
+def memory() -> Table:
+    """What checkpointing saves and costs."""
+    rows = [
+        one("h200-checkpointing", CheckpointingRow, checkpointing=name) for name in ("none", "selective", "every-1")
+    ]
+    columns = (
+        case_column("checkpointing", "checkpointing"),
+        *value_columns({"peak, predicted (GiB)": "predicted_gib", "peak, measured (GiB)": "peak_gib"}, digits=4),
+        value_column("step (ms)", "step_ms"),
+    )
+    return tabulate("headline-memory", f"2.7B, context 2,048, bf16, fused attention; {where(rows)}", columns, rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "course-facts": course,
     "profile-facts": profile,
     "parallel-ratios": parallel_ratios,
+    "headline-ladder": ladder,
+    "headline-attention": attention,
+    "headline-parallel": parallel,
+    "headline-memory": memory,
 }

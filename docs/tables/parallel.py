@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import plain, results, setting, where
+from tables import plain, results, setting, where
 from trainstep.bench.parallel.measure import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row
-from trainstep.report.columns import case_column, median_column, value_column
+from trainstep.report.columns import case_column, median_column, value_column, value_columns
 from trainstep.report.tables import Table, tabulate
 from trainstep.schemes import SCHEMES
 
@@ -24,10 +24,8 @@ def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
         median_column("step on the slowest rank (ms) [95 %]", "step"),
         value_column("beyond the step without communication (ms)", "exposed_ms"),
         *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "communication", "optimizer")),
-        value_column("collectives", "collectives"),
-        value_column("sent by a rank (GiB)", "sent_gib"),
-        value_column("by plan (GiB)", "sent_floor_gib"),
-        value_column("parameters off by (of their movement)", "update_error"),
+        *value_columns({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
+        *value_columns({"by plan (GiB)": "sent_floor_gib", "parameters off by (of their movement)": "update_error"}),
         value_column("allowed", "update_allowed"),
     )
     return tabulate(table, f"{setting(rows)}; {where(rows)}", columns, rows)
@@ -47,10 +45,8 @@ def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel")
                 value_column("by plan", f"predicted_{name}_gib"),
             )
         ),
-        value_column("weights", "before_step_weights_gib"),
-        value_column("gradients", "before_step_gradients_gib"),
-        value_column("state", "before_step_optimizer_state_gib"),
-        value_column("peak", "peak_gib"),
+        *value_columns({"weights": "before_step_weights_gib", "gradients": "before_step_gradients_gib"}),
+        *value_columns({"state": "before_step_optimizer_state_gib", "peak": "peak_gib"}),
     )
     return tabulate(table, f"GiB; {where(rows)}", columns, rows)
 

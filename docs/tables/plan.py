@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
+from tables import RESULTS
 from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
-from tables.source import RESULTS
 from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
 from trainstep.plan.calibration import calibrated
 from trainstep.plan.check import checked
@@ -34,8 +34,7 @@ CHECKED: Mapping[str, tuple[type[Row], ...]] = {
     "h200-checkpointing": (CheckpointingRow,),
     "h200-parallel": (ParallelRow,),
     "h200-parallel-4gpus": (ParallelRow,),
-}
-"""Files whose rows of these kinds are predicted; those that are not there yet are left out."""
+}  # Files whose rows of these kinds are predicted; those that are not there yet are left out
 
 
 def predictions() -> dict[str, list[Row]]:
@@ -157,10 +156,7 @@ def plan_rates() -> Table:
             f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe and "
             f"{LINK_OVERHEAD_S * 1e6:.0f} µs a call",
         ),
-        (
-            "slowed by hidden communication",
-            f"{INTERFERENCE} of its time, from data parallel training on two H200s",
-        ),
+        ("slowed by hidden communication", f"{INTERFERENCE} of its time, from data parallel training on two H200s"),
         (
             "memory for tensors",
             "what the driver of a calibration's device reports, else the device's in hardware.py; less "

@@ -1,15 +1,25 @@
-"""Tables of kernel profiles: top kernels, attention's pieces, families, sums."""
+"""Tables of what is inside a step: kernels, attention's pieces, families; peaks, what is kept for backward, owners."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import SIZE, results, where
-from trainstep.kinds import FamilyRow, PieceRow, ProfileRow
+from tables import SIZE, plain, results, where
+from trainstep.kinds import (
+    AllocationRow,
+    CheckpointingRow,
+    FamilyRow,
+    OwnerRow,
+    PeakRow,
+    PieceRow,
+    ProfileRow,
+    ResidualRow,
+)
 from trainstep.records import Row
-from trainstep.report.columns import Column, case_column, count_column, value_column
+from trainstep.report.columns import Column, case_column, count_column, value_column, value_columns
 from trainstep.report.subjects.kernel_findings import brief_name
+from trainstep.report.subjects.memory import residual_name
 from trainstep.report.tables import Table, tabulate
 
 PROFILES = "h200-profile"
@@ -41,12 +51,9 @@ def profile_attention() -> Table:
     columns = (
         *PROFILED,
         case_column("piece", "piece"),
-        value_column("all its kernels (ms)", "ms"),
-        value_column("product or softmax alone (ms)", "main_ms"),
+        *value_columns({"all its kernels (ms)": "ms", "product or softmax alone (ms)": "main_ms"}),
         value_column("GFLOP", "main_tflop", 1e3),
-        value_column("GB", "main_gb"),
-        value_column("TFLOP/s", "main_tflops"),
-        value_column("GB/s", "main_gb_s"),
+        *value_columns({"GB": "main_gb", "TFLOP/s": "main_tflops", "GB/s": "main_gb_s"}),
     )
     return tabulate("profile-attention", f"forward; {where(rows)}", columns, rows)
 
@@ -60,8 +67,7 @@ def profile_families() -> Table:
         count_column("calls", "calls"),
         value_column("ms", "ms"),
         value_column("share (%)", "share", 100),
-        value_column("TFLOP/s", "tflops"),
-        value_column("GB/s", "gb_s"),
+        *value_columns({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
     )
     return tabulate("profile-families", where(rows), columns, rows)
 
@@ -72,8 +78,7 @@ def profile_sums() -> Table:
     columns = (
         *PROFILED,
         value_column("in a known phase and module (%)", "module_coverage", 100, digits=5),
-        value_column("step (ms)", "step_ms"),
-        value_column("profiled (ms)", "profiled_step_ms"),
+        *value_columns({"step (ms)": "step_ms", "profiled (ms)": "profiled_step_ms"}),
         *(value_column(f"{name}: kernels (ms)", f"{name}_busy_ms") for name in ("forward", "backward", "optimizer")),
         *(value_column(f"{name}: phase (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer")),
         value_column("idle (%)", "idle_share", 100),
@@ -81,9 +86,64 @@ def profile_sums() -> Table:
     return tabulate("profile-sums", where(rows), columns, rows)
 
 
+def memory_peaks() -> Table:
+    """Peaks of forward alone and of the whole step, by context and precision."""
+    rows = results("h200-memory", PeakRow)
+    columns = (
+        SIZE,
+        *(case_column(name, name) for name in ("batch", "attention", "optimizer", "precision", "context", "mode")),
+        value_column("at rest (GiB)", "at_rest_gib"),
+        *(value_column(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward")),
+        value_column("optimizer (GiB)", "optimizer_peak_gib"),
+        *value_columns({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
+        value_column("off by (%)", "prediction_error", 100, digits=2),
+        Column("outcome", lambda row: row.status),
+    )
+    return tabulate("memory-peaks", where(rows), columns, sorted(rows, key=_by_precision_and_context))
+
+
+def _by_precision_and_context(row: PeakRow) -> tuple[bool, int, bool]:
+    return row.precision != "fp32", row.context or 0, row.mode != "forward"
+
+
+def memory_residuals() -> Table:
+    """What one block keeps, eager and compiled, and the residual stream beside its formula."""
+    rows = results("h200-residuals", ResidualRow)
+    shown = [row for row in rows if row.part in ("first block", "residual stream") and row.status == "ok"]
+    columns = (
+        *(case_column(name, name) for name in ("batch", "context", "attention", "precision")),
+        Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
+        Column("module", residual_name),
+        *value_columns({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
+        value_column("share (%)", "share", 100),
+        value_column("by formula (MiB)", "formula_mib"),
+    )
+    return tabulate("memory-residuals", f"One block of 2.7B; {where(rows)}", columns, shown)
+
+
+def memory_checkpointing() -> Table:
+    """Policies at 2.7B, context 2048, predicted and measured."""
+    rows = results("h200-checkpointing", CheckpointingRow)
+    columns = (
+        SIZE,
+        *(case_column(name, name) for name in ("batch", "context", "optimizer", "precision", "attention")),
+        case_column("policy", "checkpointing"),
+        *value_columns({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
+        value_column("off by (%)", "prediction_error", 100, digits=2),
+        *value_columns({"peak in": "peak_phase", "step (ms)": "step_ms"}),
+        Column("outcome", lambda row: row.status),
+    )
+    return tabulate("memory-checkpointing", where(rows), columns, rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-kernels": profile_kernels,
     "profile-attention": profile_attention,
     "profile-families": profile_families,
     "profile-sums": profile_sums,
+    "memory-peaks": memory_peaks,
+    "memory-residuals": memory_residuals,
+    "memory-checkpointing": memory_checkpointing,
+    "memory-owners": partial(plain, "h200-allocations", OwnerRow, brief=False),
+    "memory-largest": partial(plain, "h200-allocations", AllocationRow, brief=False),
 }

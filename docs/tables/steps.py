@@ -1,16 +1,17 @@
-"""Tables of single steps: sizes, warm-up, repeated passes, the ladder."""
+"""Tables of steps: sizes, warm-up, repeated passes, ladders, the tour's two forms, and training runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables.source import SIZE, plain, results, where
-from trainstep.kinds import RungRow, StepRow
+from tables import SIZE, plain, results, where
+from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.phases import PHASES
-from trainstep.report.columns import Column, case_column, mean_column, median_column, value_column
-from trainstep.report.compare import comparison_table, repeatability
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.columns import Column, case_column, mean_column, median_column, value_column, value_columns
+from trainstep.report.compare import compare, comparison_table, repeatability
+from trainstep.report.numbers import number, numeric
+from trainstep.report.tables import Table, tabulate, text_table
 
 MEANS = tuple(mean_column(f"{name} (ms)", name) for name in (*PHASES, "step"))
 RATES = (value_column("TFLOP/s", "achieved_tflops"), value_column("utilisation (%)", "utilisation", 100))
@@ -50,13 +51,61 @@ def limits(size: str) -> Table:
     return tabulate("limits", f"{size}; {where(kept)}", columns, [kept[0], kept[-1]])
 
 
+ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
+
+
+def ladder(name: str, form: str) -> Table:
+    """The rungs of one form."""
+    rows = [row for row in results(f"{name}-tour", RungRow) if row.workload == f"examples.tour.{form}:workload"]
+    columns = (
+        Column("rung", lambda row: str(row.case["rung"])),
+        median_column("step (ms) [95 %]", "step"),
+        *value_columns({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
+        *value_columns({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
+        value_column("verdict", "verdict"),
+    )
+    return tabulate("tour", f"{form}.py; {where(rows)}", columns, rows)
+
+
+def compared(name: str) -> Table:
+    """slow.py as it is against fast.py with the recommended settings."""
+    rows = results(f"{name}-tour", StepRow)
+    before, after = (
+        [row for row in rows if row.workload == f"examples.tour.{form}:workload"] for form in ("slow", "fast")
+    )
+    return comparison_table(compare(before, after, across=ACROSS), f"slow.py → fast.py; {where(rows)}")
+
+
+SHOWN = 12  # Updates whose losses are shown
+
+
+def curves() -> Table:
+    """The loss of the same updates under each scheme, and how far the schemes are apart."""
+    rows = results("h200-train", TrainRow)
+    steps = [step for step in rows[0].series["step"] if isinstance(step, int)]
+    assert all(list(row.series["step"]) == steps for row in rows), "runs of other lengths"
+    shown = sorted({round(index * (len(steps) - 1) / (SHOWN - 1)) for index in range(SHOWN)})
+    lines = []
+    for index in shown:
+        losses = [numeric(row.series["loss"][index]) for row in rows]
+        apart = (max(losses) - min(losses)) / min(losses)
+        lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
+    columns = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
+    caption = f"{rows[0].workload}, context {rows[0].context}, {rows[0].precision}; {where(rows)}"
+    return text_table("train-curves", caption, columns, tuple(lines))
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
-    "sizes-fp32": lambda: sizes("fp32", "off"),
-    "sizes-bf16": lambda: sizes("bf16", "off"),
-    "sizes-fp32-compiled": lambda: sizes("fp32", "blocks"),
-    "sizes-bf16-compiled": lambda: sizes("bf16", "blocks"),
+    "sizes-fp32": partial(sizes, "fp32", "off"),
+    "sizes-bf16": partial(sizes, "bf16", "off"),
+    "sizes-fp32-compiled": partial(sizes, "fp32", "blocks"),
+    "sizes-bf16-compiled": partial(sizes, "bf16", "blocks"),
     "warmup": warmup,
     "repeat": repeat,
-    "limits-large": lambda: limits("large"),
+    "limits-large": partial(limits, "large"),
     **{f"ladder-{size}": partial(plain, f"h200-analyze-{size}", RungRow) for size in ("small", "large", "2.7B")},
+    **{f"tour-{form}-{name}": partial(ladder, name, form) for name in ("cpu", "h200") for form in ("slow", "fast")},
+    **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
+    "train": partial(plain, "h200-train", TrainRow),
+    "train-curves": curves,
 }

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainstep.analysis import analyze
     from trainstep.config import SIZES, ModelConfig, StepConfig
     from trainstep.errors import UsageError
-    from trainstep.report.report import Report
+    from trainstep.report.page import Report
     from trainstep.workload import Workload
 
 __all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Workload", "analyze"]
@@ -18,7 +18,7 @@ __all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Worklo
 _HOME = {
     "SIZES": "trainstep.config",
     "ModelConfig": "trainstep.config",
-    "Report": "trainstep.report.report",
+    "Report": "trainstep.report.page",
     "StepConfig": "trainstep.config",
     "UsageError": "trainstep.errors",
     "Workload": "trainstep.workload",

@@ -21,7 +21,7 @@ from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
 from trainstep.records import Row
-from trainstep.report.report import Report
+from trainstep.report.page import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
 WARMUPS = (0, 1, 2, 5)

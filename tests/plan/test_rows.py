@@ -28,8 +28,7 @@ from trainstep.plan.machine import GIB, Cluster, machine_of
 from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.plan.rows import PlanRequest, plan_records
 from trainstep.records import of_kind, read_records
-from trainstep.report.findings import findings
-from trainstep.report.subjects import TABLES
+from trainstep.report.subjects import TABLES, findings
 from trainstep.report.tables import make_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -12,8 +12,8 @@ from tests.report.browsing import DEEP, complaints, hover, open_page, requests, 
 from tests.report.page import HOSTILE, as_numbers, expected_ladder, hostile_records
 from trainstep.kinds import RungRow
 from trainstep.records import of_kind
-from trainstep.report.charts import ROW_HEIGHT
-from trainstep.report.html import write_html
+from trainstep.report.charts.rows import ROW_HEIGHT
+from trainstep.report.page import write_html
 from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
 
 

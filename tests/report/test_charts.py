@@ -11,7 +11,9 @@ import pytest
 from bokeh.models import GlyphRenderer, HBar, HoverTool, PlainText, Scatter, Segment, Span
 from bokeh.plotting import figure
 
-from trainstep.report.charts import COLOURS, Bar, Fall, Series, bars, dots, embedded, lines, waterfall
+from trainstep.report.charts import COLOURS, embedded
+from trainstep.report.charts.lines import Series, dots, lines
+from trainstep.report.charts.rows import Bar, Fall, bars, waterfall
 
 FALLS = [
     Fall("baseline", 0, 200, "baseline", "200 ms", "", 190, 205),

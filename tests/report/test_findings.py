@@ -7,10 +7,10 @@ import pytest
 
 from trainstep.kinds import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
 from trainstep.records import make_row
-from trainstep.report.analysed import analysed_step
-from trainstep.report.findings import TOPICS, findings
-from trainstep.report.subjects import RULES
+from trainstep.report.finding import TOPICS
+from trainstep.report.subjects import RULES, findings
 from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.steps import analysed_step
 
 SETTINGS = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
             "loss": "dense"}  # fmt: skip

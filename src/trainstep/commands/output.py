@@ -30,7 +30,7 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
     from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.formats import to_terminal
-    from trainstep.report.report import Report
+    from trainstep.report.page import Report
     from trainstep.report.subjects import make_tables
 
     console = console_for_output()

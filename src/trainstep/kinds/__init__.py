@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainstep.kinds.attention import AttentionRow
-from trainstep.kinds.kernels import FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
+from trainstep.kinds.kernels import AttentionRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.kinds.memory import AllocationRow, CheckpointingRow, MemoryTimelineRow, OwnerRow, PeakRow, ResidualRow
-from trainstep.kinds.migration import migrated
 from trainstep.kinds.parallel import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
 from trainstep.kinds.plan import (
     PlanCheckRow,
@@ -22,7 +20,7 @@ from trainstep.kinds.plan import (
     PlanScalingRow,
     SweepRow,
 )
-from trainstep.kinds.row import Row, Scalar, Status, StepSettings, make_row
+from trainstep.kinds.row import Row, Scalar, Status, make_row
 from trainstep.kinds.steps import (
     AccumulationRow,
     CeilingRow,
@@ -81,41 +79,107 @@ def row_of(*columns: Any, **more: Any) -> Row:
     return row
 
 
-__all__ = [
-    "KINDS",
-    "AccumulationRow",
-    "AllocationRow",
-    "AttentionRow",
-    "CeilingRow",
-    "CheckpointingRow",
-    "CollectiveFitRow",
-    "CollectiveRow",
-    "ControlRow",
-    "DtypeRow",
-    "FamilyRow",
-    "KernelRow",
-    "MemoryTimelineRow",
-    "OwnerRow",
-    "ParallelRow",
-    "ParallelTraceRow",
-    "PeakRow",
-    "PieceRow",
-    "PlanCheckRow",
-    "PlanLimitRow",
-    "PlanMachineRow",
-    "PlanMemoryRow",
-    "PlanRow",
-    "PlanScalingRow",
-    "ProfileRow",
-    "ResidualRow",
-    "RungRow",
-    "StepRow",
-    "StepSettings",
-    "SweepRow",
-    "TimelineRow",
-    "TourRow",
-    "TrainRow",
-    "WorkloadRow",
-    "row_of",
-    "rows_of",
-]
+# Columns of rows that earlier versions wrote → those of today. Old names are known here alone.
+Columns = dict[str, Any]
+
+
+def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[Columns, Columns]]:
+    """The columns as they would be written today; of one row that would be several now, those of each."""
+    if kind == "plan scaling" and "strategy" not in case:
+        return _by_strategy(dict(case), values)
+    columns = dict(case), dict(values)
+    if kind in _CHANGES:
+        _CHANGES[kind](*columns)
+    return [columns]
+
+
+def _by_strategy(case: Columns, values: Mapping[str, Any]) -> list[tuple[Columns, Columns]]:
+    """A row had the values of all strategies: `fsdp_tokens_per_s`."""
+    ending = "_tokens_per_s"
+    strategies = [name.removesuffix(ending) for name in values if name.endswith(ending)]
+    names = ("tokens_per_s", "step_ms", "exposed_ms", "limit", "peak_gib", "fits")
+    return [
+        ({**case, "strategy": strategy}, {name: values.get(f"{strategy}_{name}") for name in names})
+        for strategy in strategies
+    ]
+
+
+def _ceiling(case: Columns, values: Columns) -> None:
+    """The operation and its precision were one: `matmul bf16`."""
+    if "what" in case:
+        case["operation"], _, precision = case.pop("what").partition(" ")
+        case["precision"] = precision or None
+
+
+def _family(case: Columns, values: Columns) -> None:
+    """As in ceilings."""
+    if "ceiling" in values:
+        named = values.pop("ceiling")
+        values["ceiling_precision"] = named.removeprefix("matmul ") if named else None
+
+
+def _profile(case: Columns, values: Columns) -> None:
+    """The phases were joined to one text."""
+    if isinstance(values.get("sums_disagree"), str):
+        values["sums_disagree"] = values["sums_disagree"].split(", ")
+
+
+def _dtype(case: Columns, values: Columns) -> None:
+    """The class was named `class`, and dtypes were joined to one text."""
+    if "class" in values:
+        values["class_name"] = values.pop("class")
+    for name in ("parameters", "inputs", "outputs", "gradients"):
+        if isinstance(values.get(name), str):
+            values[name] = values[name].split(", ")
+
+
+def _residual(case: Columns, values: Columns) -> None:
+    """Rank and module were one: `1. blocks.*.attention`; other groups had their name in their place."""
+    if "what" in case:
+        what = case.pop("what")
+        rank, dot, module = what.partition(". ")
+        is_ranked = bool(dot) and rank.isdecimal()
+        case["group"] = "largest" if is_ranked else what
+        if is_ranked:
+            case["rank"], case["module"] = int(rank), module
+
+
+def _owner(case: Columns, values: Columns) -> None:
+    """A part of an owner was one text: a module, `MODULE, OPERATION of PHASE`, or a line of code."""
+    part = case.pop("part", "all")
+    if part == "all":
+        return
+    if case["owner"] not in ("activations", "temporaries") or "device" in case:  # of an imported snapshot
+        case["line"] = part
+    elif case["owner"] == "activations":
+        outside = {"the loss": "loss", "the model itself": "forward"}
+        case |= {"phase": outside[part]} if part in outside else {"module": part}
+    else:
+        module, comma, made = part.rpartition(", ")
+        operation, of, phase = made.rpartition(" of ")
+        case |= ({"module": module} if comma else {}) | ({"operation": operation} if of else {}) | {"phase": phase}
+
+
+def _allocation(case: Columns, values: Columns) -> None:
+    """Phase and operation were one: `backward: Softmax`."""
+    if "made_in" in values:
+        phase, colon, operation = (values.pop("made_in") or "").partition(": ")
+        values |= {"phase": phase or None, "operation": operation if colon else None}
+
+
+_CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
+    "ceiling": _ceiling,
+    "family": _family,
+    "profile": _profile,
+    "dtype": _dtype,
+    "residual": _residual,
+    "owner": _owner,
+    "allocation": _allocation,
+}
+
+__all__ = ["KINDS", "row_of", "rows_of"]
+__all__ += ["AccumulationRow", "CeilingRow", "ControlRow", "DtypeRow", "RungRow", "StepRow", "TourRow", "WorkloadRow"]
+__all__ += ["AttentionRow", "FamilyRow", "KernelRow", "PieceRow", "ProfileRow", "TimelineRow"]
+__all__ += ["AllocationRow", "CheckpointingRow", "MemoryTimelineRow", "OwnerRow", "PeakRow", "ResidualRow"]
+__all__ += ["CollectiveFitRow", "CollectiveRow", "ParallelRow", "ParallelTraceRow", "TrainRow"]
+__all__ += ["PlanCheckRow", "PlanLimitRow", "PlanMachineRow", "PlanMemoryRow", "PlanRow", "PlanScalingRow", "SweepRow"]

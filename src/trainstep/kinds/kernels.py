@@ -1,11 +1,12 @@
-"""Rows of a profile: the step as a whole, its families of kernels, pieces of attention, kernels, and a timeline."""
+"""Rows of kernels: a profiled step, its families, pieces of attention, kernels and timeline; and attention alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from trainstep.kinds.row import Rates, StepSettings, setting
+from trainstep.kinds.row import GpuState, Rates, StepSettings, Times, setting, times
 
 
 @dataclass(frozen=True)
@@ -14,35 +15,27 @@ class TopKernel:
 
     name: str
     family: str
-    calls: float
-    """Per step, as `ms`."""
+    calls: float  # per step, as `ms`
     ms: float
-    share: float
-    """Of the kernel time."""
+    share: float  # of the kernel time
     most_called: str
     most_calls: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileRow(StepSettings):
+class ProfileRow(StepSettings, kind="profile"):
     """One profiled step. Times are per step; `PHASE_profiled_ms` is with the profiler, `PHASE_ms` without."""
 
-    kind: ClassVar[str] = "profile"
-    profiled_n: int | None = None
-    """Steps that the profiler recorded."""
+    profiled_n: int | None = None  # steps that the profiler recorded
     on_cpu: bool | None = None
-    has_steps: bool | None = None
-    """Whether the trace announces its steps; otherwise every figure is of the whole trace."""
+    has_steps: bool | None = None  # whether the trace announces its steps; otherwise every figure is of the whole trace
     kernels: float | None = None
-    kernels_ms: float | None = None
-    """Summed; kernels that overlap count twice."""
+    kernels_ms: float | None = None  # summed; kernels that overlap count twice
     busy_ms: float | None = None
-    phase_coverage: float | None = None
-    """Share of the kernel time whose phase is known."""
+    phase_coverage: float | None = None  # share of the kernel time whose phase is known
     module_coverage: float | None = None
     cost_coverage: float | None = None
-    counted: str | None = None
-    """What FLOPs and bytes count."""
+    counted: str | None = None  # what FLOPs and bytes count
     outside_steps_ms: float | None = None
     matmul_share_step: float | None = None
     matmul_share_forward: float | None = None
@@ -54,8 +47,7 @@ class ProfileRow(StepSettings):
     backward_busy_ms: float | None = None
     optimizer_kernels_ms: float | None = None
     optimizer_busy_ms: float | None = None
-    top_step_kernel: str | None = None
-    """The kernel that takes most time."""
+    top_step_kernel: str | None = None  # the kernel that takes most time
     top_step_kernel_family: str | None = None
     top_step_kernel_calls: float | None = None
     top_step_kernel_ms: float | None = None
@@ -69,25 +61,20 @@ class ProfileRow(StepSettings):
     top_forward_kernel_share: float | None = None
     most_called_forward_kernel: str | None = None
     most_called_forward_kernel_calls: float | None = None
-    gaps: int | None = None
-    """Times at which the device did nothing, in the middle step."""
+    gaps: int | None = None  # times at which the device did nothing, in the middle step
     gaps_ms: float | None = None
     largest_gap_ms: float | None = None
     largest_gap_phase: str | None = None
-    largest_gap_before: str | None = None
-    """The kernel after it."""
+    largest_gap_before: str | None = None  # the kernel after it
     communication_ms: float | None = None
-    communication_overlapped_ms: float | None = None
-    """Beside computation."""
-    n: int | None = None
-    """Steps timed without the profiler."""
+    communication_overlapped_ms: float | None = None  # beside computation
+    n: int | None = None  # steps timed without the profiler
     step_ms: float | None = None
     step_low_ms: float | None = None
     step_high_ms: float | None = None
     profiled_step_ms: float | None = None
     profiler_cost_ms: float | None = None
-    profiler_cost: float | None = None
-    """Relative to the step without it."""
+    profiler_cost: float | None = None  # relative to the step without it
     idle_ms: float | None = None
     idle_share: float | None = None
     forward_ms: float | None = None
@@ -98,12 +85,10 @@ class ProfileRow(StepSettings):
     backward_profiled_ms: float | None = None
     optimizer_ms: float | None = None
     optimizer_profiled_ms: float | None = None
-    sums_allowed_ms: float | None = None
-    """By how much kernels may take longer than the unprofiled phase."""
+    sums_allowed_ms: float | None = None  # by how much kernels may take longer than the unprofiled phase
     sums_disagree: tuple[str, ...] | None = None
     """The phases ("step" for the whole) whose kernels take longer than that."""
-    trace: str | None = None
-    """File name."""
+    trace: str | None = None  # file name
 
     def top(self, where: Literal["forward", "step"]) -> TopKernel | None:
         """The kernels that stand out in the forward pass or in the whole step."""
@@ -115,25 +100,22 @@ class ProfileRow(StepSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyRow(StepSettings, Rates):
+class FamilyRow(StepSettings, Rates, kind="family"):
     """Kernels of one family in one phase ("step" for all)."""
 
-    kind: ClassVar[str] = "family"
     phase: str = setting()
     family: str = setting()
     calls: float | None = None
     ms: float | None = None
-    share: float | None = None
-    """Of the phase's kernel time."""
+    share: float | None = None  # of the phase's kernel time
     ceiling_precision: str | None = None
     """The precision of the measured product whose rate bounds this family; None for families that are no products."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PieceRow(StepSettings, Rates):
+class PieceRow(StepSettings, Rates, kind="attention piece"):
     """Scores, softmax or weighted sum of eager attention; `main` is its product or softmax alone."""
 
-    kind: ClassVar[str] = "attention piece"
     phase: str = setting()
     piece: str = setting()
     ms: float | None = None
@@ -147,10 +129,9 @@ class PieceRow(StepSettings, Rates):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelRow(StepSettings, Rates):
+class KernelRow(StepSettings, Rates, kind="kernel"):
     """One kernel in one phase and module; modules that differ in a number only are one row."""
 
-    kind: ClassVar[str] = "kernel"
     phase: str = setting()
     module: str = setting()
     kernel: str = setting()
@@ -159,18 +140,49 @@ class KernelRow(StepSettings, Rates):
     calls: float | None = None
     ms: float | None = None
     mean_us: float | None = None
-    share: float | None = None
-    """Of the step's kernel time."""
-    full_name: str | None = None
-    """Where `kernel` is a shortened form of it."""
+    share: float | None = None  # of the step's kernel time
+    full_name: str | None = None  # where `kernel` is a shortened form of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineRow(StepSettings):
+class TimelineRow(StepSettings, kind="timeline"):
     """One step kernel by kernel, as series: start and duration in nanoseconds, and indices into lists of names."""
 
-    kind: ClassVar[str] = "timeline"
     kernels: int | None = None
     bars: int | None = None
     joined_below_us: float | None = None
     """Neighbours that together are shorter are one bar; None where none were joined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow(GpuState, kind="attention"):
+    """One case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
+
+    impl: str = setting()
+    batch: int = setting()
+    heads: int = setting()
+    seq: int = setting()
+    head_dim: int = setting()
+    causal: str = setting()  # yes or no
+    dtype: str = setting()
+    times: Mapping[str, Times] = times()
+    n: int | None = None
+    forward_tflops: float | None = None
+    backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
+    both_tflops: float | None = None
+    before_backward_gib: float | None = None
+    peak_gib: float | None = None
+    check_s: float | None = None
+    compilations: int | None = None
+    recompilations_timed: int | None = None
+    o_error: float | None = None
+    dq_error: float | None = None
+    dk_error: float | None = None
+    dv_error: float | None = None
+    o_allowed: float | None = None  # the error budget, where the result was wrong
+    dq_allowed: float | None = None
+    dk_allowed: float | None = None
+    dv_allowed: float | None = None
+    predicted_before_backward_gib: float | None = None
+    predicted_peak_gib: float | None = None
+    score_matrices_at_peak: float | None = None

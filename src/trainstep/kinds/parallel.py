@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trainstep.kinds.row import GpuState, Row, StepSettings, Times, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveRow(GpuState):
+class CollectiveRow(GpuState, kind="collective"):
     """One collective at one size; a call lasts as long as on its slowest rank."""
 
-    kind: ClassVar[str] = "collective"
     collective: str = setting()
     world_size: int = setting()
     dtype: str = setting()
@@ -26,17 +24,14 @@ class CollectiveRow(GpuState):
     slowest_rank_ms: float | None = None
     slowest_rank: int | None = None
     algorithm_gb_s: float | None = None
-    bus_gb_s: float | None = None
-    """Bytes on each link of a ring over the time."""
-    wrong_ranks: tuple[int, ...] | None = None
-    """Those that did not get what they should."""
+    bus_gb_s: float | None = None  # bytes on each link of a ring over the time
+    wrong_ranks: tuple[int, ...] | None = None  # those that did not get what they should
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveFitRow(Row):
+class CollectiveFitRow(Row, kind="collective fit"):
     """What a call costs: an overhead, and bytes on each link at a bandwidth."""
 
-    kind: ClassVar[str] = "collective fit"
     collective: str = setting()
     world_size: int = setting()
     dtype: str = setting()
@@ -48,24 +43,20 @@ class CollectiveFitRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelRow(StepSettings, GpuState):
+class ParallelRow(StepSettings, GpuState, kind="parallel"):
     """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
     Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
     """
 
-    kind: ClassVar[str] = "parallel"
     scheme: str = setting()
     world_size: int = setting()
     times: Mapping[str, Times] = times()
     n: int | None = None
-    exposed_ms: float | None = None
-    """Beyond the step without communication."""
-    tokens_per_s: float | None = None
-    """Of all ranks."""
+    exposed_ms: float | None = None  # beyond the step without communication
+    tokens_per_s: float | None = None  # of all ranks
     collectives: int | None = None
-    sent_gib: float | None = None
-    """By a rank, over a ring."""
+    sent_gib: float | None = None  # by a rank, over a ring
     sent_floor_gib: float | None = None
     start_weights_gib: float | None = None
     start_gradients_gib: float | None = None
@@ -83,27 +74,22 @@ class ParallelRow(StepSettings, GpuState):
     predicted_start_gib: float | None = None
     predicted_before_step_gib: float | None = None
     predicted_after_step_gib: float | None = None
-    loss_error: float | None = None
-    """Relative, after a few steps, against one process on the whole batch."""
+    loss_error: float | None = None  # relative, after a few steps, against one process on the whole batch
     loss_allowed: float | None = None
-    update_error: float | None = None
-    """Of the parameters, relative to how far they moved."""
+    update_error: float | None = None  # of the parameters, relative to how far they moved
     update_allowed: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelTraceRow(StepSettings):
+class ParallelTraceRow(StepSettings, kind="parallel trace"):
     """One profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
 
-    kind: ClassVar[str] = "parallel trace"
     scheme: str = setting()
     world_size: int = setting()
     on_cpu: bool | None = None
-    step_ms: float | None = None
-    """Median without the profiler, on the slowest rank."""
+    step_ms: float | None = None  # median without the profiler, on the slowest rank
     profiled_step_ms: float | None = None
-    span_ms: float | None = None
-    """From the first kernel to the last."""
+    span_ms: float | None = None  # from the first kernel to the last
     computation_ms: float | None = None
     communication_ms: float | None = None
     hidden_communication_ms: float | None = None
@@ -114,15 +100,13 @@ class ParallelTraceRow(StepSettings):
     kernels: int | None = None
     bars: int | None = None
     joined_below_us: float | None = None
-    exposed_from_us: float | None = None
-    """Exposed communication is drawn from this length on."""
+    exposed_from_us: float | None = None  # exposed communication is drawn from this length on
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRow(StepSettings):
+class TrainRow(StepSettings, kind="train"):
     """A finished training run; its curve is in the series."""
 
-    kind: ClassVar[str] = "train"
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
     global_batch: int | None = setting(None)

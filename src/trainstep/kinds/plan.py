@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trainstep.kinds.row import Row, Scalar, Times, further, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanMachineRow(Row):
+class PlanMachineRow(Row, kind="plan machine"):
     """What a prediction stands on."""
 
-    kind: ClassVar[str] = "plan machine"
     workload: str = setting()
     device: str = setting()
     parameters: int | None = None
     gpus: int | None = None
     gpus_per_node: int | None = None
     memory_gib: float | None = None
-    tensors_gib: float | None = None
-    """Room for tensors."""
+    tensors_gib: float | None = None  # room for tensors
     product_tflops: float | None = None
     copy_gb_s: float | None = None
     link_gb_s: float | None = None
     link_overhead_us: float | None = None
     network_gb_s: float | None = None
-    basis: str | None = None
-    """Where the rates come from, in words."""
+    basis: str | None = None  # where the rates come from, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +42,9 @@ class PlannedStep(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRow(PlannedStep):
-    """One step under one strategy."""
+class PlannedMemory(PlannedStep):
+    """What one GPU holds at its peak under a strategy and a checkpointing policy."""
 
-    kind: ClassVar[str] = "plan"
     checkpointing: str = setting()
     strategy: str = setting()
     gpus: int = setting()
@@ -64,6 +59,12 @@ class PlanRow(PlannedStep):
     tensors_gib: float | None = None
     fits: bool | None = None
     largest_batch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(PlannedMemory, kind="plan"):
+    """One step under one strategy."""
+
     smallest_gpus: int | None = None
     sent_gb: float | None = None
     forward_ms: float | None = None
@@ -79,31 +80,14 @@ class PlanRow(PlannedStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanMemoryRow(PlannedStep):
+class PlanMemoryRow(PlannedMemory, kind="plan memory"):
     """Memory of one GPU at its peak under one checkpointing policy."""
-
-    kind: ClassVar[str] = "plan memory"
-    checkpointing: str = setting()
-    strategy: str = setting()
-    gpus: int = setting()
-    tensor_parallel: int = setting()
-    weights_gib: float | None = None
-    gradients_gib: float | None = None
-    optimizer_state_gib: float | None = None
-    activations_gib: float | None = None
-    buffers_gib: float | None = None
-    peak_gib: float | None = None
-    peak_at: str | None = None
-    tensors_gib: float | None = None
-    fits: bool | None = None
-    largest_batch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanLimitRow(PlannedStep):
+class PlanLimitRow(PlannedStep, kind="plan limit"):
     """How far one axis scales before its communication takes longer than the matrix products."""
 
-    kind: ClassVar[str] = "plan limit"
     axis: str = setting()
     connection: str = setting()
     gpus: int = setting()
@@ -114,10 +98,9 @@ class PlanLimitRow(PlannedStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanScalingRow(PlannedStep):
+class PlanScalingRow(PlannedStep, kind="plan scaling"):
     """Throughput of one strategy on a number of GPUs, with the same batch on each."""
 
-    kind: ClassVar[str] = "plan scaling"
     gpus: int = setting()
     strategy: str = setting()
     tokens_per_s: float | None = None
@@ -129,40 +112,30 @@ class PlanScalingRow(PlannedStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCheckRow(Row):
+class PlanCheckRow(Row, kind="plan check"):
     """A measured step beside its prediction."""
 
-    kind: ClassVar[str] = "plan check"
     workload: str = setting()
     strategy: str = setting()
     gpus: int = setting()
-    more: Mapping[str, Scalar] = further("case")
-    """The other settings of the measured row."""
+    more: Mapping[str, Scalar] = further("case")  # the other settings of the measured row
     step_ms: float | None = None
     predicted_ms: float | None = None
-    time_error: float | None = None
-    """predicted / measured − 1."""
+    time_error: float | None = None  # predicted / measured − 1
     peak_gib: float | None = None
     predicted_gib: float | None = None
     memory_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRow(Row):
+class SweepRow(Row, kind="sweep"):
     """One case of a sweep, or one row of a case that measures several."""
 
-    kind: ClassVar[str] = "sweep"
     command: str = setting()
-    row: str | None = setting(None)
-    """Which of the case's rows this is, in words; None where there is one."""
-    flags: Mapping[str, Scalar] = further("case")
-    """The flags that the sweep's file sets."""
+    row: str | None = setting(None)  # which of the case's rows this is, in words; None where there is one
+    flags: Mapping[str, Scalar] = further("case")  # the flags that the sweep's file sets
     times: Mapping[str, Times] = times()
-    number: int | None = None
-    """Of the case in the sweep's file, from 1."""
-    case_s: float | None = None
-    """Seconds that the case took."""
-    folder: str | None = None
-    """In cases/."""
-    measured: Mapping[str, Scalar] = further("values")
-    """The values of the row that the case's command wrote."""
+    number: int | None = None  # of the case in the sweep's file, from 1
+    case_s: float | None = None  # seconds that the case took
+    folder: str | None = None  # in cases/
+    measured: Mapping[str, Scalar] = further("values")  # the values of the row that the case's command wrote

@@ -74,19 +74,20 @@ def times() -> Any:
 class Row:
     """What rows of every kind have."""
 
-    kind: ClassVar[str]
-    """The name of the kind in files."""
+    kind: ClassVar[str]  # its name in files, `class StepRow(Row, kind="step")`
 
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata={"section": "samples"})
     """The single measurements behind the values, in the order they were taken."""
-    status: Status = field(default="ok", metadata={"section": ""})
-    """Whether the case ran, and if not, why not."""
-    reason: str = field(default="", metadata={"section": ""})
-    """One line, empty where the status is ok."""
+    status: Status = field(default="ok", metadata={"section": ""})  # whether the case ran, and if not, why not
+    reason: str = field(default="", metadata={"section": ""})  # one line, empty where the status is ok
+    # Machine, versions, commit, date.
     environment: Mapping[str, Scalar] = field(default_factory=dict, metadata={"section": "environment"})
-    """Machine, versions, commit, date."""
     series: Mapping[str, Sequence[Scalar]] = field(default_factory=dict, metadata={"section": "series"})
     """Columns too long for values of their own, such as a timeline's events; which belong together, the kind says."""
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        if kind is not None:
+            cls.kind = kind
 
     @cached_property
     def case(self) -> Mapping[str, Scalar]:
@@ -207,3 +208,15 @@ class Rates(Row):
     tflops: float | None = None
     gb_s: float | None = None
     flop_per_byte: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks(Row):
+    """The most memory of a step, of each phase, and what is there before it."""
+
+    at_rest_gib: float | None = None
+    peak_gib: float | None = None
+    forward_peak_gib: float | None = None
+    loss_peak_gib: float | None = None
+    backward_peak_gib: float | None = None
+    optimizer_peak_gib: float | None = None

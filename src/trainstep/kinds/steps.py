@@ -4,53 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-from trainstep.kinds.row import GpuState, Row, StepSettings, Times, setting, times
+from trainstep.kinds.row import GpuState, Peaks, Row, StepSettings, Times, setting, times
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadRow(StepSettings):
+class WorkloadRow(StepSettings, kind="workload"):
     """What is known of a workload before anything runs. FLOPs are those of the mathematics."""
 
-    kind: ClassVar[str] = "workload"
     parameters: int | None = None
     trainable_parameters: int | None = None
     parameters_gib: float | None = None
     blocks: int | None = None
-    tokens: int | None = None
-    """Per step."""
+    tokens: int | None = None  # per step
     forward_tflop: float | None = None
     projections_tflop: float | None = None
     feed_forward_tflop: float | None = None
     attention_tflop: float | None = None
     head_tflop: float | None = None
-    flops_counted: str | None = None
-    """What the counts leave out."""
+    flops_counted: str | None = None  # what the counts leave out
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStep(StepSettings, GpuState):
+class MeasuredStep(StepSettings, GpuState, Peaks):
     """What one run of timed steps gives."""
 
     times: Mapping[str, Times] = times()
     """The whole step ("step", by the host's clock), each phase, each phase's time to issue ("forward_issue" …) and the
     host's wait ("wait")."""
-    n: int | None = None
-    """Timed steps."""
+    n: int | None = None  # timed steps
     first_step_ms: float | None = None
     tokens_per_s: float | None = None
-    model_tflop: float | None = None
-    """FLOPs of the mathematics per step."""
+    model_tflop: float | None = None  # FLOPs of the mathematics per step
     achieved_tflops: float | None = None
-    utilisation: float | None = None
-    """Of the device's peak rate in this precision, by its datasheet."""
-    at_rest_gib: float | None = None
-    peak_gib: float | None = None
-    forward_peak_gib: float | None = None
-    loss_peak_gib: float | None = None
-    backward_peak_gib: float | None = None
-    optimizer_peak_gib: float | None = None
+    utilisation: float | None = None  # of the device's peak rate in this precision, by its datasheet
     optimizer_state_gib: float | None = None
 
     @property
@@ -60,84 +47,67 @@ class MeasuredStep(StepSettings, GpuState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRow(MeasuredStep):
+class StepRow(MeasuredStep, kind="step"):
     """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included."""
 
-    kind: ClassVar[str] = "step"
     mode: str | None = setting(None)
     warmup: int | None = setting(None)
     steps: int | None = setting(None)
-    repeat: int | None = setting(None)
-    """Which pass over the grid, from 0."""
+    repeat: int | None = setting(None)  # which pass over the grid, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RungRow(MeasuredStep):
+class RungRow(MeasuredStep, kind="rung"):
     """One rung of the ladder: a change, whether it is right, and what it brings."""
 
-    kind: ClassVar[str] = "rung"
     rung: str = setting()
-    speedup: float | None = None
-    """First rung's median over this one's, with its interval."""
+    speedup: float | None = None  # first rung's median over this one's, with its interval
     speedup_low: float | None = None
     speedup_high: float | None = None
-    gain: float | None = None
-    """The same against the rung kept before."""
+    gain: float | None = None  # the same against the rung kept before
     gain_low: float | None = None
     gain_high: float | None = None
-    loss_error: float | None = None
-    """Relative error of the loss on the first batch, against the first rung."""
+    loss_error: float | None = None  # relative error of the loss on the first batch, against the first rung
     gradient_error: float | None = None
     worst_gradient_error: float | None = None
     worst_parameter: str | None = None
     error_budget: float | None = None
-    compared: str | None = None
-    """How the gradients were compared where not as they are, such as with dropout off."""
+    compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
     verdict: str | None = None
     """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
-    kept: bool = False
-    """Whether later rungs were built on it."""
-    check_s: float | None = None
-    """Seconds of the first forward and backward, compilation included."""
+    kept: bool = False  # whether later rungs were built on it
+    check_s: float | None = None  # seconds of the first forward and backward, compilation included
     attempts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlRow(StepSettings):
+class ControlRow(StepSettings, kind="control"):
     """The ladder's first rung, measured again at its end."""
 
-    kind: ClassVar[str] = "control"
     first_ms: float | None = None
     again_ms: float | None = None
-    ratio: float | None = None
-    """again / first; its interval should contain 1."""
+    ratio: float | None = None  # again / first; its interval should contain 1
     ratio_low: float | None = None
     ratio_high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CeilingRow(Row):
+class CeilingRow(Row, kind="ceiling"):
     """What the device reaches: a large matrix product in one precision, or a large copy."""
 
-    kind: ClassVar[str] = "ceiling"
-    operation: str = setting()
-    """matmul, copy, or all where none could be measured."""
-    precision: str | None = setting(None)
-    """Of a product."""
+    operation: str = setting()  # matmul, copy, or all where none could be measured
+    precision: str | None = setting(None)  # of a product
     tflops: float | None = None
-    gb_s: float | None = None
-    """Read and written."""
+    gb_s: float | None = None  # read and written
 
 
 @dataclass(frozen=True, kw_only=True)
-class DtypeRow(StepSettings):
+class DtypeRow(StepSettings, kind="dtype"):
     """The dtypes that a module had in a step; alike modules are one row."""
 
-    kind: ClassVar[str] = "dtype"
     module: str = setting()
     class_name: str | None = None
-    modules: int | None = None
-    """How many are alike."""
+    modules: int | None = None  # how many are alike
     parameters: tuple[str, ...] | None = None
     inputs: tuple[str, ...] | None = None
     outputs: tuple[str, ...] | None = None
@@ -145,10 +115,9 @@ class DtypeRow(StepSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccumulationRow(Row):
+class AccumulationRow(Row, kind="accumulation"):
     """0.01 added a thousand times in one mixture of dtypes."""
 
-    kind: ClassVar[str] = "accumulation"
     accumulator: str = setting()
     addend: str = setting()
     total: float | None = None
@@ -156,10 +125,9 @@ class AccumulationRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TourRow(Row):
+class TourRow(Row, kind="tour"):
     """How long the commands of the documents' tour took, in seconds."""
 
-    kind: ClassVar[str] = "tour"
     slow_s: float | None = None
     fast_s: float | None = None
     before_s: float | None = None

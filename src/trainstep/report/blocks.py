@@ -1,13 +1,15 @@
-"""What a section of the page is made of; `page.html.jinja` writes each kind of block."""
+"""What a section of the page is made of, which `page.html.jinja` writes; and rows in words, with units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainstep.report.columns import Cell
-from trainstep.report.tables import Table, TableRow
+from trainstep.records import Row, Scalar
+from trainstep.report.columns import Cell, median_cell
+from trainstep.report.numbers import as_float, gib, number
+from trainstep.report.tables import Table
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -20,8 +22,7 @@ class Chart:
     name: str
     title: str
     caption: str
-    plot: Callable[[], figure]
-    """Draws it; called when the page is written."""
+    plot: Callable[[], figure]  # Draws it; called when the page is written
     legend: Sequence[tuple[str, str]] = ()
     """(swatch, meaning); a swatch is a role of `charts.COLOURS`, or a class of the style sheet."""
     allocations: Mapping[str, Any] | None = None
@@ -52,8 +53,7 @@ class Headline:
     figure: Cell
     says: str
     detail: str
-    stats: Sequence[tuple[str, str, str]]
-    """(name, value, note)"""
+    stats: Sequence[tuple[str, str, str]]  # (name, value, note)
     kind: str = field(default="headline", init=False)
 
 
@@ -81,25 +81,69 @@ Block = Table | Charts | Facts | Headline | Flags | Sentences
 class Section:
     """A part of the page with its own heading."""
 
-    name: str
-    """The anchor."""
-    short: str
-    """In the navigation."""
+    name: str  # The anchor
+    short: str  # In the navigation
     title: str
     lead: str
     blocks: Sequence[Block]
 
 
-__all__ = [
-    "Block",
-    "Cell",
-    "Chart",
-    "Charts",
-    "Facts",
-    "Flags",
-    "Headline",
-    "Section",
-    "Sentences",
-    "Table",
-    "TableRow",
-]
+_UNITS = {"ms": "ms", "gib": "GiB", "tflops": "TFLOP/s", "tflop": "TFLOP", "mhz": "MHz", "w": "W", "c": "°C"}
+_WORDS = {
+    "parameters_gib": "Weights",
+    "optimizer_state_gib": "Optimizer state",
+    "peak_gib": "Peak",
+    "tokens": "Tokens per step",
+    "tokens_per_s": "Throughput",
+    "forward_tflop": "Forward pass",
+    "model_tflop": "Arithmetic per step",
+    "achieved_tflops": "Achieved",
+    "utilisation": "Of the device’s peak",
+    "wait_ms": "Host waits",
+    "torch": "PyTorch",
+    "trainstep": "trainstep",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "capability": "Compute capability",
+    "threads": "Host threads",
+    "max_sm_clock_mhz": "Highest SM clock",
+    "sm_clock_mhz": "SM clock",
+}
+
+
+def label(name: str) -> tuple[str, str]:
+    """A column's name as words and unit: `device_memory_gib` → ("Device memory", "GiB")."""
+    stem, _, suffix = name.rpartition("_")
+    unit = _UNITS.get(suffix, "") if stem else ""
+    words = (stem if unit else name).replace("_", " ")
+    return _WORDS.get(name, words[:1].upper() + words[1:]), unit
+
+
+def fact(name: str, value: Scalar) -> tuple[str, Cell]:
+    """A column's name in words, and its value with the unit."""
+    words, unit = label(name)
+    if name == "utilisation":
+        text = f"{(as_float(value) or 0) * 100:.3g}%"
+    elif name == "tokens_per_s":
+        text = f"{number(value)} tokens/s"
+    else:
+        text = gib(value) if unit == "GiB" else f"{number(value)} {unit}".rstrip()
+    return words, Cell(text, value, name)
+
+
+def facts_of(row: Row, names: Iterable[str]) -> list[tuple[str, Cell]]:
+    """The values that the row has of these names."""
+    return [fact(name, row.values[name]) for name in names if row.values.get(name) is not None]
+
+
+def span(row: Row, phase: str) -> str:
+    """A phase's median with its interval: `146 ms [138–152]`."""
+    cell = median_cell(row, phase)
+    return f"{cell.text} ms [{cell.low.text}–{cell.high.text}]" if cell.low and cell.high else f"{cell.text} ms"
+
+
+def told_apart(row: Row, rows: Sequence[Row]) -> str:
+    """The settings that tell a row from the others; of a row alone, its workload."""
+    different = [name for name in row.case if len({each.case.get(name) for each in rows}) > 1]
+    told = ", ".join(f"{name} {number(row.case[name])}" for name in different)
+    return told or str(row.case.get("workload", "the step"))

@@ -6,7 +6,7 @@ written from the same cells (`tables`, `formats`, `html`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,21 +19,15 @@ class Cell:
     """One value: as text for the reader, and as it is in the row for a program that reads the page."""
 
     text: str
-    value: Scalar = None
-    """Written to the page's `data-value`; None writes none."""
-    name: str = ""
-    """The row's name of it, in `data-column`."""
+    value: Scalar = None  # Written to the page's `data-value`; None writes none
+    name: str = ""  # The row's name of it, in `data-column`
     low: Cell | None = None
     high: Cell | None = None
-    of: Cell | None = None
-    """What the value is a part of; on the page alone."""
-    note: str = ""
-    """Smaller, on a line of its own; on the page alone."""
+    of: Cell | None = None  # What the value is a part of; on the page alone
+    note: str = ""  # Smaller, on a line of its own; on the page alone
     tone: Literal["", "good", "bad", "quiet"] = ""
-    is_text: bool | None = None
-    """Set as words, not as a number; None: as the column's other cells are."""
-    in_files: str | None = None
-    """The text outside of the page, where it is another."""
+    is_text: bool | None = None  # Set as words, not as a number; None: as the column's other cells are
+    in_files: str | None = None  # The text outside of the page, where it is another
 
     @property
     def typeset(self) -> str:
@@ -57,18 +51,12 @@ class Cell:
 class Column:
     """One column of a table."""
 
-    title: str
-    """Header, with the unit."""
-    cell: Callable[[Row], Cell | str]
-    """One row's cell."""
-    brief: bool = True
-    """Whether the terminal shows it."""
-    setting: bool = False
-    """Whether it says what was run: when it is the same in several rows, it moves to the caption."""
-    files: bool = True
-    """Whether files (and the terminal, if brief) have it."""
-    page: bool = True
-    """Whether the page shows it."""
+    title: str  # Header, with the unit
+    cell: Callable[[Row], Cell | str]  # One row's cell
+    brief: bool = True  # Whether the terminal shows it
+    setting: bool = False  # Whether it says what was run: when it is the same in several rows, it moves to the caption
+    files: bool = True  # Whether files (and the terminal, if brief) have it
+    page: bool = True  # Whether the page shows it
 
     def of(self, row: Row) -> Cell:
         """The cell of a row."""
@@ -128,6 +116,16 @@ def case_column(title: str, name: str) -> Column:
     return Column(title, cell, setting=True)
 
 
+def value_columns(names: Mapping[str, str], scale: float = 1, digits: int = 3, **shown: bool) -> list[Column]:
+    """`value_column` for each title and name."""
+    return [value_column(title, name, scale, digits, **shown) for title, name in names.items()]
+
+
+def case_columns(names: Mapping[str, str]) -> list[Column]:
+    """`case_column` for each title and name."""
+    return [case_column(title, name) for title, name in names.items()]
+
+
 def word_column(title: str, name: str, *, page: bool = True) -> Column:
     """A setting or a value that is a word: set as one however short, and a column even where all rows have the same."""
 
@@ -179,5 +177,4 @@ SETTINGS = (
     case_column("checkpointing", "checkpointing"),
     case_column("optimizer kind", "optimizer"),
     case_column("seed", "seed"),
-)
-"""How the step was taken, for rows that have `StepSettings`."""
+)  # How the step was taken, for rows that have `StepSettings`

@@ -20,11 +20,9 @@ MATCHED_BY = {
     ),
     "rung": ("workload", "batch", "context", "rung"),
     "sweep": (),
-}
-"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
+}  # The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all
 
-ACROSS = MATCHED_BY["step"]
-"""The columns in which compared rows may be allowed to differ."""
+ACROSS = MATCHED_BY["step"]  # The columns in which compared rows may be allowed to differ
 
 CaseKey = tuple[tuple[str, Scalar], ...]
 
@@ -35,8 +33,7 @@ class Comparison:
 
     kind: str
     case: Mapping[str, Scalar]
-    speedup: Ratio
-    """Old median over new median: above 1 is faster."""
+    speedup: Ratio  # Old median over new median: above 1 is faster
     old_ms: float
     new_ms: float
     loss_difference: float | None
@@ -78,7 +75,6 @@ def compare(
 
 
 def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, list[Row]]:
-    """Case → its passes, the columns in `across` left out of the case."""
     if unknown := sorted(set(across) - set(ACROSS)):
         raise UsageError(f"cannot compare across {unknown[0]!r}; expected some of {', '.join(ACROSS)}")
     found: dict[CaseKey, list[Row]] = {}
@@ -134,15 +130,8 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
         interval = Interval(min(each.low for each in whole), max(each.high for each in whole))
     ratio = Ratio(everything.value, interval)
     (_, kind), *case = key
-    return Comparison(
-        kind=str(kind),
-        case=dict(case),
-        speedup=ratio,
-        old_ms=_median(before),
-        new_ms=_median(after),
-        loss_difference=_loss_difference(old[0], new[0]),
-        verdict=verdict(ratio),
-    )
+    losses = _loss_difference(old[0], new[0])
+    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, verdict(ratio))
 
 
 def _median(passes: Sequence[Sequence[float]]) -> float:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import pandas
     import rich.table
 
-TERMINAL_CELL = 60
-"""Characters of a cell that the terminal shows."""
+TERMINAL_CELL = 60  # Characters of a cell that the terminal shows
 
 
 def to_markdown(table: Table) -> str:
@@ -55,12 +54,7 @@ def to_csv(table: Table) -> str:
     return str(table.frame().to_csv(index=False))
 
 
-WRITERS: Mapping[str, Callable[[Table], str]] = {
-    "md": to_markdown,
-    "tex": to_latex,
-    "typ": to_typst,
-    "csv": to_csv,
-}
+WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst, "csv": to_csv}
 """File ending → writer."""
 
 

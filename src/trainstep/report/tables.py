@@ -16,18 +16,15 @@ if TYPE_CHECKING:
 Place = Literal["files", "terminal", "page"]
 
 _NUMBER = re.compile(r"[-−]?[\d,.]+(e-?\d+)?|–|")
-_SHORT = 12
-"""Words up to this long are set like numbers, in a narrow column."""
+_SHORT = 12  # Words up to this long are set like numbers, in a narrow column
 
 
 @dataclass(frozen=True)
 class TableRow:
     """One row of a table."""
 
-    cells: Sequence[Cell]
-    """The first is the row's header."""
-    key: str = ""
-    """Tells rows apart for a program that reads the page, in `data-row`."""
+    cells: Sequence[Cell]  # The first is the row's header
+    key: str = ""  # Tells rows apart for a program that reads the page, in `data-row`
     is_strong: bool = False
 
 
@@ -38,8 +35,7 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[TableRow]
-    name: str = ""
-    """File name without ending, and the page's `data-table`."""
+    name: str = ""  # File name without ending, and the page's `data-table`
     kind: str = field(default="table", init=False)
 
     def texts(self) -> list[tuple[str, ...]]:
@@ -61,14 +57,10 @@ class Definition:
     caption: str
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
     """The columns, or what makes them of the rows."""
-    key: Callable[[Row], str] | None = None
-    """A row's `data-row` on the page; by default its place."""
-    is_strong: Callable[[Row], bool] | None = None
-    """Whether the page sets a row in bold."""
-    longest: int | None = None
-    """Rows that the terminal shows; files have all."""
-    name: str = ""
-    """By default the kind's, with hyphens."""
+    key: Callable[[Row], str] | None = None  # A row's `data-row` on the page; by default its place
+    is_strong: Callable[[Row], bool] | None = None  # Whether the page sets a row in bold
+    longest: int | None = None  # Rows that the terminal shows; files have all
+    name: str = ""  # By default the kind's, with hyphens
 
 
 def make_table(definition: Definition, rows: Sequence[Row], place: Place = "files", *, name: str = "") -> Table:

@@ -15,8 +15,8 @@ from trainstep.kinds import ParallelRow, ParallelTraceRow
 from trainstep.measure.profile.kernels import Kernel, KernelProfile, kernel_family
 from trainstep.measure.profile.trace import Stream, Trace
 from trainstep.records import Times
-from trainstep.report.findings import findings
-from trainstep.report.html import render, write_html
+from trainstep.report.page import render, write_html
+from trainstep.report.subjects import findings
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 BLOCKS = 32

@@ -14,8 +14,8 @@ from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow
 from trainstep.measure.allocations.snapshot import snapshot_of, write_snapshot
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 from trainstep.records import Row, of_kind, read_records, write_whole
-from trainstep.report.findings import findings
-from trainstep.report.html import render, write_html
+from trainstep.report.page import render, write_html
+from trainstep.report.subjects import findings
 from trainstep.report.subjects.allocations import owner_findings
 from trainstep.workload import builtin_source
 

@@ -5,7 +5,7 @@ import re
 from tests.report.page import Page
 from trainstep.kinds import AttentionRow
 from trainstep.records import Times
-from trainstep.report.html import render
+from trainstep.report.page import render
 
 
 def row(impl, seq, both=1.0, status="ok", reason=""):

@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.kinds import KernelRow, PieceRow, ProfileRow
-from trainstep.report.subjects.formulas import formula_findings
+from trainstep.report.subjects.kernel_findings import formula_findings
 
 CASE = {"workload": "theirs", "precision": "fp32"}
 PROFILE = ProfileRow(**CASE)

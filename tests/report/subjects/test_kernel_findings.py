@@ -11,7 +11,7 @@ from tests.report.subjects.test_kernels import gpu_profile, records
 from trainstep.kinds import CeilingRow, PieceRow, ProfileRow, RungRow
 from trainstep.records import Row, of_kind
 from trainstep.report.finding import Finding
-from trainstep.report.findings import findings
+from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import brief_name
 
 

@@ -16,7 +16,7 @@ from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, ProfileRow
 from trainstep.measure.profile.kernels import Family, Kernel, KernelProfile, Lane
 from trainstep.measure.profile.trace import Stream
 from trainstep.records import Row, make_row, of_kind
-from trainstep.report.html import render, write_html
+from trainstep.report.page import render, write_html
 from trainstep.report.subjects.kernels import TOP_KERNELS, kernels
 from trainstep.report.tables import Table
 

@@ -16,8 +16,8 @@ from trainstep.kinds import (
 )
 from trainstep.records import Row, Status
 from trainstep.report.finding import Finding
-from trainstep.report.findings import findings
-from trainstep.report.html import render
+from trainstep.report.page import render
+from trainstep.report.subjects import findings
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
 KEPT = {**CASE, "compile": "off"}

@@ -5,7 +5,7 @@ import pytest
 from tests.report.test_findings import SETTINGS, found, rung, step
 from trainstep.kinds import CeilingRow, FamilyRow, ProfileRow
 from trainstep.records import make_row
-from trainstep.report.html import render
+from trainstep.report.page import render
 
 SUMMARY = {"module_coverage": 1.0, "phase_coverage": 1.0}
 

@@ -3,7 +3,7 @@
 from tests.report.page import Page
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow
 from trainstep.records import Times
-from trainstep.report.html import render
+from trainstep.report.page import render
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):

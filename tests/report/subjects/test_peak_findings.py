@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.test_findings import step
 from trainstep.kinds import MemoryTimelineRow, OwnerRow
-from trainstep.report.findings import findings
+from trainstep.report.subjects import findings
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip

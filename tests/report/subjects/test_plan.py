@@ -1,8 +1,8 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
 from trainstep.kinds import PlanScalingRow, row_of
-from trainstep.report.findings import findings
-from trainstep.report.html import render
+from trainstep.report.page import render
+from trainstep.report.subjects import findings
 from trainstep.report.subjects.plan import plan, scaling_table
 
 CASE = {

@@ -1,9 +1,8 @@
 import pytest
 
 from trainstep.kinds import row_of
-from trainstep.report.findings import findings
-from trainstep.report.html import render
-from trainstep.report.subjects import make_tables
+from trainstep.report.page import render
+from trainstep.report.subjects import findings, make_tables
 from trainstep.report.subjects.sweep import MOST_DOTS, MOST_LINES, axes_of, measures_of, sweep
 
 

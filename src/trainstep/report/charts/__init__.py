@@ -6,26 +6,93 @@ Charts have no toolbar and take no gestures, so they never catch a finger that s
 shows a row's figures. Names come from the user's model: they are drawn as plain text, and escaped in tooltips.
 """
 
-from trainstep.report.charts.lines import Series, curves, dots, lines
-from trainstep.report.charts.rows import ROW_HEIGHT, Bar, Fall, Outcome, bars, waterfall
-from trainstep.report.charts.style import COLOURS, FONT, KINDS, SERIES, TOOLTIP, embedded, empty_figure
+from __future__ import annotations
 
-__all__ = [
-    "COLOURS",
-    "FONT",
-    "KINDS",
-    "ROW_HEIGHT",
-    "SERIES",
-    "TOOLTIP",
-    "Bar",
-    "Fall",
-    "Outcome",
-    "Series",
-    "bars",
-    "curves",
-    "dots",
-    "embedded",
-    "empty_figure",
-    "lines",
-    "waterfall",
-]
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bokeh.models import PlainText
+    from bokeh.plotting import figure
+
+COLOURS: Mapping[str, str] = {
+    role: f"#fe{number:02x}fd"
+    for number, role in enumerate(
+        (
+            *("ink", "muted", "rule", "accent", "neutral", "warn", "paper"),
+            *("series-1", "series-2", "series-3", "series-4"),
+            *(f"kind-{number}" for number in range(1, 9)),
+        )
+    )
+}  # Role → the stand-in for the page's CSS variable of that name
+
+SERIES = ("series-1", "series-2", "series-3", "series-4")
+"""Roles for lines that follow one another, the first the palest."""
+
+KINDS = tuple(f"kind-{number}" for number in range(1, 9))
+"""Roles for lines of different things, told apart by hue (after Okabe & Ito)."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+
+TOOLTIP = '<div style="white-space: pre-line"><strong>@name</strong>\n@tip</div>'
+
+COVER: Mapping[str, Any] = {
+    "fill_color": COLOURS["muted"],
+    "fill_alpha": 0,
+    "line_color": None,
+    "hover_fill_color": COLOURS["muted"],
+    "hover_fill_alpha": 0.08,
+    "hover_line_color": None,
+}  # Of an invisible bar over what hovering should react to: it shows only under the pointer
+
+
+def embedded(plot: figure) -> dict[str, Any]:
+    """A chart as the object that BokehJS draws from."""
+    from bokeh.embed import json_item
+
+    return dict(json_item(plot))
+
+
+def empty_figure(**options: Any) -> figure:
+    """An empty chart in the page's style."""
+    from bokeh.plotting import figure
+
+    bare = dict.fromkeys(("toolbar_location", "background_fill_color", "border_fill_color", "outline_line_color"))
+    plot = figure(sizing_mode="stretch_width", tools="", min_border=0, **bare, **options)
+    style_axes(plot.axis)
+    plot.grid.grid_line_color = None
+    return plot
+
+
+def style_axes(axes: Any) -> None:
+    """Quiet axes: labels, and no lines."""
+    axes.axis_line_color = axes.major_tick_line_color = axes.minor_tick_line_color = None
+    axes.major_label_text_color = axes.axis_label_text_color = COLOURS["muted"]
+    axes.major_label_text_font = axes.axis_label_text_font = FONT
+    axes.major_label_text_font_size = axes.axis_label_text_font_size = "12px"
+    axes.axis_label_text_font_style = "normal"
+    axes.axis_label_standoff = 6
+
+
+def plain_ticks(texts: Mapping[float, str]) -> dict[float | str, PlainText]:
+    """Tick labels by place, as `PlainText`: Bokeh would typeset `$$` as TeX, by a script from the network."""
+    from bokeh.models import PlainText
+
+    return {place: PlainText(text=text) for place, text in texts.items()}
+
+
+def add_hover(plot: figure, cover: Any) -> None:
+    """Show `@name` and `@tip` of what lies under the pointer in `cover`."""
+    from bokeh.models import HoverTool
+
+    plot.add_tools(HoverTool(renderers=[cover], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
+
+
+def add_text(
+    plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence[str], role: str, **style: Any
+) -> None:
+    """Small texts in the chart."""
+    from bokeh.core.properties import value
+
+    font = {"text_font": value(FONT), "text_font_size": "12px"}
+    plot.text(x=list(x), y=list(y), text=list(texts), text_color=COLOURS[role], **font, **style)

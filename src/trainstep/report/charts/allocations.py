@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import MemoryTimelineRow
-from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
+from trainstep.report.charts import COLOURS, TOOLTIP, add_text, empty_figure
 from trainstep.report.numbers import numeric
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 HEIGHT = 420
-SHOWN = 400
-"""Allocations drawn one by one before the reader moves the slider."""
+SHOWN = 400  # Allocations drawn one by one before the reader moves the slider
 _ROLES: Mapping[str, str] = {
     "parameters": "kind-1",
     "optimizer state": "kind-6",
@@ -30,8 +29,7 @@ _ROLES: Mapping[str, str] = {
     "activations of other modules": "series-2",
 }
 _OTHER_ROLES = ("kind-2", "kind-5", "kind-4", "kind-7", "kind-1", "kind-3", "kind-6")
-_NARROWEST_LABEL = 0.05
-"""A phase that takes less than this share of the width has no label."""
+_NARROWEST_LABEL = 0.05  # A phase that takes less than this share of the width has no label
 
 
 def roles(groups: Sequence[str]) -> list[str]:
@@ -46,7 +44,6 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
     Args:
         unit, scale: the unit of its axis, and how many of it a GiB has.
     """
-    from bokeh.core.properties import value
     from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
 
     series, events, peak = row.series, row.events or 0, (row.peak_gib or 0.0) * scale
@@ -56,17 +53,9 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
     plot.ygrid.grid_line_color = COLOURS["rule"]
     plot.yaxis.ticker.desired_num_ticks = 6
     source = ColumnDataSource({name: [] for name in ("xs", "ys", "colour", "alpha", "name", "tip")}, name="allocations")
-    patches = plot.patches(
-        xs="xs",
-        ys="ys",
-        source=source,
-        fill_color="colour",
-        fill_alpha="alpha",
-        line_color=None,
-        hover_fill_color="colour",
-        hover_fill_alpha=1.0,
-        hover_line_color=COLOURS["ink"],
-    )
+    style = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": None}
+    hovered = {"hover_fill_color": "colour", "hover_fill_alpha": 1.0, "hover_line_color": COLOURS["ink"]}
+    patches = plot.patches(xs="xs", ys="ys", source=source, **style, **hovered)
     edges = [numeric(edge) for edge in series["edges"]]
     total = [numeric(size) / 2**30 * scale for size in series["total"]]
     plot.step(edges, [*total, total[-1]], mode="after", line_color=COLOURS["ink"], line_width=1)
@@ -77,15 +66,8 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
         for name, start, end in zip(*(series[key] for key in ("phases", "phase_start", "phase_end")), strict=True)
         if numeric(end) - numeric(start) >= _NARROWEST_LABEL * events
     ]
-    plot.text(
-        x=[middle for middle, _ in phases],
-        y=[1.06 * peak] * len(phases),
-        text=[name for _, name in phases],
-        text_align="center",
-        text_color=COLOURS["muted"],
-        text_font=value(FONT),
-        text_font_size="12px",
-    )
+    middles, names = zip(*phases, strict=True) if phases else ((), ())
+    add_text(plot, middles, [1.06 * peak] * len(phases), names, "muted", text_align="center")
     plot.add_layout(Span(location=row.peak_state, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
     plot.toolbar_location = "above"
     plot.toolbar.logo = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -28,8 +28,7 @@ class Series:
     line: bool = True
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    texts: Sequence[str] | None = None
-    """What hovering shows for each y, where that is not y itself."""
+    texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
 
 
 def lines(

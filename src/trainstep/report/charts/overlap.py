@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import ParallelTraceRow
-from trainstep.report.charts import COLOURS, FONT, empty_figure
+from trainstep.report.charts import COLOURS, add_text, empty_figure
 from trainstep.report.charts.profile import add_zoom, length_text
 from trainstep.report.numbers import number, numeric
 
@@ -33,10 +33,8 @@ LEGEND = (
 LANE_HEIGHT = 21
 _OTHER = "kind-6"
 _COMMUNICATION, _COPIES = "communication", "copies"
-_GAP = 0.5
-"""Lanes left empty between two schemes."""
-_LETTER = 0.0095
-"""Share of the axis that a letter takes: a phase that has no room for its name goes without."""
+_GAP = 0.5  # Lanes left empty between two schemes
+_LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
 
 
 @dataclass
@@ -47,24 +45,21 @@ class _Bars:
         default_factory=lambda: {name: [] for name in ("y", "left", "right", "name", "tip", "colour")}
     )
 
-    def add(self, **bar: Any) -> None:
-        for name, each in bar.items():
-            self.columns[name].append(each)
+    def add(self, y: float, ends: tuple[float, float], name: str, tip: str, role: str) -> None:
+        for column, each in zip(self.columns.values(), (y, *ends, name, tip, COLOURS[role]), strict=True):
+            column.append(each)
 
     def draw(self, plot: figure, height: float, name: str) -> Any:
         from bokeh.models import ColumnDataSource
 
-        return plot.hbar(
-            y="y",
-            left="left",
-            right="right",
-            height=height,
-            fill_color="colour",
-            line_color=None,
-            source=ColumnDataSource(self.columns, name=name),
-            hover_fill_color=COLOURS["ink"],
-            hover_line_color=None,
-        )
+        style = {
+            "fill_color": "colour",
+            "line_color": None,
+            "hover_fill_color": COLOURS["ink"],
+            "hover_line_color": None,
+        }
+        source = ColumnDataSource(self.columns, name=name)
+        return plot.hbar(y="y", left="left", right="right", height=height, source=source, **style)
 
 
 def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
@@ -97,22 +92,18 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
         _add_kernels(kernels, row, height)
         _add_exposed(exposed, row, height)
         _add_phases(phases, row, top - 1)
-        _write(plot, [0.0], [top], [_heading(row)], "ink", "left")
+        add_text(plot, [0.0], [top], [_heading(row)], "ink", text_align="left", text_baseline="middle")
     plot.yaxis.ticker = FixedTicker(ticks=sorted(labels))
     plot.yaxis.major_label_overrides = {y: PlainText(text=text) for y, text in labels.items()}
     plot.yaxis.major_label_text_color = COLOURS["ink"]
     drawn = [kernels.draw(plot, 0.84, "parallel-trace"), exposed.draw(plot, 0.84, "parallel-trace-exposed")]
     strips = phases.draw(plot, 0.84, "parallel-trace-phases")
-    left, right, names = (phases.columns[name] for name in ("left", "right", "name"))
-    wide = [index for index, name in enumerate(names) if right[index] - left[index] >= _LETTER * len(name) * end]
-    _write(
-        plot,
-        [(left[index] + right[index]) / 2 for index in wide],
-        [phases.columns["y"][index] for index in wide],
-        [names[index] for index in wide],
-        "paper",
-        "center",
-    )
+    places = zip(*(phases.columns[name] for name in ("y", "left", "right", "name")), strict=True)
+    wide = [
+        ((left + right) / 2, y, name) for y, left, right, name in places if right - left >= _LETTER * len(name) * end
+    ]
+    x, y, names = zip(*wide, strict=True) if wide else ((), (), ())
+    add_text(plot, x, y, names, "paper", text_align="center", text_baseline="middle")
     add_zoom(plot, [*drawn, strips])
     return plot
 
@@ -149,7 +140,6 @@ def _texts(row: ParallelTraceRow, name: str) -> Iterator[str]:
 
 
 def _in_ms(row: ParallelTraceRow, name: str) -> Iterator[tuple[float, float]]:
-    """Left and right ends."""
     prefix = f"{name}_" if name else ""
     for start, duration in zip(row.series[f"{prefix}start_ns"], row.series[f"{prefix}duration_ns"], strict=True):
         yield numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6
@@ -157,17 +147,11 @@ def _in_ms(row: ParallelTraceRow, name: str) -> Iterator[tuple[float, float]]:
 
 def _add_kernels(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
     texts = (_texts(row, name) for name in ("lane", "phase", "family", "kernel"))
-    for (left, right), count, lane, phase, family, kernel in zip(
-        _in_ms(row, ""), row.series["count"], *texts, strict=True
-    ):
-        bars.add(
-            y=height[lane],
-            left=left,
-            right=right,
-            name=kernel if count == 1 else f"{count} kernels, the longest {kernel}",
-            tip=f"{row.scheme}: {family}, {phase}\n{length_text(right - left)}",
-            colour=COLOURS[_kernel_role(lane, family, phase)],
-        )
+    counts = row.series["count"]
+    for ends, count, lane, phase, family, kernel in zip(_in_ms(row, ""), counts, *texts, strict=True):
+        name = kernel if count == 1 else f"{count} kernels, the longest {kernel}"
+        tip = f"{row.scheme}: {family}, {phase}\n{length_text(ends[1] - ends[0])}"
+        bars.add(height[lane], ends, name, tip, _kernel_role(lane, family, phase))
 
 
 def _kernel_role(lane: str, family: str, phase: str) -> str:
@@ -178,39 +162,12 @@ def _kernel_role(lane: str, family: str, phase: str) -> str:
 
 
 def _add_exposed(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
-    for left, right in _in_ms(row, "exposed"):
-        bars.add(
-            y=height[_COMMUNICATION],
-            left=left,
-            right=right,
-            name="exposed communication",
-            tip=f"{row.scheme}\n{length_text(right - left)} in which nothing is computed",
-            colour=COLOURS[EXPOSED],
-        )
+    for ends in _in_ms(row, "exposed"):
+        tip = f"{row.scheme}\n{length_text(ends[1] - ends[0])} in which nothing is computed"
+        bars.add(height[_COMMUNICATION], ends, "exposed communication", tip, EXPOSED)
 
 
 def _add_phases(bars: _Bars, row: ParallelTraceRow, y: float) -> None:
-    for (left, right), phase in zip(_in_ms(row, "phase_span"), row.series["phase_span_names"], strict=True):
-        bars.add(
-            y=y,
-            left=left,
-            right=right,
-            name=str(phase),
-            tip=f"{row.scheme}: from {number(left)} to {number(right)} ms",
-            colour=COLOURS[PHASE_ROLES.get(str(phase), _OTHER)],
-        )
-
-
-def _write(plot: figure, x: Sequence[float], y: Sequence[float], texts: Sequence[str], role: str, align: str) -> None:
-    from bokeh.core.properties import value
-
-    plot.text(
-        x=list(x),
-        y=list(y),
-        text=list(texts),
-        text_align=align,
-        text_baseline="middle",
-        text_color=COLOURS[role],
-        text_font=value(FONT),
-        text_font_size="12px",
-    )
+    for ends, phase in zip(_in_ms(row, "phase_span"), row.series["phase_span_names"], strict=True):
+        tip = f"{row.scheme}: from {number(ends[0])} to {number(ends[1])} ms"
+        bars.add(y, ends, str(phase), tip, PHASE_ROLES.get(str(phase), _OTHER))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import TimelineRow
-from trainstep.report.charts.style import COLOURS, FONT, TOOLTIP, empty_figure
+from trainstep.report.charts import COLOURS, TOOLTIP, add_text, empty_figure
 from trainstep.report.numbers import number, numeric
 
 if TYPE_CHECKING:
@@ -26,14 +26,8 @@ FAMILY_ROLES: Mapping[str, str] = {
     "optimizer": "neutral",
     "communication": "warn",
     "other": "series-1",
-}
-"""Colour of each family."""
-PHASE_ROLES: Mapping[str, str] = {
-    "forward": "series-1",
-    "loss": "warn",
-    "backward": "series-3",
-    "optimizer": "neutral",
-}
+}  # Colour of each family
+PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
 LANE_HEIGHT = 46
 _PHASES = "phase"
 
@@ -56,7 +50,6 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
         matmul_tflops: name of each ceiling → its rate.
         copy_gb_s: measured bandwidth.
     """
-    from bokeh.core.properties import value
     from bokeh.models import ColumnDataSource, HoverTool, Range1d
 
     slope = copy_gb_s / 1e3  # TFLOP/s for each FLOP per byte
@@ -81,16 +74,8 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
         else:
             ends = [left, corner, max(right, corner)]
             plot.line(ends, [left * slope, peak, peak], line_color=COLOURS["neutral"], line_width=1.2)
-        plot.text(
-            x=[right / 1.15],
-            y=[peak],
-            text=[f"{name}: {number(peak)}"],
-            text_align="right",
-            text_baseline="bottom",
-            text_color=COLOURS["muted"],
-            text_font=value(FONT),
-            text_font_size="12px",
-        )
+        text = f"{name}: {number(peak)}"
+        add_text(plot, [right / 1.15], [peak], [text], "muted", text_align="right", text_baseline="bottom")
     columns = {
         "x": reach,
         "y": [point.tflops for point in points],
@@ -98,15 +83,8 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
         "tip": [point.tip for point in points],
         "colour": [COLOURS[FAMILY_ROLES.get(point.name, "series-1")] for point in points],
     }
-    dots = plot.scatter(
-        x="x",
-        y="y",
-        size=13,
-        fill_color="colour",
-        line_color=COLOURS["paper"],
-        source=ColumnDataSource(columns),
-        hover_line_color=COLOURS["ink"],
-    )
+    style = {"fill_color": "colour", "line_color": COLOURS["paper"], "hover_line_color": COLOURS["ink"]}
+    dots = plot.scatter(x="x", y="y", size=13, source=ColumnDataSource(columns), **style)
     plot.add_tools(HoverTool(renderers=[dots], tooltips=TOOLTIP, visible=False))
     return plot
 
@@ -148,17 +126,9 @@ def timeline(row: TimelineRow) -> figure:
         ],
         "colour": [COLOURS[FAMILY_ROLES.get(family, "series-1")] for family in columns["family"]],
     }  # fmt: skip
-    bars = plot.hbar(
-        y="y",
-        left="left",
-        right="right",
-        height=0.72,
-        fill_color="colour",
-        line_color=None,
-        source=ColumnDataSource(source, name="timeline"),
-        hover_fill_color=COLOURS["ink"],
-        hover_line_color=None,
-    )
+    style = {"fill_color": "colour", "line_color": None, "hover_fill_color": COLOURS["ink"], "hover_line_color": None}
+    drawn = ColumnDataSource(source, name="timeline")
+    bars = plot.hbar(y="y", left="left", right="right", height=0.72, source=drawn, **style)
     strips = _phase_strips(plot, start, length, columns["phase"])
     add_zoom(plot, [bars, strips])
     return plot
@@ -184,15 +154,8 @@ def _phase_strips(plot: figure, start: Sequence[float], length: Sequence[float],
         "tip": [f"from {number(first)} to {number(last)} ms" for first, last in known.values()],
         "colour": [COLOURS[PHASE_ROLES[phase]] for phase in known],
     }
-    return plot.hbar(
-        y="y",
-        left="left",
-        right="right",
-        height=0.3,
-        fill_color="colour",
-        line_color=None,
-        source=ColumnDataSource(columns),
-    )
+    style = {"fill_color": "colour", "line_color": None}
+    return plot.hbar(y="y", left="left", right="right", height=0.3, source=ColumnDataSource(columns), **style)
 
 
 def add_zoom(plot: figure, renderers: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainstep.report.charts.style import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
 from trainstep.report.numbers import typeset
 
 if TYPE_CHECKING:
@@ -22,18 +22,13 @@ class Bar:
     """One row of a bar chart."""
 
     name: str
-    value: float | None
-    """Where the bar ends; None draws none (the label says why)."""
-    label: str
-    """Stands in the column at the right."""
-    tip: str
-    """What hovering shows under the name; lines are kept."""
+    value: float | None  # Where the bar ends; None draws none (the label says why)
+    label: str  # Stands in the column at the right
+    tip: str  # What hovering shows under the name; lines are kept
     low: float | None = None
     high: float | None = None
-    base: float = 0.0
-    """From 0 to here the bar is drawn in the neutral colour."""
-    second: float | None = None
-    """A thinner bar below the first."""
+    base: float = 0.0  # From 0 to here the bar is drawn in the neutral colour
+    second: float | None = None  # A thinner bar below the first
     role: str = "accent"
 
 
@@ -45,10 +40,8 @@ class Fall:
     """One row of the waterfall: from the time kept so far to this rung's own."""
 
     name: str
-    start: float
-    """The time kept before; 0 where there is none."""
-    end: float | None
-    """This rung's time; None where it has none."""
+    start: float  # The time kept before; 0 where there is none
+    end: float | None  # This rung's time; None where it has none
     outcome: Outcome
     label: str
     tip: str
@@ -114,14 +107,8 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
             plot.hbar(y=[-index], height=0.52, left=[left], right=[right], **styles[row.outcome])
     crosses = [(row.start, -index) for index, row in enumerate(rows) if row.outcome == "failed"]
     if crosses:
-        plot.scatter(
-            [x for x, _ in crosses],
-            [y for _, y in crosses],
-            marker="x",
-            size=11,
-            color=COLOURS["warn"],
-            line_width=2.5,
-        )
+        x, y = (list(column) for column in zip(*crosses, strict=True))
+        plot.scatter(x, y, marker="x", size=11, color=COLOURS["warn"], line_width=2.5)
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
     _hover_rows(plot, [(row.name, row.tip) for row in rows])
     return plot
@@ -153,7 +140,6 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
 
 
 def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
-    """Labels by row, cut where they are long."""
     cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
     return plain_ticks({-index: text for index, text in enumerate(cut)})
 
@@ -166,20 +152,14 @@ def _hbar(
     right: Sequence[float],
     roles: Sequence[str] | None = None,
 ) -> None:
-    shown = [index for index in range(len(y)) if right[index] > left[index]]
+    colours = [COLOURS[role] for role in roles or ["neutral"] * len(y)]
+    shown = [bar for bar in zip(y, left, right, colours, strict=True) if bar[2] > bar[1]]
     if shown:
-        plot.hbar(
-            y=[y[index] for index in shown],
-            height=height,
-            left=[left[index] for index in shown],
-            right=[right[index] for index in shown],
-            fill_color=[COLOURS[roles[index] if roles else "neutral"] for index in shown],
-            line_color=None,
-        )
+        at, start, end, colour = (list(column) for column in zip(*shown, strict=True))
+        plot.hbar(y=at, height=height, left=start, right=end, fill_color=colour, line_color=None)
 
 
 def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | None]]) -> None:
-    """Intervals as a line with two end caps."""
     known = [(y, low, high) for y, low, high in spans if low is not None and high is not None]
     if not known:
         return

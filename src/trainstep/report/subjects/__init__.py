@@ -12,10 +12,9 @@ from typing import Any
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Section
-from trainstep.report.finding import Finding
+from trainstep.report.finding import TOPICS, Finding
 from trainstep.report.subjects import (
     attention,
-    formulas,
     kernels,
     ladder,
     memory,
@@ -30,7 +29,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    steps, formulas, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+    steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
 )  # fmt: skip
 """In the order of the page."""
 
@@ -48,8 +47,7 @@ SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
 """Parts of the page, in its order; each is None where there are no rows for it."""
 
 
-DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")
-"""Tables that are made of several rows each."""
+DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")  # Tables that are made of several rows each
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
@@ -59,5 +57,10 @@ def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
 
 
 def _rows(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
-    """The rows of a kind as their table has them."""
     return sweep.in_order(of_kind(records, SweepRow)) if kind is SweepRow else of_kind(records, kind)
+
+
+def findings(rows: Sequence[Row]) -> list[Finding]:
+    """What the rules of all subjects find, by topic."""
+    order = list(TOPICS)
+    return sorted((each for rule in RULES for each in rule(rows)), key=lambda each: order.index(each.topic))

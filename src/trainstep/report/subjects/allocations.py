@@ -9,27 +9,32 @@ from functools import partial
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, Scalar, belonging, of_kind
-from trainstep.report.analysed import analysed_step, is_same_step
-from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report.blocks import Block, Chart, Charts, Section, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
-from trainstep.report.columns import OUTCOME, SETTINGS, Cell, Column, case_column, files_only, value_column, word_column
-from trainstep.report.facts import told_apart
-from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Cell,
+    Column,
+    case_column,
+    files_only,
+    value_column,
+    value_columns,
+    word_column,
+)
+from trainstep.report.finding import Finding, found, listed
 from trainstep.report.numbers import as_float, gib, number
+from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import Definition, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
 
-MOST = 0.5
-"""Owners are named, the largest first, until together they own more than this share of the peak."""
-WORTH = 0.05
-"""Share of the peak from which a part of the model is worth a change that shrinks it alone."""
-UNFUSED = ("eager", "eager-compiled", "sdpa-math")
-"""Attention that keeps its scores for backward."""
+MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
+WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone
+UNFUSED = ("eager", "eager-compiled", "sdpa-math")  # Attention that keeps its scores for backward
 ATTENTION = frozenset({"attention", "Softmax"})
 LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 """Modules of our models and autograd nodes that hold scores, or logits; activations that only the loss made."""
-_NAMED = 3
-"""Owners of a recorded step's peak that are named."""
+_NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
 _SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))
@@ -46,7 +51,6 @@ def owner_part(row: OwnerRow) -> str:
 
 
 def _owner_cell(row: Row) -> Cell:
-    """The owner, its parts below it."""
     assert isinstance(row, OwnerRow)
     if row.is_total:
         return Cell(row.owner, is_text=True)
@@ -70,8 +74,7 @@ TIMELINES = Definition(
         *(column for column in SETTINGS if column.title in _TELLING),
         case_column("device", "device"),
         value_column("at rest (GiB)", "at_rest_gib"),
-        value_column("peak (GiB)", "peak_gib", digits=4),
-        value_column("by the allocator (GiB)", "allocator_gib", digits=4),
+        *value_columns({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
         value_column("peak in", "peak_phase"),
         value_column("no owner at the peak (%)", "unknown_share", 100, digits=2),
         value_column("allocations", "allocations"),
@@ -101,8 +104,7 @@ LARGEST = Definition(
     (
         *_SETTINGS,
         word_column("rank", "rank", page=False),
-        value_column("MiB", "mib"),
-        value_column("times", "count"),
+        *value_columns({"MiB": "mib", "times": "count"}),
         word_column("owner", "owner"),
         word_column("module", "module"),
         Column("made in", made_in),
@@ -182,24 +184,23 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     peaks, transient = phase_peaks(step), (step.peak_gib - step.at_rest_gib) / step.peak_gib
     phase = max(peaks, key=peaks.__getitem__)
     state = "" if step.optimizer_state_gib == 0 else ", optimizer state"
-    sentence = (
-        f"Memory peaks in {phase} at {in_gib(step.peak_gib)}; {in_gib(step.at_rest_gib)} of that is there before the "
-        f"step (weights{state} and the batch), {transient:.0%} comes and goes with it"
+    said = (
+        "Memory peaks in {phase} at {peak_gib:gib}; {at_rest_gib:gib} of that is there before the step "
+        f"(weights{state} and the batch), {transient:.0%} comes and goes with it"
     )
     figures: dict[str, Scalar] = {"peak_gib": step.peak_gib, "at_rest_gib": step.at_rest_gib, "phase": phase}
     owners, parts = _owners(step, phase, records)
     remedies: Sequence[str] = ()
     if owners:
         owned, remedies = _owned(owners, parts, step, phase)
-        sentence += f": {owned}"
+        said += f": {owned}"
         figures |= {"owners": tuple(row.owner for row in owners)}
     elif 1 - transient > MOST:
         remedies = ("sharding", "a smaller optimizer state") if state else ("sharding",)
-        shrink = " or a smaller optimizer state shrink it" if state else " helps"
-        sentence += f": most of it stays, so sharding{shrink}"
+        said += f": most of it stays, so sharding{' or a smaller optimizer state shrink it' if state else ' helps'}"
     else:
-        sentence += " (activations, gradients and temporaries)"
-    return [Finding("memory", f"{sentence}.", "memory.peak", {**figures, "remedies": tuple(remedies)})]
+        said += " (activations, gradients and temporaries)"
+    return [found("memory.peak", f"{said}.", **figures, remedies=tuple(remedies))]
 
 
 def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[OwnerRow], list[OwnerRow]]:
@@ -272,28 +273,26 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
     if step is None or step.peak_phase is None:
         return []
     own = belonging(records, OwnerRow, step)
-    owners = [row for row in own if row.is_total]
-    if not owners:
+    shares = {row.owner: row.share or 0 for row in [row for row in own if row.is_total][:_NAMED]}
+    if not shares:
         return []
-    shares = {row.owner: row.share or 0 for row in owners[:_NAMED]}
-    told = listed([f"{owner} {share:.0%}" for owner, share in shares.items()])
-    sentence = f"At its peak, {in_gib(step.peak_gib or 0)} in {step.peak_phase}, memory is {told}"
-    figures: dict[str, Scalar] = {"peak_gib": step.peak_gib, "phase": step.peak_phase}
-    figures |= {f"share of {owner}": share for owner, share in shares.items()}
+    said = "At its peak, {peak_gib:gib} in {phase}, memory is "
+    said += listed([f"{owner} {share:.0%}" for owner, share in shares.items()])
+    figures: dict[str, Scalar] = {f"share of {owner}": share for owner, share in shares.items()}
     part = next((row for row in own if row.owner == "activations" and not row.is_total), None)
     if part is not None:
-        share = part.share or 0
-        sentence += f"; of the activations, those of {owner_part(part)} are the most ({share:.0%} of the peak)"
-        figures |= {"part": owner_part(part), "share of the part": share}
-    sentence += "."
+        said += "; of the activations, those of {part} are the most ({share of the part:.0%} of the peak)"
+        figures |= {"part": owner_part(part), "share of the part": part.share or 0}
+    said += "."
     largest = next(iter(belonging(records, AllocationRow, step)), None)
     if largest is not None and largest.line:
-        size, count = (largest.mib or 0) / 1024, largest.count or 1
-        times = f", {count} times a step" if count > 1 else ""
-        sentence += f" The largest allocation, {in_gib(size)}{times}, is made by {largest.line} ({made_in(largest)})."
-        figures |= {"largest_gib": size, "line": largest.line}
+        times = f", {largest.count} times a step" if (largest.count or 1) > 1 else ""
+        said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}} ({made_in(largest)})."
+        figures |= {"largest_gib": (largest.mib or 0) / 1024, "line": largest.line}
     proof, proven = _proof(records)
-    return [Finding("memory", sentence + proof, "memory.owners", {**figures, **proven})]
+    return [
+        found("memory.owners", said + proof, peak_gib=step.peak_gib or 0, phase=step.peak_phase, **figures, **proven)
+    ]
 
 
 def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
@@ -310,9 +309,8 @@ def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
         base = row if row.kept else base
     if best is None:
         return "", {}
-    rung, before, after = best
-    sentence = f" On the ladder, {rung} took the peak from {in_gib(before)} to {in_gib(after)}."
-    return sentence, {"rung": rung, "before_gib": before, "after_gib": after}
+    said = " On the ladder, {rung} took the peak from {before_gib:gib} to {after_gib:gib}."
+    return said, dict(zip(("rung", "before_gib", "after_gib"), best, strict=True))
 
 
 RULES = (peak_findings, owner_findings)

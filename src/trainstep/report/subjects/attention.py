@@ -9,15 +9,14 @@ from functools import partial
 from trainstep.kinds import AttentionRow
 from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import KINDS, Series, curves
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_column
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves
+from trainstep.report.columns import OUTCOME, case_column, median_column, value_column, value_columns, word_column
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import Definition, make_table
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
-_IMPLEMENTATION = Column(
-    "implementation", lambda row: Cell(str(row.case["impl"]), row.case["impl"], "impl", is_text=True)
-)
+_IMPLEMENTATION = word_column("implementation", "impl")
 
 ATTENTION = Definition(
     AttentionRow,
@@ -26,16 +25,13 @@ ATTENTION = Definition(
         replace(_IMPLEMENTATION, files=False),  # heads the page's rows
         *(case_column(name, name) for name in (*SHAPE, "seq")),
         replace(_IMPLEMENTATION, page=False),
-        value_column("forward", "forward_ms"),
-        value_column("backward", "backward_ms"),
+        *value_columns({"forward": "forward_ms", "backward": "backward_ms"}),
         median_column("both [95 %]", "both"),
         value_column("TFLOP/s forward", "forward_tflops", brief=False, page=False),
         value_column("TFLOP/s backward", "backward_tflops", brief=False, page=False),
-        value_column("TFLOP/s", "both_tflops"),
-        value_column("before backward (GiB)", "before_backward_gib"),
+        *value_columns({"TFLOP/s": "both_tflops", "before backward (GiB)": "before_backward_gib"}),
         value_column("by formula (GiB)", "predicted_before_backward_gib", brief=False, page=False),
-        value_column("peak (GiB)", "peak_gib"),
-        value_column("peak by formula (GiB)", "predicted_peak_gib"),
+        *value_columns({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
         value_column("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
         value_column("error of o", "o_error", digits=2, brief=False, page=False),
         value_column("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
@@ -75,8 +71,7 @@ def _both_ms(row: AttentionRow) -> float | None:
 _CHARTS: tuple[tuple[str, str, str, Callable[[AttentionRow], float | None]], ...] = (
     ("both_ms", "Time of forward and backward", "ms", _both_ms),
     ("peak_gib", "Peak memory", "GiB", lambda row: row.peak_gib),
-)
-"""Name, title, unit, value."""
+)  # Name, title, unit, value
 
 
 def _chart(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from trainstep.kinds import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
+from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, RungRow
 from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.finding import Finding, in_ms, listed
-from trainstep.report.numbers import number
+from trainstep.records import Row, Scalar, belonging, of_kind
+from trainstep.report.finding import Finding, found, listed, literal
 from trainstep.stats import RUN_SPREAD
 
-NEEDED_COVERAGE = 0.98
-"""Share of kernel time that must be in a known phase and module."""
-MUCH = 0.15
-"""Share of the step's kernel time from which a family is remarked on."""
-MEMORY_BOUND = 0.5
-"""Share of a large copy's rate from which a kernel is called bound by memory."""
-IDLE = 0.10
-"""Share of the step in which the device may have nothing to do before it is remarked on."""
+NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
+MUCH = 0.15  # Share of the step's kernel time from which a family is remarked on
+MEMORY_BOUND = 0.5  # Share of a large copy's rate from which a kernel is called bound by memory
+IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
 _COMPILED = ("compiled blocks", "compiled model")
@@ -47,50 +42,41 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
     ]
 
 
-RULES = (kernel_findings,)
-
-
-def _found(id: str, sentence: str, figures: Mapping[str, Scalar]) -> Finding:
-    return Finding("kernels", sentence, f"kernels.{id}", figures)
-
-
 def _trust(profile: ProfileRow) -> list[Finding]:
     """What limits the other findings; nothing where all is well."""
-    found = []
+    every = []
     coverage, cost = profile.module_coverage, profile.profiler_cost
     if coverage is not None and coverage < NEEDED_COVERAGE:
-        sentence = (
-            f"Only {coverage:.1%} of kernel time could be put in a phase and a module: shares by phase and module "
-            "leave out the rest."
+        said = (
+            "Only {module_coverage:.1%} of kernel time could be put in a phase and a module: shares by phase and "
+            "module leave out the rest."
         )
-        found.append(_found("coverage", sentence, {"module_coverage": coverage}))
+        every.append(found("kernels.coverage", said, module_coverage=coverage))
     if profile.sums_disagree:
-        sentence = (
+        said = (
             f"Kernels took longer than the unprofiled step in: {', '.join(profile.sums_disagree)}. The machine was "
             "busy with something else, or the profiler slows the kernels themselves; run again on a quieter machine."
         )
-        found.append(_found("sums", sentence, {"phases": profile.sums_disagree}))
+        every.append(found("kernels.sums", said, phases=profile.sums_disagree))
     if cost is None:
-        return found
-    figures = {"profiler_cost": cost, "step_ms": profile.step_ms, "profiled_step_ms": profile.profiled_step_ms}
-    change = f"{in_ms(profile.step_ms)} → {in_ms(profile.profiled_step_ms)}"
+        return every
+    change = "{step_ms:ms} → {profiled_step_ms:ms}"
     if cost < -RUN_SPREAD:
-        sentence = (
-            f"The profiled steps were {_percent(cost)} faster than those without the profiler ({change}): the "
-            "machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
+        called = "profiler-faster"
+        said = (
+            f"The profiled steps were {{profiler_cost:share}} faster than those without the profiler ({change}): "
+            "the machine changed meanwhile. Shares can be trusted, times cannot; run again on a quieter machine."
         )
-        return [*found, _found("profiler-faster", sentence, figures)]
-    if cost <= RUN_SPREAD:
-        return [*found, _found("profiler-free", f"Profiling cost nothing that shows ({change}).", figures)]
-    sentence = (
-        f"Profiling cost {_percent(cost)} of the step ({change}): compare kernel times with one "
-        "another, and not with times measured without the profiler."
-    )
-    return [*found, _found("profiler-cost", sentence, figures)]
-
-
-def _percent(share: float) -> str:
-    return f"{abs(share):.0%}" if abs(share) >= 0.1 else f"{abs(share):.1%}"
+    elif cost <= RUN_SPREAD:
+        called, said = "profiler-free", f"Profiling cost nothing that shows ({change})."
+    else:
+        called = "profiler-cost"
+        said = (
+            f"Profiling cost {{profiler_cost:share}} of the step ({change}): compare kernel times with one another, "
+            "and not with times measured without the profiler."
+        )
+    figures = {"profiler_cost": cost, "step_ms": profile.step_ms, "profiled_step_ms": profile.profiled_step_ms}
+    return [*every, found(f"kernels.{called}", said, **figures)]
 
 
 def _top(profile: ProfileRow, where: Literal["forward", "step"], words: str) -> list[Finding]:
@@ -98,16 +84,15 @@ def _top(profile: ProfileRow, where: Literal["forward", "step"], words: str) -> 
     top = profile.top(where)
     if top is None:
         return []
-    calls = "1 call" if f"{top.calls:.0f}" == "1" else f"{top.calls:.0f} calls"
-    sentence = (
-        f"In {words}, the kernel that takes most time is {brief_name(top.name)} ({top.family}): "
-        f"{_percent(top.share)} of the kernel time, {in_ms(top.ms)} in {calls}"
+    said = (
+        f"In {words}, the kernel that takes most time is {literal(brief_name(top.name))} ({top.family}): "
+        f"{{share:share}} of the kernel time, {{ms:ms}} in {'1 call' if round(top.calls) == 1 else '{calls:.0f} calls'}"
     )
     figures: dict[str, Scalar] = {"kernel": top.name, "share": top.share, "ms": top.ms, "calls": top.calls}
     if top.most_called != top.name:
-        sentence += f". Called most often, {top.most_calls:.0f} times, is {brief_name(top.most_called)}"
+        said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(top.most_called))
         figures |= {"most_called": top.most_called, "most_calls": top.most_calls}
-    return [_found(f"top-of-{where}", f"{sentence}.", figures)]
+    return [found(f"kernels.top-of-{where}", f"{said}.", **figures)]
 
 
 def brief_name(kernel: str) -> str:
@@ -118,7 +103,6 @@ def brief_name(kernel: str) -> str:
 
 
 def _families(own: Sequence[Row]) -> dict[str, FamilyRow]:
-    """Family → its row of the whole step."""
     return {row.family: row for row in of_kind(own, FamilyRow) if row.phase == "step"}
 
 
@@ -134,31 +118,28 @@ def _where(own: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    found = []
+    every = []
     forward, step = profile.matmul_share_forward, profile.matmul_share_step
     if forward is not None and step is not None:
-        sentence = (
-            f"Matrix products take {_percent(forward)} of the kernel time in forward and {_percent(step)} in the whole "
-            "step, fused attention not counted."
+        said = (
+            "Matrix products take {forward_share:share} of the kernel time in forward and {step_share:share} in the "
+            "whole step, fused attention not counted."
         )
-        found.append(_found("matmuls", sentence, {"forward_share": forward, "step_share": step}))
+        every.append(found("kernels.matmuls", said, forward_share=forward, step_share=step))
     simt = _families(own).get(_SIMT)
     if simt is None or simt.share is None or simt.share < MUCH:
-        return found
-    sentence = (
-        f"{_percent(simt.share)} of the kernel time are float32 products on the ordinary units, not on tensor cores"
-    )
+        return every
+    said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     if profile.precision is None or PRECISIONS[profile.precision].rate == "fp32":
         proof, gains = _proof(records, ("TF32 matmuls", "bf16 autocast"))
-        sentence += f": TF32 or bf16 moves them there.{proof}"
+        said += f": TF32 or bf16 moves them there.{proof}"
     else:
         where, gains = _where(own, [_SIMT]), {}
-        sentence += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
-    return [*found, _found("float32-products", sentence, {"share": simt.share, **gains})]
+        said += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
+    return [*every, found("kernels.float32-products", said, share=simt.share, **gains)]
 
 
 def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    """Softmax's kernel against the score product's, in forward."""
     pieces = {row.piece: row for row in of_kind(own, PieceRow) if row.phase == "forward"}
     if "softmax" not in pieces or "scores" not in pieces:
         return []
@@ -166,45 +147,42 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     if not (softmax.main_tflop and scores.main_tflop and softmax.main_ms and scores.main_ms):
         return []
     fewer, ratio = scores.main_tflop / softmax.main_tflop, scores.main_ms / softmax.main_ms
-    figures: dict[str, Scalar] = {"fewer_flop": fewer, "faster": ratio}
     factor = max(ratio, 1 / ratio)
     times = f"{factor:.1f}× {'less' if ratio > 1 else 'more'} time than" if factor >= 1.05 else "as much time as"
-    sentence = f"Softmax takes {times} the score product with {fewer:.0f}× fewer FLOPs"
+    said = f"Softmax takes {times} the score product with {{fewer_flop:.0f}}× fewer FLOPs"
     if fewer < 2 * ratio:  # as slow as its arithmetic is small
-        return [_found("softmax", f"{sentence}.", figures)]
+        return [found("kernels.softmax", f"{said}.", fewer_flop=fewer, faster=ratio)]
     copy = next((row.gb_s for row in of_kind(records, CeilingRow) if row.operation == "copy"), None)
+    proof, figures = _proof(records, ("fused attention", "our FlashAttention"))
     rate, why = "", "it is bound by memory"
     if softmax.main_gb_s and copy:
-        part = softmax.main_gb_s / copy
-        rate = f" (it moves {number(softmax.main_gb_s)} GB/s, {part:.0%} of a large copy here)"
-        figures |= {"gb_s": softmax.main_gb_s, "of_copy": part}
-        if part < MEMORY_BOUND:
+        rate = " (it moves {gb_s:n} GB/s, {of_copy:.0%} of a large copy here)"
+        figures |= {"gb_s": softmax.main_gb_s, "of_copy": softmax.main_gb_s / copy}
+        if softmax.main_gb_s < MEMORY_BOUND * copy:
             why = "its arithmetic is not what takes the time"
-    proof, gains = _proof(records, ("fused attention", "our FlashAttention"))
-    return [_found("softmax", f"{sentence}: {why}{rate}; a fused attention removes it.{proof}", {**figures, **gains})]
+    said += f": {why}{rate}; a fused attention removes it.{proof}"
+    return [found("kernels.softmax", said, fewer_flop=fewer, faster=ratio, **figures)]
 
 
 def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     """Kernels that fusing would save; of a step that is compiled already, where they are left."""
     shares = {name: row.share or 0 for name, row in _families(own).items() if name in _FUSABLE}
-    present = [name for name in _FUSABLE if shares.get(name, 0) >= 0.01]
+    present = tuple(name for name in _FUSABLE if shares.get(name, 0) >= 0.01)
     share = sum(shares[name] for name in present)
     if share < MUCH:
         return []
-    sentence = (
-        f"{listed(present).capitalize()} kernels take {_percent(share)} of the kernel time for little arithmetic: each "
+    said = (
+        f"{listed(present).capitalize()} kernels take {{share:share}} of the kernel time for little arithmetic: each "
         "reads and writes whole tensors"
     )
-    figures: dict[str, Scalar] = {"share": share, "families": tuple(present)}
     if _is_compiled(profile):
-        compiled = "the blocks are" if profile.compile == "blocks" else "the model is"
-        where = _where(own, present)
-        sentence += f", though {compiled} compiled{f'; {where}' if where else ''}."
-        return [_found("unfused-though-compiled", sentence, figures)]
+        compiled, where = "the blocks are" if profile.compile == "blocks" else "the model is", _where(own, present)
+        said += f", though {compiled} compiled{f'; {where}' if where else ''}."
+        return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
     saves = "saves" if profile.compile == "off" else "would save, where it is not used yet,"
     proof, gains = _proof(records, _COMPILED)
-    sentence += f", which torch.compile {saves} by fusing them.{proof}"
-    return [_found("unfused", sentence, {**figures, **gains})]
+    said += f", which torch.compile {saves} by fusing them.{proof}"
+    return [found("kernels.unfused", said, share=share, families=present, **gains)]
 
 
 def _is_compiled(profile: ProfileRow) -> bool:
@@ -215,56 +193,116 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
     families = of_kind(own, FamilyRow)
     rows = [row for row in families if row.phase == "optimizer"]
     total = sum(row.ms or 0 for row in families if row.phase == "step")
-    spent = sum(row.ms or 0 for row in rows)
+    spent, moved = sum(row.ms or 0 for row in rows), sum(row.gb or 0 for row in rows)
     if not total or spent / total < MUCH:
         return []
-    moved = sum(row.gb or 0 for row in rows)
-    sentence = f"The optimizer takes {_percent(spent / total)} of the kernel time"
-    sentence += f" and moves {number(moved)} GB" if moved else ""
+    said = "The optimizer takes {share:share} of the kernel time" + (" and moves {gb:n} GB" if moved else "")
     figures: dict[str, Scalar] = {"share": spent / total, "gb": moved or None}
     if profile.optimizer in (None, "adamw-foreach"):
         unknown = ", where it is not used yet," if profile.optimizer is None else ""
         proof, gains = _proof(records, ("fused optimizer",))
-        sentence += f": its fused form{unknown} reads and writes everything once.{proof}"
-        return [_found("optimizer-unfused", sentence, {**figures, **gains})]
+        said += f": its fused form{unknown} reads and writes everything once.{proof}"
+        return [found("kernels.optimizer-unfused", said, **figures, **gains)]
     fused = ", fused already" if profile.optimizer == "adamw-fused" else ""
-    sentence += f"{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."
-    return [_found("optimizer", sentence, figures)]
+    said += f"{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."
+    return [found("kernels.optimizer", said, **figures)]
 
 
 def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
     if profile.idle_share is None or profile.on_cpu or profile.idle_share < IDLE:
         return []
-    proof, gains = ("", {}) if _is_compiled(profile) else _proof(records, _COMPILED)
-    sentence = (
-        f"The device has nothing to do for {_percent(profile.idle_share)} of the step ({in_ms(profile.idle_ms)} of "
-        f"{in_ms(profile.step_ms)}, without the profiler): the host launches more slowly than the kernels run. Fewer, "
-        f"larger kernels help.{proof}"
+    proof, figures = ("", {}) if _is_compiled(profile) else _proof(records, _COMPILED)
+    said = (
+        "The device has nothing to do for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
+        f"profiler): the host launches more slowly than the kernels run. Fewer, larger kernels help.{proof}"
     )
-    figures = {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
-    return [_found("idle", sentence, {**figures, **gains})]
+    figures |= {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
+    return [found("kernels.idle", said, **figures)]
 
 
 def _communication(profile: ProfileRow) -> list[Finding]:
     if not profile.communication_ms or profile.communication_overlapped_ms is None:
         return []
     part = profile.communication_overlapped_ms / profile.communication_ms
-    sentence = f"Communication takes {in_ms(profile.communication_ms)} per step, {part:.0%} of it beside compute."
-    return [_found("communication", sentence, {"ms": profile.communication_ms, "overlapped_share": part})]
+    said = "Communication takes {ms:ms} per step, {overlapped_share:.0%} of it beside compute."
+    return [found("kernels.communication", said, ms=profile.communication_ms, overlapped_share=part)]
 
 
 def _proof(records: Sequence[Row], names: Sequence[str]) -> tuple[str, dict[str, Scalar]]:
     """What the ladder measured of such a change, in words and as `gain of RUNG`; empty where it has not."""
-    found, gains = [], dict[str, Scalar]()
+    told, gains = [], dict[str, Scalar]()
     for row in of_kind(records, RungRow):
         if row.rung not in names:
             continue
         if row.status != "ok":
-            found.append(f"{row.rung} could not be used ({row.status})")
+            told.append(f"{row.rung} could not be used ({row.status})")
         elif row.verdict in ("faster", "slower") and row.gain is not None:
             factor = row.gain if row.verdict == "faster" else 1 / row.gain
-            found.append(f"{row.rung} made the step {factor:.2f}× {row.verdict}")
+            told.append(f"{row.rung} made the step {factor:.2f}× {row.verdict}")
             gains[f"gain of {row.rung}"] = row.gain
         elif row.verdict == "inconclusive":
-            found.append(f"{row.rung} made no difference that the samples can show")
-    return (f" On the ladder, {listed(found)}." if found else ""), gains
+            told.append(f"{row.rung} made no difference that the samples can show")
+    return (f" On the ladder, {listed(told)}." if told else ""), gains
+
+
+_FORMULA = 0.05  # share of the step's kernel time from which a formula that is written out is remarked on
+_LOSS = "(loss)"
+_MATH_FORM = "aten::_scaled_dot_product_attention_math"
+_WRITTEN_OUT = (
+    "Attention is written out in {modules:list}: products, mask and softmax are kernels of their own there, and take "
+    "{share:.0%} of the kernel time. torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) "
+    "computes the same in one kernel, without a score matrix in memory."
+)
+_NOT_FUSED = (
+    "In {modules:list}, scaled_dot_product_attention runs in its math form, as products, mask, softmax and dropout one "
+    "after the other, and takes {share:.0%} of the kernel time: no fused kernel took the call. On a CPU dropout is "
+    "one reason, on a GPU a mask, a dtype or head_dim; "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) around the call makes torch say which."
+)
+
+
+def formula_findings(rows: Sequence[Row]) -> list[Finding]:
+    """Attention and cross-entropy written out where PyTorch has one kernel for them, in the first profile's model."""
+    profile = next((row for row in of_kind(rows, ProfileRow) if row.status == "ok"), None)
+    if profile is None:
+        return []
+    kernels = belonging(rows, KernelRow, profile)
+    own = [] if belonging(rows, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
+    return [*own, *_cross_entropy(kernels)]
+
+
+def _attention(kernels: Sequence[KernelRow]) -> list[Finding]:
+    """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
+    named = {
+        module: operators
+        for module in dict.fromkeys(row.module for row in kernels)
+        if module != _LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
+    }
+    every = []
+    for form, said in (("attention-written-out", _WRITTEN_OUT), ("attention-not-fused", _NOT_FUSED)):
+        modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is (said is _NOT_FUSED))
+        share = sum(row.share or 0 for row in kernels if row.module in modules)
+        if share >= _FORMULA:
+            every.append(found(f"formulas.{form}", said, modules=modules, share=share))
+    return every
+
+
+def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
+    """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
+    operators = _operators(kernels, _LOSS, "loss")
+    share = sum(row.share or 0 for row in kernels if row.module == _LOSS)
+    if share < _FORMULA or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
+        return []
+    said = (
+        "Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "
+        "as large as the logits. torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) makes two "
+        "passes over them, and cannot overflow or take the logarithm of zero."
+    )
+    return [found("formulas.cross-entropy-written-out", said, modules=(_LOSS,), share=share)]
+
+
+def _operators(kernels: Sequence[KernelRow], module: str, phase: str) -> set[str]:
+    return {str(row.operator) for row in kernels if row.module == module and row.phase == phase}
+
+
+RULES = (formula_findings, kernel_findings)

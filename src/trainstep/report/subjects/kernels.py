@@ -9,9 +9,9 @@ from functools import partial
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, belonging, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.charts import Bar, bars
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart
 from trainstep.report.charts.profile import FAMILY_ROLES, Point, roofline, timeline
+from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
@@ -24,9 +24,9 @@ from trainstep.report.columns import (
     median_column,
     value_cell,
     value_column,
+    value_columns,
     word_column,
 )
-from trainstep.report.facts import told_apart
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
@@ -36,15 +36,12 @@ TOP_KERNELS = 25
 TOP_MODULES = 20
 _SETTINGS = tuple(map(files_only, SETTINGS))
 _RATES = (
-    value_column("TFLOP", "tflop", brief=False, page=False),
-    value_column("GB", "gb", brief=False, page=False),
-    value_column("TFLOP/s", "tflops"),
-    value_column("GB/s", "gb_s"),
+    *value_columns({"TFLOP": "tflop", "GB": "gb"}, brief=False, page=False),
+    *value_columns({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
 )
 
 
 def _key(*names: str) -> Callable[[Row], str]:
-    """A row's `data-row`, of settings."""
     return lambda row: ": ".join(str(row.case[name]) for name in names)
 
 
@@ -125,28 +122,19 @@ PIECES = Definition(
         *_SETTINGS,
         word_column("phase", "phase"),
         word_column("piece", "piece"),
-        value_column("ms", "ms"),
-        value_column("product or softmax (ms)", "main_ms"),
+        *value_columns({"ms": "ms", "product or softmax (ms)": "main_ms"}),
         value_column("its GFLOP", "main_tflop", 1e3),
-        value_column("its GB", "main_gb"),
-        value_column("its TFLOP/s", "main_tflops"),
-        value_column("its GB/s", "main_gb_s"),
+        *value_columns({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
     ),
     key=_key("phase", "piece"),
 )
 
 
 def _kernel_cell(row: Row) -> Cell:
-    """The kernel; on the page with its family, operator and module below it."""
     assert isinstance(row, KernelRow)
     origin = [row.family, row.operator if row.operator != row.kernel else None, row.module]
     note = " · ".join(filter(None, origin)) or "all of them in tables/kernel.csv"
     return Cell(row.kernel, row.kernel, "kernel", note=note, is_text=True)
-
-
-def _kernel_key(row: Row) -> str:
-    assert isinstance(row, KernelRow)
-    return f"{row.phase} {row.module} {row.kernel}" if row.phase else "others"
 
 
 KERNELS = Definition(
@@ -160,8 +148,7 @@ KERNELS = Definition(
         word_column("family", "family", page=False),
         value_column("operator", "operator", brief=False, page=False),
         count_column("calls", "calls"),
-        value_column("ms", "ms"),
-        value_column("mean (µs)", "mean_us"),
+        *value_columns({"ms": "ms", "mean (µs)": "mean_us"}),
         value_column("share (%)", "share", 100),
         *map(files_only, _RATES),
     ),
@@ -255,16 +242,10 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
 
 
 def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
-    drawn = [
-        Bar(
-            row.family,
-            row.ms,
-            f"{number(row.ms)} ms · {row.share or 0:.0%}",
-            f"{count(row.calls)} calls per step\n{_rates(row)}",
-            role=FAMILY_ROLES.get(row.family, "accent"),
-        )
-        for row in rows
-    ]
+    drawn = []
+    for row in rows:
+        label, tip = f"{number(row.ms)} ms · {row.share or 0:.0%}", f"{count(row.calls)} calls per step\n{_rates(row)}"
+        drawn.append(Bar(row.family, row.ms, label, tip, role=FAMILY_ROLES.get(row.family, "accent")))
     plot = partial(bars, drawn, "ms per step")
     return Chart(f"families{suffix}", "Kernel time of one step by family", title, plot)
 
@@ -280,12 +261,10 @@ def _roofline_chart(
     peaks = {f"{row.operation} {row.precision}": row.tflops for row in ceilings if row.tflops is not None}
     copy = next((row.gb_s for row in ceilings if row.gb_s is not None), None)
     points = [
-        Point(
-            row.family, row.flop_per_byte, row.tflops, f"{_rates(row)}\n{number(row.flop_per_byte)} FLOP per byte"
-        )
+        Point(row.family, flop, row.tflops, f"{_rates(row)}\n{number(flop)} FLOP per byte")
         for row in rows
-        if row.phase == "step" and row.flop_per_byte and row.tflops
-    ]  # fmt: skip
+        if row.phase == "step" and (flop := row.flop_per_byte) and row.tflops
+    ]
     if not points or not peaks or copy is None:
         return None
     return Chart(
@@ -313,7 +292,6 @@ def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
 
 
 def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
-    """Sums of kernels beside the times without the profiler."""
     names = [name for name in PHASES if f"{name}_ms" in profile.values]
     if not names:
         return None
@@ -366,7 +344,6 @@ def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
 
 
 def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
-    """The kernels that take most time, and all others as one row."""
     shown = list(rows[:TOP_KERNELS])
     if rest := rows[TOP_KERNELS:]:
         calls, ms, share = (sum(_number(row, name) for row in rest) for name in ("calls", "ms", "share"))

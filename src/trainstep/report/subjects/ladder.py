@@ -9,8 +9,10 @@ from functools import partial
 
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.records import Row, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import SERIES, Fall, Outcome, Series, lines, waterfall
+from trainstep.report.blocks import Block, Chart, Charts, Section, span
+from trainstep.report.charts import SERIES
+from trainstep.report.charts.lines import Series, lines
+from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
@@ -22,9 +24,9 @@ from trainstep.report.columns import (
     ratio_column,
     value_cell,
     value_column,
+    value_columns,
 )
-from trainstep.report.facts import span
-from trainstep.report.finding import Finding, in_gib, in_ms, listed
+from trainstep.report.finding import Finding, found, listed, literal
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.tables import Definition, make_table
 
@@ -83,8 +85,7 @@ CONTROL = Definition(
     "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
     (
         *SETTINGS[:3],
-        value_column("start (ms)", "first_ms"),
-        value_column("end (ms)", "again_ms"),
+        *value_columns({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
         ratio_column("end / start [95 %]", "ratio"),
         OUTCOME,
     ),
@@ -92,7 +93,6 @@ CONTROL = Definition(
 
 
 def _used(row: Row) -> Cell:
-    """The part of the budget that the error takes."""
     error, budget = row.values.get("gradient_error"), row.values.get("error_budget")
     if not budget:
         return Cell(NONE)
@@ -105,9 +105,7 @@ ERRORS = Definition(
     "Relative errors on the first batch, against the first rung",
     (
         Column("Rung", _rung),
-        value_column("Loss", "loss_error", digits=2),
-        value_column("Gradients", "gradient_error", digits=2),
-        value_column("Budget", "error_budget", digits=2),
+        *value_columns({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
         Column("Used", _used),
         value_column("Worst parameter’s", "worst_gradient_error", digits=2),
         Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
@@ -139,60 +137,46 @@ def gain(rows: Sequence[Row]) -> list[Finding]:
     if not kept:
         return []
     if len(kept) == 1:
-        sentence = "No change on the ladder made the step faster: the baseline is the best found."
-        return [Finding(id="gain.none", topic="gain", sentence=sentence)]
-    first, last, named = kept[0], kept[-1], [row.rung for row in kept[1:]]
-    low, high = numeric(last.speedup_low), numeric(last.speedup_high)
-    names = listed(named)
-    names = f"{names[0].upper()}{names[1:]}"
-    interval = f"(95 % interval {low:.2f}–{high:.2f})"
-    error, budget = numeric(last.gradient_error), numeric(last.error_budget)
-    proof = f"with loss and gradients within the error budget (off by {error:.1g} of {budget:.1g} allowed)"
+        return [found("gain.none", "No change on the ladder made the step faster: the baseline is the best found.")]
+    first, last, named = kept[0], kept[-1], tuple(row.rung for row in kept[1:])
+    low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
+    names = literal(listed(named))
+    interval = "(95 % interval {speedup_low:.2f}–{speedup_high:.2f})"
     if low <= 1:
-        memory = ""
-        if first.peak_gib is not None and last.peak_gib is not None:
-            memory = f": peak memory {in_gib(first.peak_gib)} → {in_gib(last.peak_gib)}"
-        called = "smaller"
-        sentence = (
-            f"{names}: no difference in time that these samples can show {interval}, kept for what else "
-            f"{'they save' if len(named) > 1 else 'it saves'}{memory}, {proof}."
-        )
+        called, both = "smaller", None not in (first.peak_gib, last.peak_gib)
+        said = f"no difference in time that these samples can show {interval}, kept for what else "
+        said += "it saves" if is_one else "they save"
+        said = f": {said}" + (": peak memory {peak_before_gib:gib} → {peak_after_gib:gib}" if both else "")
     else:
         called = "faster"
-        sentence = (
-            f"{names} {'make' if len(named) > 1 else 'makes'} the step {numeric(last.speedup):.2f}× faster {interval}: "
-            f"{in_ms(first.step_ms)} → {in_ms(last.step_ms)}, {proof}."
-        )
-    figures = {
-        "rungs": tuple(named),
-        "speedup": last.speedup,
-        "speedup_low": low,
-        "speedup_high": high,
-        "gradient_error": error,
-        "error_budget": budget,
-        "before_ms": first.step_ms,
-        "after_ms": last.step_ms,
-        "peak_before_gib": first.peak_gib,
-        "peak_after_gib": last.peak_gib,
-    }
-    return [Finding(id=f"gain.{called}", topic="gain", figures=figures, sentence=sentence)]
+        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}: {{before_ms:ms}} → "
+        said += "{after_ms:ms}"
+    said = (
+        f"{names[0].upper()}{names[1:]}{said}, with loss and gradients within the error budget (off by "
+        "{gradient_error:.1g} of {error_budget:.1g} allowed)."
+    )
+    figures = {"speedup": last.speedup, "speedup_low": low, "speedup_high": high}
+    figures |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
+    figures |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
+    figures |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
+    return [found(f"gain.{called}", said, rungs=named, **figures)]
 
 
 def rejected(rows: Sequence[Row]) -> list[Finding]:
     """The rungs that were not kept, and why."""
-    found = []
+    every = []
     for row in of_kind(rows, RungRow):
         if row.status != "ok":
-            why, said = row.status.replace(" ", "-"), f"{row.rung} ({row.status}): {row.reason}"
+            why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
         elif row.verdict == "slower":
-            why, said = "slower", f"{row.rung} makes the step {1 / numeric(row.gain):.2f}× slower here"
+            why, said = "slower", f" makes the step {1 / numeric(row.gain):.2f}× slower here"
         elif row.verdict == "inconclusive" and not row.kept:
-            why, said = "inconclusive", f"{row.rung} makes no difference that these samples can show"
+            why, said = "inconclusive", " makes no difference that these samples can show"
         else:
             continue
         figures = {"rung": row.rung, "gain": row.gain, "reason": row.reason or None}
-        found.append(Finding(id=f"ladder.{why}", topic="ladder", figures=figures, sentence=f"Not used: {said}."))
-    return found
+        every.append(found(f"ladder.{why}", f"Not used: {{rung}}{said}.", **figures))
+    return every
 
 
 RULES = (gain, rejected)
@@ -203,8 +187,7 @@ _OUTCOMES = (
     ("left", "hollow", "no clear gain, not kept"),
     ("slower", "hatched", "slower, not kept"),
     ("failed", "cross", "wrong or could not run"),
-)
-"""Outcome, swatch and words of the waterfall's key."""
+)  # Outcome, swatch and words of the waterfall's key
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:

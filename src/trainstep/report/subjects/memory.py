@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from trainstep.config import blocks_per_checkpoint
-from trainstep.kinds import CheckpointingRow, PeakRow, RungRow, WorkloadRow
+from trainstep.kinds import CheckpointingRow, PeakRow, ResidualRow, RungRow, WorkloadRow
 from trainstep.records import Row, Scalar, by_case, of_kind
-from trainstep.report.analysed import analysed_step
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.charts import KINDS, Bar, Series, bars, curves
-from trainstep.report.columns import OUTCOME, SETTINGS, case_column, median_column, value_column, word_column
-from trainstep.report.facts import fact
-from trainstep.report.finding import Finding, in_gib, listed
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves
+from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Column,
+    case_column,
+    median_column,
+    value_column,
+    value_columns,
+    word_column,
+)
+from trainstep.report.finding import Finding, found, in_gib, listed
 from trainstep.report.numbers import NONE, as_float, gib, number
-from trainstep.report.subjects import allocations, residuals
+from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
+from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Definition, make_table
 from trainstep.stats import ratio_of_medians
 
-AGREES = 0.05
-"""A prediction of the peak that is off by more than this share is remarked on."""
-NEARLY_FULL = 0.3
-"""The memory there is, is drawn where a peak takes more than this share of it."""
+AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
+NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than this share of it
 _LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
 """Settings that tell the lines of the chart of peaks apart."""
 
@@ -36,8 +44,7 @@ PEAKS = Definition(
         case_column("mode", "mode"),
         value_column("at rest", "at_rest_gib"),
         *(value_column(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
-        value_column("peak", "peak_gib", digits=4),
-        value_column("predicted", "predicted_gib", digits=4),
+        *value_columns({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
         value_column("prediction off by (%)", "prediction_error", 100, digits=2),
         OUTCOME,
     ),
@@ -48,15 +55,13 @@ CHECKPOINTING = Definition(
     (
         *(column for column in SETTINGS if column.title != "checkpointing"),
         word_column("checkpointing", "checkpointing"),
-        value_column("predicted (GiB)", "predicted_gib", digits=4),
-        value_column("peak (GiB)", "peak_gib", digits=4),
+        *value_columns({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
         value_column("prediction off by (%)", "prediction_error", 100, digits=2),
         value_column("peak in", "peak_phase"),
         median_column("step (ms) [95 %]", "step"),
         OUTCOME,
     ),
 )
-TABLES = (PEAKS, *allocations.TABLES, *residuals.TABLES, CHECKPOINTING)
 
 
 def memory(records: Sequence[Row]) -> Section | None:
@@ -146,9 +151,6 @@ def checkpointing(records: Sequence[Row]) -> Section | None:
     return Section("checkpointing", "Checkpointing", "What checkpointing makes of it", lead, blocks)
 
 
-SECTIONS = (memory, peaks, *allocations.SECTIONS, *residuals.SECTIONS, checkpointing)
-
-
 def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Chart:
     largest = max((peak for row in rows for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
     unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
@@ -159,15 +161,9 @@ def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Ch
         tip = f"peak {gib(peak)}, in {row.peak_phase}" if peak is not None else row.reason
         tip += f"\npredicted {gib(predicted)}" if predicted is not None else ""
         tip += f"\n{number(row.times['step'].median)} ms per step" if "step" in row.times else ""
-        drawn.append(
-            Bar(
-                str(row.checkpointing),
-                None if peak is None else peak * scale,
-                row.status if peak is None else f"{number(peak * scale)} {unit}",
-                tip,
-                second=None if predicted is None else predicted * scale,
-            )
-        )
+        label = row.status if peak is None else f"{number(peak * scale)} {unit}"
+        ends = [None if size is None else size * scale for size in (peak, predicted)]
+        drawn.append(Bar(str(row.checkpointing), ends[0], label, tip, second=ends[1]))
     shown = limit * scale if limit is not None and largest > NEARLY_FULL * limit else None
     legend = [("accent", "measured"), ("neutral", "predicted")]
     caption = "The dashed line is the memory there is." if shown else ""
@@ -186,18 +182,17 @@ def prediction_findings(records: Sequence[Row]) -> list[Finding]:
     if not errors:
         return []
     worst, row = max(errors, key=lambda each: each[0])
-    over = sum(error > AGREES for error, _ in errors)
-    figures: dict[str, Scalar] = {"worst": worst, "peaks": len(errors), "over": over}
-    count = f"{len(errors)} measured peaks" if len(errors) > 1 else "the measured peak"
+    figures = {"worst": worst, "peaks": len(errors), "over": sum(error > AGREES for error, _ in errors)}
     if worst <= AGREES:
-        sentence = f"The plan predicts {count} to within {max(worst, 1e-4):.2%}."
-        return [Finding("memory", sentence, "memory.predicted", figures)]
-    sentence = (
-        f"The plan is off by more than {AGREES:.0%} for {over} of {len(errors)} measured peaks, at worst by "
-        f"{worst:.1%} ({_told(row, 'context', 'precision', 'checkpointing')}); for small models the CUDA libraries' "
+        count = "{peaks} measured peaks" if len(errors) > 1 else "the measured peak"
+        said = f"The plan predicts {count} to within {max(worst, 1e-4):.2%}."
+        return [found("memory.predicted", said, **figures)]
+    said = (
+        f"The plan is off by more than {AGREES:.0%} for {{over}} of {{peaks}} measured peaks, at worst by "
+        f"{{worst:.1%}} ({_told(row, 'context', 'precision', 'checkpointing')}); for small models the CUDA libraries' "
         "own workspaces, which it leaves out, are that large."
     )
-    return [Finding("memory", sentence, "memory.prediction-off", figures)]
+    return [found("memory.prediction-off", said, **figures)]
 
 
 def _told(row: Row, *names: str) -> str:
@@ -206,34 +201,25 @@ def _told(row: Row, *names: str) -> str:
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """Cases of the grid that ran out of memory, with what they would have needed."""
-    found = []
+    every = []
     for row in of_kind(records, PeakRow):
         if row.status == "out of memory":
-            why = f": it needs {in_gib(row.predicted_gib)} by prediction" if row.predicted_gib is not None else ""
-            sentence = f"Does not fit: a {row.mode} at {_told(row, 'context', 'precision')}{why}."
+            why = ": it needs {predicted_gib:gib} by prediction" if row.predicted_gib is not None else ""
+            said = f"Does not fit: a {{mode}} at {_told(row, 'context', 'precision')}{why}."
             figures = {"mode": row.mode, "context": row.context, "predicted_gib": row.predicted_gib}
-            found.append(Finding("memory", sentence, "memory.does-not-fit", figures))
-    return found
+            every.append(found("memory.does-not-fit", said, **figures))
+    return every
 
 
 def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
     """The best policy of every K blocks, study by study."""
     studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
-    found = [(study, _best_policy(study)) for study in studies]
+    every = [(study, _best_policy(study)) for study in studies]
     return [
         replace(finding, sentence=f"{_study_name(study)}: {finding.sentence}") if len(studies) > 1 else finding
-        for study, finding in found
+        for study, finding in every
         if finding is not None
     ]
-
-
-RULES = (
-    *allocations.RULES,
-    *residuals.RULES,
-    prediction_findings,
-    fit_findings,
-    checkpointing_findings,
-)
 
 
 def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:
@@ -251,28 +237,25 @@ def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:
     beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
     beside = f" (beside it {beside})" if beside else ""
     cost, ratio = _time_against_none(rows, best[0])
-    figures: dict[str, Scalar] = {"best": tuple(map(str, best)), "peak_gib": peak, "without_gib": without, **ratio}
     if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
         id = "no-gain"
-        sentence = (
-            f"No checkpoint every K blocks makes the peak smaller: {in_gib(without)} without, {in_gib(peak)} at best."
-        )
+        said = "No checkpoint every K blocks makes the peak smaller: {without_gib:gib} without, {peak_gib:gib} at best."
     elif without is not None and limit is not None and without <= limit:
         id = "not-needed"
-        sentence = (
-            f"No checkpointing is needed: the step fits without ({in_gib(without)} of {in_gib(limit)}). For a larger "
-            f"batch or context the best K is {which}: {in_gib(peak)}{beside}.{cost}"
+        said = (
+            f"No checkpointing is needed: the step fits without ({{without_gib:gib}} of {in_gib(limit)}). For a larger "
+            f"batch or context the best K is {which}: {{peak_gib:gib}}{beside}.{cost}"
         )
     else:
-        against = f"; without checkpointing {in_gib(without)}" if without is not None else ""
+        against = "; without checkpointing {without_gib:gib}" if without is not None else ""
         every = f"{which} blocks" if best != [1] else "block"
         alike = " alike" if len(best) > 1 else ""
-        id, sentence = "best", f"The best K is {which}: a checkpoint every {every} peaks at {in_gib(peak)}{alike}"
+        id, said = "best", f"The best K is {which}: a checkpoint every {every} peaks at {{peak_gib:gib}}{alike}"
         if limit is not None and peak > limit:
             id = "none-fits"
-            sentence = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {in_gib(peak)}"
-        sentence += f"{beside}{against}.{cost}"
-    return Finding("checkpointing", sentence, f"checkpointing.{id}", figures)
+            said = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {{peak_gib:gib}}"
+        said += f"{beside}{against}.{cost}"
+    return found(f"checkpointing.{id}", said, best=tuple(map(str, best)), peak_gib=peak, without_gib=without, **ratio)
 
 
 def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[str, Scalar]]:
@@ -283,10 +266,115 @@ def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[st
     ratio = ratio_of_medians(rows[policy].samples["step"], rows["none"].samples["step"])
     if ratio.interval is None:
         return " Too few steps were timed to say what that costs in time.", {"time_ratio": None}
-    figures: dict[str, Scalar] = {"time_ratio": ratio.value}
-    figures |= {"time_ratio_low": ratio.interval.low, "time_ratio_high": ratio.interval.high}
-    interval = f"(95 % interval {ratio.interval.low:.2f}–{ratio.interval.high:.2f})"
+    low, high = ratio.interval.low, ratio.interval.high
     every = "every block" if size == 1 else f"every {size} blocks"
+    told = "a step takes {time_ratio:.2f}× the time without"
     if 1 in ratio.interval:
-        return f" With a checkpoint {every} these samples show no difference in time {interval}.", figures
-    return f" With a checkpoint {every} a step takes {ratio.value:.2f}× the time without {interval}.", figures
+        told = "these samples show no difference in time"
+    said = f" With a checkpoint {every} {told} (95 % interval {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
+    return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
+
+
+PARTS = {"first block": "One block", "step": "The whole step"}  # Parts that have charts, the smaller first
+_GROUP = ("group", "rank", "module")  # Settings that tell the rows of one part apart
+
+
+def residual_name(row: Row) -> str:
+    """`1. blocks.*.attention`, or the name of a group that is no module's."""
+    assert isinstance(row, ResidualRow)
+    return row.group if row.rank is None else f"{row.rank}. {row.module}"
+
+
+RESIDUALS = Definition(
+    ResidualRow,
+    "What forward keeps for backward, without parameters; each storage once",
+    (
+        *SETTINGS,
+        case_column("part", "part"),
+        Column("what", residual_name),
+        *value_columns({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
+        value_column("share (%)", "share", 100),
+        value_column("formula (MiB)", "formula_mib"),
+        OUTCOME,
+    ),
+)
+
+
+def residuals(records: Sequence[Row]) -> Section | None:
+    """What forward keeps, by module and operation."""
+    rows = of_kind(records, ResidualRow)
+    if not rows:
+        return None
+    charts = []
+    for part, words in PARTS.items():
+        own = [row for row in rows if row.part == part and row.mib is not None]
+        has_precisions = len({row.precision for row in own}) > 1
+        for place, group in enumerate(by_case(own, *_GROUP)):
+            told = f"{words}, {group[0].precision}" if has_precisions else words
+            charts.append(_residual_chart(f"{part}-{place}".replace(" ", "-"), told, group))
+    blocks: list[Block] = [Charts(charts)] if charts else []
+    for place, own in enumerate(by_case(rows, "part", *_GROUP)):
+        blocks.append(make_table(RESIDUALS, own, "page", name=f"residuals-{place}"))
+    lead = (
+        "Tensors that autograd holds on to between forward and backward, without parameters, each storage once. These "
+        "are the activations that a larger batch or context multiplies."
+    )
+    return Section("residuals", "Kept for backward", "What forward keeps for backward", lead, blocks)
+
+
+def _residual_chart(name: str, words: str, rows: Sequence[ResidualRow]) -> Chart:
+    drawn = []
+    for row in rows:
+        if row.group == "all":
+            continue
+        size, share = row.mib or 0, row.share or 0
+        what, tip = residual_name(row), f"{gib(size / 1024)}, {share:.1%} of it\n{row.tensor or 'various tensors'}"
+        if row.operation:
+            tip = f"{row.module}\n{tip}"
+            is_compiled = row.operation == "CompiledFunction"  # which names neither operation nor module
+            last = str(row.module).rpartition(".")[2]
+            what = f"{row.rank}. {row.tensor if is_compiled else f'{row.operation}, {last}'}"
+        drawn.append(Bar(what, size, f"{share:.1%}", f"{tip}\n{number(row.storages)} storages"))
+    total = next((row.mib or 0 for row in rows if row.group == "all"), 0)
+    form = "eager" if rows[0].compile == "off" else "compiled"
+    title = f"{words}, {form}: {gib(total / 1024)}"
+    return Chart(f"residuals-{name}", title, "", partial(bars, drawn, "MiB"))
+
+
+def residual_findings(records: Sequence[Row]) -> list[Finding]:
+    """What one block keeps, and what compilation leaves of it and of the whole step; case by case."""
+    cases = by_case([row for row in of_kind(records, ResidualRow) if row.status == "ok"], "part", *_GROUP, "compile")
+    return [finding for own in cases for finding in _kept(own, "Under {precision}, " if len(cases) > 1 else "")]
+
+
+def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
+
+    def kept(id: str, said: str, **figures: Scalar) -> Finding:
+        said = under + said if under else said[0].upper() + said[1:]
+        return found(f"residuals.{id}", said, precision=rows[0].precision, **figures)
+
+    alls = {(row.part, row.compile): (row.mib or 0) / 1024 for row in rows if row.group == "all"}
+    block, compiled_block = (alls.get(("first block", form)) for form in ("off", "blocks"))
+    step, compiled_step = (alls.get(("step", form)) for form in ("off", "model"))
+    first = next((row for row in rows if (row.part, row.compile, row.rank) == ("first block", "off", 1)), None)
+    if block is not None and first is not None:
+        said = (
+            "forward keeps {gib:gib} for the backward of one block; the largest part, {share:.0%}, is kept for "
+            f"{{operation}} in {{module}} ({first.tensor})."
+        )
+        figures = {"operation": first.operation, "module": first.module}
+        yield kept("block", said, gib=block, share=first.share or 0, **figures)
+    if block is not None and compiled_block is not None:
+        said = "compiled, one block keeps {compiled_gib:gib} instead of {eager_gib:gib}."
+        yield kept("compiled-block", said, eager_gib=block, compiled_gib=compiled_block)
+    if step is not None and compiled_step is not None:
+        said = (
+            "of the whole step, eager code keeps {eager_gib:gib} and compiled code {compiled_gib:gib} "
+            f"({compiled_step / step - 1:+.0%})."
+        )
+        yield kept("compiled-step", said, eager_gib=step, compiled_gib=compiled_step)
+
+
+TABLES = (PEAKS, *allocations.TABLES, RESIDUALS, CHECKPOINTING)
+SECTIONS = (memory, peaks, *allocations.SECTIONS, residuals, checkpointing)
+RULES = (*allocations.RULES, residual_findings, prediction_findings, fit_findings, checkpointing_findings)

@@ -6,24 +6,19 @@ from collections.abc import Sequence
 
 from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, ProfileRow, RungRow, SweepRow
 from trainstep.records import Row, Times, of_kind
-from trainstep.report.analysed import analysed_step, is_same_step
-from trainstep.report.finding import Finding, in_ms, listed
+from trainstep.report.finding import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
+from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.stats import WILD_INTERVAL
 
-NOISY_INTERVAL = 0.10
-"""A median whose interval is wider than this share of it was measured on a noisy machine."""
-FEWEST = 5
-"""Samples whose extremes stand in for an interval."""
+NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine
+FEWEST = 5  # Samples whose extremes stand in for an interval
 APART = 0.10
 """Measurements of one step in one run are said to disagree when what encloses their medians is further apart."""
 BEYOND = 1.05
 """Part of the measured ceiling of arithmetic from which it cannot be: a GPU's clock is a few percent lower under one
 long large product than under short ones."""
-SEEN = 0.01
-"""Share of its phase from which a family has a row on the page."""
-
-TOPIC = "noise"
+SEEN = 0.01  # Share of its phase from which a family has a row on the page
 
 
 def noisy_step(rows: Sequence[Row]) -> list[Finding]:
@@ -31,32 +26,28 @@ def noisy_step(rows: Sequence[Row]) -> list[Finding]:
     step = analysed_step(rows)
     if step is None or (width := _width(step.times["step"])) is None:
         return []
-    found = []
+    every = []
     if width > NOISY_INTERVAL:
-        sentence = (
-            f"The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
+        said = (
+            "The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
             "Small differences need more --steps or a quieter machine."
         )
-        found.append(Finding(id="noise.interval", topic=TOPIC, figures={"width": width}, sentence=sentence))
+        every.append(found("noise.interval", said, width=width))
     if step.throttled_by not in (None, "nothing"):
-        sentence = f"The GPU was slowed by its {step.throttled_by} while it was measured."
-        figures = {"throttled_by": step.throttled_by}
-        found.append(Finding(id="noise.throttled", topic=TOPIC, figures=figures, sentence=sentence))
-    return found
+        said = "The GPU was slowed by its {throttled_by} while it was measured."
+        every.append(found("noise.throttled", said, throttled_by=step.throttled_by))
+    return every
 
 
 def _width(times: Times) -> float | None:
-    """The interval's width as a share of the median."""
     return None if times.low is None or times.high is None else (times.high - times.low) / times.median
 
 
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
     """Rungs whose first times were unsteady."""
     again = tuple(row.rung for row in of_kind(rows, RungRow) if row.attempts == 2)
-    if not again:
-        return []
-    sentence = f"Measured twice, since the first times were unsteady: {', '.join(again)}. The second ones are shown."
-    return [Finding(id="noise.measured-again", topic=TOPIC, figures={"rungs": again}, sentence=sentence)]
+    said = "Measured twice, since the first times were unsteady: {rungs:n}. The second ones are shown."
+    return [found("noise.measured-again", said, rungs=again)] if again else []
 
 
 def wild_rows(rows: Sequence[Row]) -> list[Finding]:
@@ -71,26 +62,22 @@ def _wild(rows: Sequence[RungRow] | Sequence[SweepRow], many: str) -> list[Findi
     if not wild:
         return []
     worst, known = max(wild, key=widths.__getitem__), sum(times in widths for times in measured)
-    figures = {"rows": len(wild), "of": known, "low_ms": worst.low, "ms": worst.median, "high_ms": worst.high}
-    sentence = (
-        f"Unsteady times in {len(wild)} of {known} {many}: 95 % intervals span more than half of the median, at worst "
-        f"{in_ms(worst.low)} to {in_ms(worst.high)} around {in_ms(worst.median)}. Something else may have run; measure "
-        "again before believing them."
+    said = (
+        f"Unsteady times in {{rows}} of {{of}} {many}: 95 % intervals span more than half of the median, at worst "
+        "{low_ms:ms} to {high_ms:ms} around {ms:ms}. Something else may have run; measure again before believing them."
     )
-    return [Finding(id=f"noise.unsteady-{many}", topic=TOPIC, figures=figures, sentence=sentence)]
+    figures = {"rows": len(wild), "of": known, "low_ms": worst.low, "ms": worst.median, "high_ms": worst.high}
+    return [found(f"noise.unsteady-{many}", said, **figures)]
 
 
 def control(rows: Sequence[Row]) -> list[Finding]:
     """A baseline that took another time at the end of the ladder than at its start."""
+    said = (
+        "The machine changed while it was measured: the baseline took {first_ms:ms} at the start of the ladder and "
+        "{again_ms:ms} at its end. Speed-ups are no more certain than that; run again on a quieter machine."
+    )
     return [
-        Finding(
-            id="noise.control",
-            topic=TOPIC,
-            figures={"first_ms": row.first_ms, "again_ms": row.again_ms, "ratio": row.ratio},
-            sentence=f"The machine changed while it was measured: the baseline took {in_ms(row.first_ms)} at the start "
-            f"of the ladder and {in_ms(row.again_ms)} at its end. Speed-ups are no more certain than that; run again "
-            "on a quieter machine.",
-        )
+        found("noise.control", said, first_ms=row.first_ms, again_ms=row.again_ms, ratio=row.ratio)
         for row in of_kind(rows, ControlRow)
         if row.ratio_low is not None and row.ratio_high is not None and not row.ratio_low <= 1 <= row.ratio_high
     ]
@@ -111,29 +98,24 @@ def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
         "the profile": of_kind(rows, ProfileRow),
         "the ladder's baseline": [row for row in of_kind(rows, RungRow) if row.verdict == "baseline"],
     }
-    found = {
-        name: (numeric(row.values["step_ms"]), *ends)
+    ends = {
+        name: (numeric(row.values["step_ms"]), *enclosed)
         for name, those in candidates.items()
         for row in those[:1]
-        if row.values.get("step_ms") is not None and is_same_step(step, row) and (ends := _enclosed(row)) is not None
+        if row.values.get("step_ms") is not None and is_same_step(step, row) and (enclosed := _enclosed(row))
     }
-    if len(found) < 2:
+    if len(ends) < 2:
         return []
-    highest_low, lowest_high = max(low for _, low, _ in found.values()), min(high for _, _, high in found.values())
-    if highest_low <= (1 + APART) * lowest_high:
+    if max(low for _, low, _ in ends.values()) <= (1 + APART) * min(high for _, _, high in ends.values()):
         return []
-    medians = {name: median for name, (median, _, _) in found.items()}
-    apart = max(medians.values()) / min(medians.values())
+    medians = {name: median for name, (median, _, _) in ends.items()}
     told = listed([f"{in_ms(median)} ({name})" for name, median in medians.items()])
-    return [
-        Finding(
-            id="noise.same-step",
-            topic=TOPIC,
-            figures={**{f"{name.replace(' ', '_')}_ms": median for name, median in medians.items()}, "apart": apart},
-            sentence=f"The same step was measured as {told}, {apart:.1f}× apart: the machine changed meanwhile. Times "
-            "of these parts cannot be set beside one another; run again on a quieter machine.",
-        )
-    ]
+    said = (
+        f"The same step was measured as {told}, {{apart:.1f}}× apart: the machine changed meanwhile. Times of these "
+        "parts cannot be set beside one another; run again on a quieter machine."
+    )
+    figures = {f"{name.replace(' ', '_')}_ms": median for name, median in medians.items()}
+    return [found("noise.same-step", said, **figures, apart=max(medians.values()) / min(medians.values()))]
 
 
 def _enclosed(row: Row) -> tuple[float, float] | None:
@@ -156,17 +138,12 @@ def beyond_arithmetic(rows: Sequence[Row]) -> list[Finding]:
     beyond = {name: part for name, part in sorted(parts.items(), key=lambda each: -each[1]) if part >= BEYOND}
     if not beyond:
         return []
-    told = listed([f"{name} {part:.0%}" for name, part in beyond.items()])
-    return [
-        Finding(
-            id="noise.beyond-arithmetic",
-            topic=TOPIC,
-            figures=beyond,
-            sentence=f"More than can be, of the arithmetic that a large product reached: {told}. That product or the "
-            "profile was disturbed (or their clocks differed), so shares of the device's limit are not to be trusted "
-            "here.",
-        )
-    ]
+    said = (
+        f"More than can be, of the arithmetic that a large product reached: "
+        f"{listed([f'{name} {part:.0%}' for name, part in beyond.items()])}. That product or the profile was disturbed "
+        "(or their clocks differed), so shares of the device's limit are not to be trusted here."
+    )
+    return [found("noise.beyond-arithmetic", said, **beyond)]
 
 
 RULES = (noisy_step, measured_again, wild_rows, control, same_step_twice, beyond_arithmetic)

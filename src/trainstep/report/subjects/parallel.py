@@ -8,41 +8,33 @@ from dataclasses import replace
 from functools import partial
 
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
-from trainstep.records import Row, by_case, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import KINDS, Bar, Series, bars, curves
+from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.report.blocks import Block, Chart, Charts, Section, told_apart
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves
 from trainstep.report.charts.overlap import LEGEND, overlap_chart
+from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
-    Cell,
     Column,
     case_column,
+    case_columns,
     count_column,
     mean_column,
     median_column,
     value_column,
+    value_columns,
+    word_column,
 )
-from trainstep.report.facts import told_apart
-from trainstep.report.finding import Finding
+from trainstep.report.finding import Finding, found
 from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, make_table
 
-
-def _word_column(name: str, *, setting: bool = False) -> Column:
-    """A setting that is a word, set as one on the page however short it is."""
-
-    def cell(row: Row) -> Cell:
-        value = row.case.get(name)
-        return Cell(number(value), value, name, is_text=True)
-
-    return Column(name, cell, setting=setting)
-
-
 _RANKS = case_column("ranks", "world_size")
-_SCHEME = _word_column("scheme")
+_SCHEME = word_column("scheme", "scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
-_COLLECTIVE = _word_column("collective", setting=True)
+_COLLECTIVE = replace(word_column("collective", "collective"), setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
     *(case_column(name, name) for name in ("backend", "dtype")),
@@ -61,10 +53,8 @@ COLLECTIVE = Definition(
         _COUNT,
         median_column("time (ms) [95 %]", "time"),
         replace(mean_column("mean ± std", "time"), page=False),
-        value_column("fastest rank (ms)", "fastest_rank_ms", brief=False),
-        value_column("slowest rank (ms)", "slowest_rank_ms", brief=False),
-        value_column("algorithm GB/s", "algorithm_gb_s"),
-        value_column("bus GB/s", "bus_gb_s"),
+        *value_columns({"fastest rank (ms)": "fastest_rank_ms", "slowest rank (ms)": "slowest_rank_ms"}, brief=False),
+        *value_columns({"algorithm GB/s": "algorithm_gb_s", "bus GB/s": "bus_gb_s"}),
         OUTCOME,
     ),
 )
@@ -73,8 +63,7 @@ FIT = Definition(
     "What a call costs: an overhead, and bytes on each link at a bandwidth",
     (
         *_COLLECTIVES,
-        value_column("overhead (µs)", "overhead_us"),
-        value_column("bus GB/s", "bus_gb_s"),
+        *value_columns({"overhead (µs)": "overhead_us", "bus GB/s": "bus_gb_s"}),
         value_column("sizes", "sizes", page=False),
         value_column("worst error (%)", "worst_error", 100, digits=2),
     ),
@@ -88,11 +77,8 @@ SCHEMES = Definition(
         case_column("scheme", "scheme"),
         _COUNT,
         median_column("step (ms) [95 %]", "step"),
-        value_column("beyond single (ms)", "exposed_ms"),
-        value_column("tokens/s", "tokens_per_s"),
-        value_column("collectives", "collectives"),
-        value_column("sent (GiB)", "sent_gib"),
-        value_column("sent by plan (GiB)", "sent_floor_gib"),
+        *value_columns({"beyond single (ms)": "exposed_ms", "tokens/s": "tokens_per_s", "collectives": "collectives"}),
+        *value_columns({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
         *(
             column
             for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
@@ -106,10 +92,8 @@ SCHEMES = Definition(
             )
         ),
         value_column("peak (GiB)", "peak_gib"),
-        value_column("loss off by", "loss_error", brief=False),
-        value_column("allowed", "loss_allowed", brief=False),
-        value_column("update off by", "update_error", brief=False),
-        value_column("allowed", "update_allowed", brief=False),
+        *value_columns({"loss off by": "loss_error", "allowed": "loss_allowed"}, brief=False),
+        *value_columns({"update off by": "update_error", "allowed": "update_allowed"}, brief=False),
         OUTCOME,
     ),
 )
@@ -120,10 +104,8 @@ TRACES = Definition(
         *SETTINGS,
         _RANKS,
         _SCHEME,
-        value_column("step without the profiler", "step_ms"),
-        value_column("traced, first to last kernel", "span_ms"),
-        value_column("computation", "computation_ms"),
-        value_column("communication", "communication_ms"),
+        *value_columns({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
+        *value_columns({"computation": "computation_ms", "communication": "communication_ms"}),
         value_column("hidden communication", "hidden_communication_ms"),
         value_column("exposed communication", "exposed_communication_ms"),
         value_column("hidden (%)", "hidden_share", 100),
@@ -138,12 +120,10 @@ RUNS = Definition(
     (
         *SETTINGS,
         _RANKS,
-        case_column("global batch", "global_batch"),
-        case_column("updates", "steps"),
+        *case_columns({"global batch": "global_batch", "updates": "steps"}),
         _SCHEME,
         _COUNT,
-        value_column("first loss", "first_loss", digits=5),
-        value_column("last loss", "last_loss", digits=5),
+        *value_columns({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
         value_column("validation loss", "validation_loss", digits=5),
         median_column("update (ms) [95 %]", "step"),
         count_column("tokens/s", "tokens_per_s"),
@@ -160,29 +140,16 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     if not traced:
         return []
     traced.sort(key=lambda row: -(row.hidden_share or 0))
-    most, least = traced[0], traced[-1]
-    sentence = f"Of communication in the traced step, computation hides {_hidden(most, ' are exposed')}"
-    figures = _hidden_figures("most", most)
-    if least is not most:
-        sentence += f", and {_hidden(least, '')}"
-        figures |= _hidden_figures("least", least)
-    return [Finding("data parallel", f"{sentence}.", "parallel.hidden", figures)]
-
-
-def _hidden(row: ParallelTraceRow, exposed: str) -> str:
-    return (
-        f"{row.hidden_share or 0:.0%} with {row.scheme} "
-        f"({number(row.exposed_communication_ms)} of {number(row.communication_ms)} ms{exposed})"
-    )
-
-
-def _hidden_figures(which: str, row: ParallelTraceRow) -> dict[str, str | float | None]:
-    return {
-        which: row.scheme,
-        f"{which}_hidden_share": row.hidden_share,
-        f"{which}_exposed_ms": row.exposed_communication_ms,
-        f"{which}_communication_ms": row.communication_ms,
-    }
+    said, figures = "Of communication in the traced step, computation hides ", dict[str, Scalar]()
+    for which, row in list({"most": traced[0], "least": traced[-1]}.items())[: len(traced)]:
+        said += ", and " if which == "least" else ""
+        said += f"{{{which}_hidden_share:.0%}} with {{{which}}} "
+        said += f"({{{which}_exposed_ms:n}} of {{{which}_communication_ms:n}} ms"
+        said += ")" if which == "least" else " are exposed)"
+        figures |= {which: row.scheme, f"{which}_hidden_share": row.hidden_share}
+        figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
+        figures |= {f"{which}_communication_ms": row.communication_ms}
+    return [found("parallel.hidden", f"{said}.", **figures)]
 
 
 def collectives(records: Sequence[Row]) -> Section | None:
@@ -266,25 +233,13 @@ def parallel(records: Sequence[Row]) -> Section | None:
 
 def _timed(rows: Sequence[ParallelRow]) -> list[Block]:
     alone = next((_step_ms(row) for row in rows if row.scheme == "single"), None)
-    charts = [
-        Chart(
-            "parallel-step",
-            "Step on the slowest rank",
-            "",
-            partial(bars, [_step_bar(row, alone) for row in rows], "ms per step"),
-            [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")],
-        )
-    ]
+    legend = [("neutral", "the step without communication"), ("accent", "exposed communication and other cost")]
+    drawn = partial(bars, [_step_bar(row, alone) for row in rows], "ms per step")
+    charts = [Chart("parallel-step", "Step on the slowest rank", "", drawn, legend)]
     if any(row.peak_gib is not None for row in rows):
-        charts.append(
-            Chart(
-                "parallel-memory",
-                "Memory of a rank",
-                "",
-                partial(bars, [_memory_bar(row) for row in rows], "GiB"),
-                [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")],
-            )
-        )
+        legend = [("neutral", "weights, gradients and optimizer state"), ("accent", "all else, at the peak")]
+        drawn = partial(bars, [_memory_bar(row) for row in rows], "GiB")
+        charts.append(Chart("parallel-memory", "Memory of a rank", "", drawn, legend))
     return [Charts(charts), make_table(SCHEMES, rows, "page")]
 
 

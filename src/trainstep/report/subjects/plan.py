@@ -8,9 +8,10 @@ from functools import partial
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import KINDS, Series, curves
-from trainstep.report.columns import Cell, Column, case_column, value_column
-from trainstep.report.finding import Finding, in_gib, in_ms
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves
+from trainstep.report.columns import Cell, Column, case_column, case_columns, value_column, value_columns
+from trainstep.report.finding import Finding, found
 from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
@@ -45,17 +46,11 @@ TABLES = (
         PlanMachineRow,
         "What the prediction stands on",
         (
-            case_column("model", "workload"),
-            case_column("device", "device"),
-            value_column("parameters", "parameters"),
-            value_column("GPUs", "gpus"),
-            value_column("per node", "gpus_per_node"),
-            value_column("memory (GiB)", "memory_gib", digits=4),
-            value_column("for tensors (GiB)", "tensors_gib", digits=4),
-            value_column("products (TFLOP/s)", "product_tflops"),
-            value_column("copy (GB/s)", "copy_gb_s"),
-            value_column("link (GB/s)", "link_gb_s"),
-            value_column("a call (µs)", "link_overhead_us"),
+            *case_columns({"model": "workload", "device": "device"}),
+            *value_columns({"parameters": "parameters", "GPUs": "gpus", "per node": "gpus_per_node"}),
+            *value_columns({"memory (GiB)": "memory_gib", "for tensors (GiB)": "tensors_gib"}, digits=4),
+            *value_columns({"products (TFLOP/s)": "product_tflops", "copy (GB/s)": "copy_gb_s"}),
+            *value_columns({"link (GB/s)": "link_gb_s", "a call (µs)": "link_overhead_us"}),
             value_column("network (GB/s per GPU)", "network_gb_s"),
         ),
     ),
@@ -69,18 +64,12 @@ TABLES = (
             *_MESH,
             value_column("peak (GiB)", "peak_gib"),
             _ROOM,
-            value_column("fits", "fits"),
-            value_column("largest batch", "largest_batch"),
-            value_column("fewest GPUs", "smallest_gpus"),
+            *value_columns({"fits": "fits", "largest batch": "largest_batch", "fewest GPUs": "smallest_gpus"}),
             value_column("sent per GPU (GB)", "sent_gb"),
-            value_column("forward (ms)", "forward_ms", brief=False),
-            value_column("backward (ms)", "backward_ms", brief=False),
+            *value_columns({"forward (ms)": "forward_ms", "backward (ms)": "backward_ms"}, brief=False),
             value_column("optimizer (ms)", "optimizer_ms", brief=False),
-            value_column("computing (ms)", "compute_ms"),
-            value_column("communicating (ms)", "communication_ms"),
-            value_column("of it exposed (ms)", "exposed_ms"),
-            value_column("step (ms)", "step_ms"),
-            value_column("limited by", "limit"),
+            *value_columns({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
+            *value_columns({"of it exposed (ms)": "exposed_ms", "step (ms)": "step_ms", "limited by": "limit"}),
             value_column("tokens/s", "tokens_per_s"),
             value_column("utilisation (%)", "utilisation", 100),
         ),
@@ -95,8 +84,7 @@ TABLES = (
             *_SPLIT,
             value_column("peak at", "peak_at"),
             _ROOM,
-            value_column("fits", "fits"),
-            value_column("largest batch", "largest_batch"),
+            *value_columns({"fits": "fits", "largest batch": "largest_batch"}),
         ),
     ),
     Definition(
@@ -107,10 +95,8 @@ TABLES = (
             *_SETTINGS[:-2],
             _shown("axis", "axis"),
             case_column("connection", "connection"),
-            value_column("FLOP per byte", "flop_per_byte"),
-            value_column("needs tokens per GPU", "least_tokens_per_gpu"),
-            value_column("has", "tokens_per_gpu"),
-            value_column("most GPUs at this global batch", "most_gpus"),
+            *value_columns({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
+            *value_columns({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
         ),
     ),
     Definition(
@@ -122,11 +108,9 @@ TABLES = (
                 Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
                 for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
             ),
-            value_column("step (ms)", "step_ms"),
-            value_column("predicted (ms)", "predicted_ms"),
+            *value_columns({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
             value_column("time off by (%)", "time_error", 100, digits=2),
-            value_column("peak (GiB)", "peak_gib"),
-            value_column("predicted (GiB)", "predicted_gib"),
+            *value_columns({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),
             value_column("memory off by (%)", "memory_error", 100, digits=2),
         ),
     ),
@@ -164,10 +148,9 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     if not rows:
         return []
     fitting = [row for row in rows if row.fits]
-    found = [_fastest(fitting) if fitting else _nothing_fits(rows)]
-    for row in of_kind(records, PlanMachineRow):
-        found.append(Finding("plan", f"Predictions stand on this: {row.basis}.", "plan.basis", {"basis": row.basis}))
-    return found
+    bases = of_kind(records, PlanMachineRow)
+    stated = [found("plan.basis", "Predictions stand on this: {basis}.", basis=row.basis) for row in bases]
+    return [_fastest(fitting) if fitting else _nothing_fits(rows), *stated]
 
 
 RULES = (findings,)
@@ -175,43 +158,30 @@ RULES = (findings,)
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
     best = max(rows, key=lambda row: row.tokens_per_s or 0)
-    where = "one GPU" if best.gpus == 1 else f"{best.gpus:,} GPUs"
-    sentence = (
-        f"Predicted: of what fits, {best.strategy} is fastest on {where}, with {number(best.tokens_per_s)} tokens/s at "
-        f"{best.utilisation or 0:.0%} of the peak and {in_ms(best.step_ms)} a step. What limits it: {best.limit}."
+    said = (
+        f"Predicted: of what fits, {{strategy}} is fastest on {'one GPU' if best.gpus == 1 else '{gpus:,} GPUs'}, with "
+        "{tokens_per_s:n} tokens/s at {utilisation:.0%} of the peak and {step_ms:ms} a step. What limits it: {limit}."
     )
-    figures: dict[str, Scalar] = {
-        "strategy": best.strategy,
-        "gpus": best.gpus,
-        "tokens_per_s": best.tokens_per_s,
-        "utilisation": best.utilisation,
-        "step_ms": best.step_ms,
-        "limit": best.limit,
-    }
-    return Finding("plan", sentence, "plan.fastest", figures)
+    figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation or 0, "step_ms": best.step_ms}
+    return found("plan.fastest", said, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
 
 
 def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
     least = min(rows, key=lambda row: row.peak_gib or 0)
     enough = [row for row in rows if row.smallest_gpus is not None]
     fewest = min(enough, key=lambda row: row.smallest_gpus or 0, default=None)
-    advice = (
-        "No number of GPUs helps at this batch and context: checkpoint activations, or take a smaller batch."
-        if fewest is None
-        else f"With {fewest.strategy} it takes {fewest.smallest_gpus:,} GPUs."
+    said = (
+        "Predicted: nothing fits. {strategy} needs least, {peak_gib:gib} on each GPU, which has room for "
+        "{tensors_gib:gib} of tensors. "
     )
-    sentence = (
-        f"Predicted: nothing fits. {least.strategy} needs least, {in_gib(least.peak_gib or 0)} on each GPU, which has "
-        f"room for {in_gib(least.tensors_gib or 0)} of tensors. {advice}"
-    )
-    figures: dict[str, Scalar] = {
-        "strategy": least.strategy,
-        "peak_gib": least.peak_gib,
-        "tensors_gib": least.tensors_gib,
-        "fewest_gpus": fewest.smallest_gpus if fewest else None,
-        "fewest_gpus_strategy": fewest.strategy if fewest else None,
-    }
-    return Finding("plan", sentence, "plan.nothing-fits", figures)
+    figures: dict[str, Scalar] = {"fewest_gpus": None, "fewest_gpus_strategy": None}
+    if fewest is None:
+        said += "No number of GPUs helps at this batch and context: checkpoint activations, or take a smaller batch."
+    else:
+        said += "With {fewest_gpus_strategy} it takes {fewest_gpus:,} GPUs."
+        figures = {"fewest_gpus": fewest.smallest_gpus, "fewest_gpus_strategy": fewest.strategy}
+    figures |= {"peak_gib": least.peak_gib or 0, "tensors_gib": least.tensors_gib or 0}
+    return found("plan.nothing-fits", said, strategy=least.strategy, **figures)
 
 
 def plan(records: Sequence[Row]) -> Section | None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainstep.kinds import AccumulationRow, DtypeRow
-from trainstep.records import Row, Scalar, by_case, of_kind
+from trainstep.records import Row, by_case, of_kind
 from trainstep.report.blocks import Section
-from trainstep.report.columns import OUTCOME, SETTINGS, Column, case_column, value_cell, value_column
-from trainstep.report.finding import Finding, listed
+from trainstep.report.columns import (
+    OUTCOME,
+    SETTINGS,
+    Column,
+    case_column,
+    case_columns,
+    value_cell,
+    value_column,
+    value_columns,
+)
+from trainstep.report.finding import Finding, found
 from trainstep.report.numbers import numeric
 from trainstep.report.tables import Definition, make_table
 
@@ -18,8 +27,7 @@ DTYPES = Definition(
     (
         *SETTINGS,
         case_column("module", "module"),
-        value_column("class", "class_name"),
-        value_column("modules", "modules"),
+        *value_columns({"class": "class_name", "modules": "modules"}),
         *(value_column(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
         OUTCOME,
     ),
@@ -28,36 +36,33 @@ ACCUMULATION = Definition(
     AccumulationRow,
     "0.01 added a thousand times",
     (
-        case_column("accumulator", "accumulator"),
-        case_column("addend", "addend"),
+        *case_columns({"accumulator": "accumulator", "addend": "addend"}),
         Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
         value_column("why", "why"),
     ),
 )
 TABLES = (DTYPES, ACCUMULATION)
-RESULT, LOSS = "(forward's result)", "(loss)"
-"""The modules of the two rows that belong to none."""
+RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none
 
 
 def dtype_findings(rows: Sequence[Row]) -> list[Finding]:
     """Logits, loss, parameters and gradients under each precision."""
-    found = []
+    every = []
     seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok"]
     for precision in dict.fromkeys(row.precision for row in seen):
         own = {row.module: row for row in seen if row.precision == precision}
         result, loss = (", ".join(own[name].outputs or ()) if name in own else "–" for name in (RESULT, LOSS))
         weights, gradients = (
-            sorted({", ".join(each) for each in dtypes if each}) or ["none"]
+            tuple(sorted({", ".join(each) for each in dtypes if each}) or ["none"])
             for dtypes in ([row.parameters for row in own.values()], [row.gradients for row in own.values()])
         )
-        sentence = (
-            f"Under {precision}, forward's result is {result} and the loss {loss}; parameters are {listed(weights)}, "
-            f"their gradients {listed(gradients)}."
+        said = (
+            "Under {precision}, forward's result is {result} and the loss {loss}; parameters are {parameters:list}, "
+            "their gradients {gradients:list}."
         )
-        figures: dict[str, Scalar] = {"precision": precision, "result": result, "loss": loss}
-        figures |= {"parameters": tuple(weights), "gradients": tuple(gradients)}
-        found.append(Finding("precision", sentence, "precision.dtypes", figures))
-    return found
+        figures = {"precision": precision, "result": result, "loss": loss}
+        every.append(found("precision.dtypes", said, **figures, parameters=weights, gradients=gradients))
+    return every
 
 
 def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -66,11 +71,11 @@ def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
     half, full = totals.get(("fp16", "fp16")), totals.get(("fp32", "fp16"))
     if half is None or full is None:
         return []
-    sentence = (
-        f"0.01 added a thousand times is {half:.4f} in fp16, and {full:.4f} if only the running sum is fp32: sums need "
-        "the wide type, addends less."
+    said = (
+        "0.01 added a thousand times is {fp16:.4f} in fp16, and {fp32_sum:.4f} if only the running sum is fp32: sums "
+        "need the wide type, addends less."
     )
-    return [Finding("precision", sentence, "precision.accumulation", {"fp16": half, "fp32_sum": full})]
+    return [found("precision.accumulation", said, fp16=half, fp32_sum=full)]
 
 
 RULES = (dtype_findings, accumulation_findings)

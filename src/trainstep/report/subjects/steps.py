@@ -9,25 +9,25 @@ from functools import partial
 from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
-from trainstep.records import Row, Times, of_kind
-from trainstep.report.analysed import analysed_step, full_steps
-from trainstep.report.blocks import Chart, Charts, Facts, Section
-from trainstep.report.charts import Bar, Series, bars, dots, lines
+from trainstep.records import Row, Scalar, Times, of_kind
+from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, span
+from trainstep.report.charts.lines import Series, dots, lines
+from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import (
     OUTCOME,
     SETTINGS,
     Cell,
     Column,
-    case_column,
+    case_columns,
     files_only,
     mean_column,
     median_cell,
     median_column,
     value_cell,
     value_column,
+    value_columns,
 )
-from trainstep.report.facts import facts_of, span
-from trainstep.report.finding import Finding, in_ms
+from trainstep.report.finding import Finding, found
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
@@ -36,17 +36,14 @@ STEPS = Definition(
     "Time of one step and its phases, ms",
     (
         *SETTINGS,
-        case_column("mode", "mode"),
-        case_column("warm-up", "warmup"),
-        case_column("pass", "repeat"),
+        *case_columns({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
         Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
         *(value_column(name, f"{name}_ms", page=False) for name in PHASES),
         median_column("step [95 %]", "step"),
         *(files_only(mean_column(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
         value_column("host waits", "wait_ms", brief=False, page=False),
         value_column("first step", "first_step_ms", page=False),
-        value_column("tokens/s", "tokens_per_s", brief=False),
-        value_column("TFLOP/s", "achieved_tflops", brief=False),
+        *value_columns({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
         value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
         value_column("peak (GiB)", "peak_gib"),
         OUTCOME,
@@ -58,11 +55,8 @@ WARMUP = Definition(
     (
         Column("Left out", lambda row: Cell(number(row.case["warmup"]), row.case["warmup"], "warmup")),
         median_column("Median, ms [95 %]", "step"),
-        value_column("Mean, ms", "step_mean_ms"),
-        value_column("Std, ms", "step_std_ms"),
-        value_column("Max, ms", "step_max_ms"),
-        value_column("Outliers", "step_outliers"),
-        value_column("n", "n"),
+        *value_columns({"Mean, ms": "step_mean_ms", "Std, ms": "step_std_ms", "Max, ms": "step_max_ms"}),
+        *value_columns({"Outliers": "step_outliers", "n": "n"}),
     ),
     key=lambda row: number(row.case["warmup"]),
     name="warmup",
@@ -71,14 +65,28 @@ TABLES = (STEPS,)
 
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
-COLD_MEAN_EXCESS = 0.05
-"""Leaving out warm-up is remarked on when it changes the mean by more than this share."""
-LOW_UTILISATION = 0.35
-"""Below this share of the matmul ceiling a step leaves much to win."""
-BACKWARD_OVER_FORWARD = 2.0
-"""Each product y = x·W has two in backward: one for the gradient of x, one for that of W."""
-ODD = (0.75, 1.75)
-"""A ratio of backward to forward outside of these multiples of the expected one is remarked on."""
+COLD_MEAN_EXCESS = 0.05  # Leaving out warm-up is remarked on when it changes the mean by more than this share
+LOW_UTILISATION = 0.35  # Below this share of the matmul ceiling a step leaves much to win
+BACKWARD_OVER_FORWARD = 2.0  # Each product y = x·W has two in backward: one for the gradient of x, one for that of W
+ODD = (0.75, 1.75)  # A ratio of backward to forward outside of these multiples of the expected one is remarked on
+
+
+def full_steps(rows: Sequence[Row]) -> list[StepRow]:
+    """The rows of the one full step that was taken apart, one per warm-up; none where a grid of steps was measured."""
+    steps = [row for row in of_kind(rows, StepRow) if row.status == "ok" and row.mode == "step"]
+    cases = {tuple((name, value) for name, value in row.case.items() if name != "warmup") for row in steps}
+    return steps if len(cases) == 1 else []
+
+
+def analysed_step(rows: Sequence[Row]) -> StepRow | None:
+    """The step that was taken apart: the row with the longest warm-up."""
+    return max(full_steps(rows), key=lambda row: row.warmup or 0, default=None)
+
+
+def is_same_step(step: Row, other: Row) -> bool:
+    """Whether `other` (a profile, a rung, an allocation timeline) is of the step with the settings of `step`."""
+    own = {name: value for name, value in other.case.items() if name != "rung"}
+    return bool(own) and all(name in step.case and step.case[name] == value for name, value in own.items())
 
 
 def not_finite(rows: Sequence[Row]) -> list[Finding]:
@@ -88,15 +96,11 @@ def not_finite(rows: Sequence[Row]) -> list[Finding]:
         broken = next((at for at, loss in enumerate(losses, start=1) if loss is None or not math.isfinite(loss)), None)
         if broken is not None:
             which = row.rung if isinstance(row, RungRow) else f"{row.workload} in {row.precision}"
-            return [
-                Finding(
-                    id="loss.not-finite",
-                    topic="loss",
-                    figures={"step": broken, "steps": len(losses), "row": which},
-                    sentence=f"The loss is not finite from step {broken} of {len(losses)} on ({which}): the steps that "
-                    "are timed do not train. Look at the learning rate, the batch and the initial weights.",
-                )
-            ]
+            said = (
+                "The loss is not finite from step {step} of {steps} on ({row}): the steps that are timed do not train. "
+                "Look at the learning rate, the batch and the initial weights."
+            )
+            return [found("loss.not-finite", said, step=broken, steps=len(losses), row=which)]
     return []
 
 
@@ -110,39 +114,22 @@ def phase_findings(rows: Sequence[Row]) -> list[Finding]:
     first, second = sorted(times, key=times.__getitem__, reverse=True)[:2]
     ratio, expected = times["backward"] / times["forward"], expected_ratio(step, rows)
     is_odd = expected is not None and not ODD[0] * expected <= ratio <= ODD[1] * expected
-    return [
-        Finding(
-            id="phases.longest",
-            topic="phases",
-            figures={
-                "first": first,
-                "first_ms": times[first],
-                "first_share": times[first] / total,
-                "second": second,
-                "second_share": times[second] / total,
-                "total_ms": total,
-                "backward_over_forward": ratio,
-                "expected_backward_over_forward": expected,
-                "is_odd": is_odd,
-            },
-            sentence=f"{first.capitalize()} dominates: {times[first] / total:.0%} of the phases together "
-            f"({in_ms(times[first])} of {in_ms(total)}), then {second} with {times[second] / total:.0%}."
-            f"{_oddness(ratio, expected, step) if is_odd else ''}",
-        )
-    ]
-
-
-def _oddness(ratio: float, expected: float | None, step: StepRow) -> str:
-    why = {
-        "with checkpointing": step.checkpointing not in (None, "selective"),
-        "with a chunked loss": step.loss == "chunked",
-    }
-    under = " and ".join(name for name, holds in why.items() if holds)
-    return (
-        f" Backward takes {ratio:.1f}× forward, where the matrix products alone would make it {expected:.2g}×"
-        f"{f' {under}' if under else ''}: look there first (memory spilling, a slow backward kernel, or a forward "
-        "bound by launches)."
+    said = (
+        f"{first.capitalize()} dominates: {{first_share:.0%}} of the phases together ({{first_ms:ms}} of "
+        "{total_ms:ms}), then {second} with {second_share:.0%}."
     )
+    if is_odd:
+        chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
+        under = " and ".join(["with checkpointing"] * recomputes + ["with a chunked loss"] * chunked)
+        said += (
+            " Backward takes {backward_over_forward:.1f}× forward, where the matrix products alone would make it "
+            f"{{expected_backward_over_forward:.2g}}×{f' {under}' if under else ''}: look there first (memory "
+            "spilling, a slow backward kernel, or a forward bound by launches)."
+        )
+    shares = {"first_share": times[first] / total, "second_share": times[second] / total}
+    figures: dict[str, Scalar] = {"first": first, "second": second, "first_ms": times[first], **shares}
+    figures |= {"total_ms": total, "backward_over_forward": ratio, "expected_backward_over_forward": expected}
+    return [found("phases.longest", said, is_odd=is_odd, **figures)]
 
 
 def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
@@ -181,22 +168,19 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         return []
     share = step.achieved_tflops / ceiling
     if share < LOW_UTILISATION:
-        judgement, said = "low", "most of the step is not matrix products at full speed"
+        judgement, judged = "low", "most of the step is not matrix products at full speed"
     elif share > 1:
         judgement = "beyond"
-        said = "more than can be, so the machine was slower when the large product was measured"
+        judged = "more than can be, so the machine was slower when the large product was measured"
     else:
-        judgement, said = "high", "the matrix products set the pace"
-        said += "; a lower precision moves that limit" if not PRECISIONS[str(step.precision)].is_half else ""
-    return [
-        Finding(
-            id=f"utilisation.{judgement}",
-            topic="utilisation",
-            figures={"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share},
-            sentence=f"The step reaches {number(step.achieved_tflops)} TFLOP/s, {share:.0%} of what a large "
-            f"{step.precision} matrix product reaches on this device ({number(ceiling)} TFLOP/s): {said}.",
-        )
-    ]
+        judgement, judged = "high", "the matrix products set the pace"
+        judged += "; a lower precision moves that limit" if not PRECISIONS[str(step.precision)].is_half else ""
+    said = (
+        "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
+        f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}."
+    )
+    figures = {"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share}
+    return [found(f"utilisation.{judgement}", said, **figures)]
 
 
 def launch_bound(rows: Sequence[Row]) -> list[Finding]:
@@ -204,20 +188,19 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     step = analysed_step(rows)
     if step is None or "forward_issue" not in step.times:
         return []
-    issue, forward = step.times["forward_issue"].median, step.times["forward"].median
+    issue, forward, is_compiled = (
+        step.times["forward_issue"].median,
+        step.times["forward"].median,
+        step.compile != "off",
+    )
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
-    compiling = ", torch.compile" if step.compile == "off" else ""
-    return [
-        Finding(
-            id="launches.bound",
-            topic="launches",
-            figures={"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": step.compile != "off"},
-            sentence=f"The host needs {in_ms(issue)} to launch the forward pass, which takes {in_ms(forward)}: "
-            f"launches set the pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will "
-            "not.",
-        )
-    ]
+    said = (
+        "The host needs {forward_issue_ms:ms} to launch the forward pass, which takes {forward_ms:ms}: launches set "
+        f"the pace, not the GPU. Larger batches{'' if is_compiled else ', torch.compile'} or CUDA graphs help; faster "
+        "kernels will not."
+    )
+    return [found("launches.bound", said, forward_issue_ms=issue, forward_ms=forward, is_compiled=is_compiled)]
 
 
 def cold_mean(rows: Sequence[Row]) -> list[Finding]:
@@ -229,15 +212,11 @@ def cold_mean(rows: Sequence[Row]) -> list[Finding]:
     excess = numeric(cold.times["step"].mean) / numeric(warm.times["step"].mean) - 1
     if excess < COLD_MEAN_EXCESS:
         return []
-    return [
-        Finding(
-            id="warm-up.needed",
-            topic="warm-up",
-            figures={"excess": excess, "first_step_ms": cold.first_step_ms, "step_ms": warm.step_ms},
-            sentence=f"Without warm-up the mean would be {excess:.0%} too high: the first step took "
-            f"{in_ms(cold.first_step_ms)}, a warm one takes {in_ms(warm.step_ms)}.",
-        )
-    ]
+    said = (
+        "Without warm-up the mean would be {excess:.0%} too high: the first step took {first_step_ms:ms}, a warm one "
+        "takes {step_ms:ms}."
+    )
+    return [found("warm-up.needed", said, excess=excess, first_step_ms=cold.first_step_ms, step_ms=warm.step_ms)]
 
 
 RULES = (not_finite, phase_findings, utilisation, launch_bound, cold_mean)
@@ -303,7 +282,6 @@ def _phase_row(step: StepRow, name: str, total: float, has_issue: bool) -> Table
 
 
 def _settings(step: StepRow) -> str:
-    """The settings of a step, in words."""
     compiled = "not compiled" if step.compile == "off" else f"compiled {step.compile}"
     parts = {
         f"batch {step.batch}": step.batch,

@@ -11,21 +11,28 @@ from typing import TYPE_CHECKING
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import Block, Chart, Charts, Section
-from trainstep.report.charts import KINDS, Series, curves, dots, lines
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, median_column, value_cell, value_column
-from trainstep.report.finding import Finding, listed
+from trainstep.report.charts import KINDS
+from trainstep.report.charts.lines import Series, curves, dots, lines
+from trainstep.report.columns import (
+    OUTCOME,
+    Cell,
+    Column,
+    case_column,
+    interval_cell,
+    median_column,
+    value_column,
+    value_columns,
+)
+from trainstep.report.finding import Finding, found, listed, literal
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
-MOST_LINES = 8
-"""In one chart over numbers: as many as there are hues."""
-MOST_DOTS = 6
-"""Side by side at one name; more would reach into the next."""
-DECADE = 10
-"""Numbers that span this factor are set on logarithmic axes."""
+MOST_LINES = 8  # In one chart over numbers: as many as there are hues
+MOST_DOTS = 6  # Side by side at one name; more would reach into the next
+DECADE = 10  # Numbers that span this factor are set on logarithmic axes
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,7 @@ class Measure:
     """What a sweep's rows are compared by."""
 
     title: str
-    value: str
-    """Its name in the row, ending in its unit."""
+    value: str  # Its name in the row, ending in its unit
     low: str = ""
     high: str = ""
     unit: str = "ms"
@@ -45,10 +51,7 @@ class Measure:
             return Cell(NONE)
         if row.status != "ok":
             return Cell(row.status)
-        found = value_cell(row, self.value)
-        if row.values.get(self.low) is None or row.values.get(self.high) is None:
-            return found
-        return Cell(found.text, found.value, found.name, value_cell(row, self.low), value_cell(row, self.high))
+        return interval_cell(row, self.value, self.low, self.high)
 
 
 _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
@@ -58,10 +61,8 @@ _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
 class Line:
     """The rows over an axis, all else equal."""
 
-    settings: Mapping[str, Scalar]
-    """All else that differs within the sweep; empty where nothing does."""
-    rows: Mapping[Scalar, SweepRow]
-    """Value on the axis → row."""
+    settings: Mapping[str, Scalar]  # All else that differs within the sweep; empty where nothing does
+    rows: Mapping[Scalar, SweepRow]  # Value on the axis → row
 
     @property
     def name(self) -> str:
@@ -74,8 +75,7 @@ class Axis:
     """One axis of a sweep."""
 
     name: str
-    values: Sequence[Scalar]
-    """Numbers ascending, names as the sweep's file has them."""
+    values: Sequence[Scalar]  # Numbers ascending, names as the sweep's file has them
     lines: Sequence[Line]
 
     @property
@@ -162,8 +162,7 @@ def columns(rows: Sequence[Row]) -> Sequence[Column]:
         median_column(step, "step"),
         median_column("forward and backward (ms) [95 %]", "both"),
         median_column("call (ms) [95 %]", "time"),
-        value_column("tokens/s", "tokens_per_s"),
-        value_column("peak (GiB)", "peak_gib"),
+        *value_columns({"tokens/s": "tokens_per_s", "peak (GiB)": "peak_gib"}),
         value_column("case took (s)", "case_s", brief=False),
         Column("folder in cases/", lambda row: str(row.values.get("folder", "")), brief=False),
         OUTCOME,
@@ -209,23 +208,23 @@ def findings(records: Sequence[Row]) -> list[Finding]:
     """Rows without a result, and rows of different environments."""
     rows = in_order(of_kind(records, SweepRow))
     lacking = Counter(row.status for row in rows if row.status != "ok")
-    found = []
+    every = []
     if lacking:
         counts = listed([f"{times} {status}" for status, times in lacking.items()])
         logs = " Their words are in stderr.txt of their folders below cases/." if lacking["failed"] else ""
-        sentence = f"Of {len(rows)} rows, {lacking.total()} have no result: {counts}.{logs}"
-        found.append(
-            Finding("sweep", sentence, "sweep.without-result", {"rows": len(rows), "without_result": lacking.total()})
-        )
+        said = f"Of {{rows}} rows, {{without_result}} have no result: {counts}.{logs}"
+        every.append(found("sweep.without-result", said, rows=len(rows), without_result=lacking.total()))
     for name in _PLURAL:
         if name == "threads" and len({row.flags.get("processes") for row in rows}) > 1:
             continue  # processes that torchrun starts share the cores: that is what was swept
-        values = list(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
+        values = tuple(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
         if len(values) > 1:
             what = f"{_PLURAL[name]} {listed([value[:12] if name == 'commit' else value for value in values])}"
-            sentence = f"The rows were measured with different {what}: compare their times with care, or sweep anew."
-            found.append(Finding("sweep", sentence, "sweep.environments", {name: tuple(values)}))
-    return found
+            said = (
+                f"The rows were measured with different {literal(what)}: compare their times with care, or sweep anew."
+            )
+            every.append(found("sweep.environments", said, **{name: values}))
+    return every
 
 
 RULES = (findings,)
@@ -252,7 +251,6 @@ def sweep(records: Sequence[Row]) -> Section | None:
 
 
 def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
-    """One chart, or several where one would hold too many lines."""
     most = MOST_LINES if axis.is_numeric else MOST_DOTS
     title = f"{measure.title[:1].upper()}{measure.title[1:]} by {axis.name.replace('_', ' ')}"
     drawn = [line for line in axis.lines if _points(line, measure)]
@@ -290,18 +288,11 @@ def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callabl
         points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
         name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
         role = KINDS[index % len(KINDS)]
-        series.append(
-            Series(
-                name,
-                [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points],
-                [as_float(row.values.get(measure.value)) or 0 for row in points.values()],
-                role,
-                markers=True,
-                low=[as_float(row.values.get(measure.low)) for row in points.values()],
-                high=[as_float(row.values.get(measure.high)) for row in points.values()],
-                texts=[f"{measure.cell(row).plain} {measure.unit}" for row in points.values()],
-            )
-        )
+        places = [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points]
+        sizes = [as_float(row.values.get(measure.value)) or 0 for row in points.values()]
+        low, high = ([as_float(row.values.get(end)) for row in points.values()] for end in (measure.low, measure.high))
+        texts = [f"{measure.cell(row).plain} {measure.unit}" for row in points.values()]
+        series.append(Series(name, places, sizes, role, markers=True, low=low, high=high, texts=texts))
         legend.append((role, name))
     title = axis.name.replace("_", " ")
     if not axis.is_numeric:

@@ -7,13 +7,12 @@ from functools import partial
 
 from trainstep.kinds import CeilingRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.analysed import analysed_step
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section
-from trainstep.report.charts import Bar, bars
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, value_column
-from trainstep.report.facts import fact, facts_of
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of
+from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.columns import OUTCOME, Cell, Column, case_column, value_columns
 from trainstep.report.numbers import number
 from trainstep.report.subjects.ladder import kept_rungs
+from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Definition, make_table
 
 
@@ -27,11 +26,8 @@ WORKLOAD = Definition(
     "The workload",
     (
         case_column("workload", "workload"),
-        value_column("parameters", "parameters"),
-        value_column("weights (GiB)", "parameters_gib"),
-        value_column("blocks", "blocks"),
-        value_column("tokens per step", "tokens"),
-        value_column("forward (TFLOP)", "forward_tflop"),
+        *value_columns({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
+        *value_columns({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
     ),
 )
 CEILINGS = Definition(
@@ -39,8 +35,7 @@ CEILINGS = Definition(
     "What this device reaches",
     (
         Column("operation", operation),
-        value_column("TFLOP/s", "tflops"),
-        value_column("GB/s, read + written", "gb_s"),
+        *value_columns({"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}),
         OUTCOME,
     ),
     key=operation,
@@ -73,15 +68,10 @@ def workload(rows: Sequence[Row]) -> Section | None:
 
 def _flop_chart(parts: dict[str, int | float]) -> Chart:
     total = sum(parts.values())
-    drawn = [
-        Bar(
-            name.replace("_", "-"),
-            100 * flop / total,
-            f"{flop / total:.0%}",
-            f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward",
-        )
-        for name, flop in parts.items()
-    ]
+    drawn = []
+    for name, flop in parts.items():
+        tip = f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward"
+        drawn.append(Bar(name.replace("_", "-"), 100 * flop / total, f"{flop / total:.0%}", tip))
     plot = partial(bars, drawn, "% of the FLOPs")
     return Chart("flops", "Arithmetic of one forward pass", "Backward does twice as much.", plot)
 

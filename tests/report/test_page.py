@@ -13,10 +13,10 @@ from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostil
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanMachineRow, RungRow, StepRow
 from trainstep.records import Row, of_kind
+from trainstep.report.blocks import fact
 from trainstep.report.columns import Cell
-from trainstep.report.facts import fact
-from trainstep.report.html import render, write_html
 from trainstep.report.numbers import number
+from trainstep.report.page import render, write_html
 
 
 @pytest.mark.parametrize("records", [sample.cpu_analysis(), sample.h200_analysis()], ids=["cpu", "h200"])

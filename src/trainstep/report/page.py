@@ -1,0 +1,234 @@
+"""A report: rows, what they say, and the files made of them: tables, and `report.html`, which begins with a summary.
+
+The page is one file that opens from disk and asks the network for nothing. Text and tables are plain HTML and come
+first; charts are drawn after the first paint. They and the library that draws them travel compressed (0.5 MB instead of
+1.5 MB), and the reader's browser unpacks them. Every name goes through Jinja's autoescape.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainstep.errors import UsageError
+from trainstep.kinds import RungRow, StepRow, WorkloadRow
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report.blocks import Block, Charts, Flags, Headline, Section, Sentences, span
+from trainstep.report.charts import COLOURS, embedded
+from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.finding import TOPICS, Finding
+from trainstep.report.formats import write_tables
+from trainstep.report.numbers import NONE, as_float, gib, number, typeset
+from trainstep.report.subjects import SECTIONS, findings
+from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
+from trainstep.report.subjects.steps import analysed_step
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of one analysis and everything derived from them."""
+
+    records: Sequence[Row]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the figures say, the most important first."""
+        return findings(self.records)
+
+    @property
+    def recommended_flags(self) -> str:
+        """The settings the ladder ended with, as flags to paste; empty where the baseline was best."""
+        return recommended_flags(self.records)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write `report.html` and `tables/*.{md,tex,typ,csv}` into `folder`; returns the files.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        page = folder / "report.html"
+        try:
+            tables = write_tables(self.records, folder / "tables")
+        except OSError as error:
+            raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+        write_html(self.records, page)
+        return [page, *tables]
+
+
+def render(records: Sequence[Row]) -> str:
+    """The page of these records; kinds that are absent have no section."""
+    sections = [section for make in (summary, *SECTIONS) if (section := make(records)) is not None]
+    drawn = [
+        chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
+    ]
+    plots = {chart.name: chart.plot() for chart in drawn}
+    allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("trainstep.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["typeset"] = typeset
+    source = environment.loader.get_source  # type: ignore[union-attr]
+    return environment.get_template("page.html.jinja").render(
+        title=_title(records),
+        subtitle=_subtitle(records),
+        sections=sections,
+        heights={name: plot.height for name, plot in plots.items()},
+        has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
+        charts=_packed(
+            json.dumps(
+                {
+                    "colours": COLOURS,
+                    "items": {name: embedded(plot) for name, plot in plots.items()},
+                    "allocations": allocations,
+                }
+            )
+        ),
+        library=_packed(_library()) if plots else "",
+        style=source(environment, "page.css")[0],
+        script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
+    )
+
+
+def write_html(records: Sequence[Row], path: Path) -> None:
+    """Write the page of these records.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    page = render(records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+
+
+def _title(records: Sequence[Row]) -> str:
+    names = dict.fromkeys(str(row.case["workload"]) for row in records if row.case.get("workload") is not None)
+    return ", ".join(names) or ", ".join(dict.fromkeys(record.kind for record in records)) or "no results"
+
+
+def _subtitle(records: Sequence[Row]) -> list[str]:
+    parts = []
+    environment = next((row.environment for row in records if row.environment), {})
+    if environment.get("device"):
+        parts.append(str(environment["device"]))
+    facts = of_kind(records, WorkloadRow)
+    if facts and facts[0].case.get("batch") is not None:
+        parts.append(f"batch {facts[0].case['batch']} × context {facts[0].case['context']}")
+    if facts and isinstance(count := facts[0].values.get("parameters"), int):
+        parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
+    if environment.get("date"):
+        parts.append(str(environment["date"]))
+    return parts
+
+
+def _library() -> str:
+    from bokeh.resources import Resources
+
+    return "\n".join(Resources(mode="inline", minified=True, log_level="warn", components=["bokeh"]).js_raw)
+
+
+def _packed(text: str) -> str:
+    """Gzipped, in base64, which needs no escaping anywhere."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def summary(records: Sequence[Row]) -> Section | None:
+    """What dominates, what to change, what was gained."""
+    kept, step, found = kept_rungs(records), analysed_step(records), findings(records)
+    blocks: list[Block] = []
+    if kept:
+        blocks.append(_gain_headline(kept))
+    elif step is not None:
+        blocks.append(_step_headline(step))
+    flags = recommended_flags(records)
+    if flags:
+        blocks.append(Flags(re.split(r" (?=--)", flags), "What to change: add these flags to your run"))
+    if found:
+        topics: dict[str, list[str]] = {}
+        for finding in found:
+            topic = TOPICS[finding.topic]
+            topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
+        blocks.append(Sentences(topics))
+    return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
+
+
+def _gain_headline(kept: Sequence[RungRow]) -> Headline:
+    first, last = kept[0], kept[-1]
+    speedup = ratio_cell(last, "speedup")
+    interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
+    stats = [
+        ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
+        ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
+        ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
+        (
+            "Peak memory",
+            _change(first, last, "peak_gib", gib, ""),
+            "of one step" + _unmeasured(first, last, "peak_gib"),
+        ),
+    ]
+    if len(kept) == 1:
+        return Headline(
+            Cell(f"{number(first.step_ms)} ms"),
+            "per step: the baseline is the fastest found",
+            "No change on the ladder made the step faster.",
+            [(name, value, note) for name, value, note in stats if value],
+        )
+    error, budget = last.gradient_error, last.error_budget
+    if error is not None and budget:
+        stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
+    is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
+    return Headline(
+        speedup,
+        "faster, and the maths is still right" if is_faster else "the baseline’s speed, in less memory",
+        f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}",
+        [(name, value, note) for name, value, note in stats if value],
+    )
+
+
+def _of_peak(row: RungRow | StepRow) -> str:
+    return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
+
+
+def _unmeasured(first: Row, last: Row, name: str) -> str:
+    return ", – not measured" if (first.values.get(name) is None) != (last.values.get(name) is None) else ""
+
+
+def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
+    """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
+    values = [row.values.get(name) for row in (first, last)]
+    if values[0] is None and values[1] is None:
+        return ""
+    if None in values:
+        return " → ".join(NONE if value is None else f"{text(value)} {unit}".strip() for value in values)
+    shown = [text(value) for value in values]
+    units = {part.rpartition(" ")[2] for part in shown}
+    if text is gib and len(units) == 1:
+        shown, unit = [part.rpartition(" ")[0] for part in shown], units.pop()
+    return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
+
+
+def _step_headline(step: StepRow) -> Headline:
+    stats = [
+        ("Throughput", number(step.tokens_per_s), "tokens/s"),
+        ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
+        ("Peak memory", gib(step.peak_gib), "of one step"),
+    ]
+    return Headline(
+        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
+        "per training step",
+        f"median of {number(step.n)} steps: {span(step, 'step')}",
+        [stat for stat in stats if stat[1] != NONE],
+    )
