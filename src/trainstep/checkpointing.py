@@ -14,6 +14,7 @@ Random numbers are drawn again as they were, so dropout gives the same loss and 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,12 +45,11 @@ def apply(module: nn.Module, policy: str) -> None:
         return
     blocks = find_blocks(module)
     if not blocks:
-        raise UnsupportedError(
-            f"checkpointing={policy} needs blocks in an nn.ModuleList, and this module has none; use none"
-        )
+        missing = "needs blocks in an nn.ModuleList, and this module has none; use none"
+        raise UnsupportedError(f"checkpointing={policy} {missing}")
     if policy == "selective":
         for block in blocks:
-            _replace(block, functools.partial(_checkpoint, block.forward, context_fn=_selective_contexts))
+            block.forward = functools.partial(_checkpoint, block.forward, context_fn=_selective_contexts)
     elif policy == "recursive":
         _Group(blocks, _halves)
     else:
@@ -62,10 +62,6 @@ def _checkpoint(function: Forward, *args: Any, context_fn: Any = None, **kwargs:
     """Run `function`, keeping its arguments only; under `no_grad` there is nothing to keep."""
     options = {} if context_fn is None else {"context_fn": context_fn}
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _replace(block: nn.Module, forward: Forward) -> None:
-    block.forward = forward
 
 
 _NOT_A_CHAIN = (
@@ -81,11 +77,11 @@ class _Group:
         self._forwards = [block.forward for block in blocks]
         self._run = run
         self._expected: tuple[Any, ...] = ()
-        _replace(blocks[0], self._first)
+        blocks[0].forward = self._first
         for index, block in enumerate(blocks[1:], start=1):
             hand_on = functools.partial(self._other, index)
             hand_on.hands_on = True  # type: ignore[attr-defined] # its call computes nothing and needs no parameters
-            _replace(block, hand_on)
+            block.forward = hand_on
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         if len(self._forwards) == 1:
@@ -120,12 +116,9 @@ def _with_arguments(forward: Forward, others: tuple[Any, ...], keywords: dict[st
 def _same(ours: Any, theirs: Any) -> bool:
     """Whether two calls got the same objects."""
     (args, kwargs), (other_args, other_kwargs) = ours, theirs
-    return (
-        len(args) == len(other_args)
-        and kwargs.keys() == other_kwargs.keys()
-        and all(a is b for a, b in zip(args, other_args, strict=True))
-        and all(kwargs[name] is other_kwargs[name] for name in kwargs)
-    )
+    if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
+        return False
+    return all(map(operator.is_, [*args, *kwargs.values()], [*other_args, *(other_kwargs[name] for name in kwargs)]))
 
 
 def _in_turn(calls: Sequence[Forward], x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`trainstep tune attention`: measure this GPU for our kernels and for `impl="auto"`."""
+"""`trainstep info` and `trainstep tune`: what this machine is, and its own tiles and choices for attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ from trainstep.errors import UsageError
 
 Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 Part = Literal["tiles", "choice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(Common):
+    """Print the environment, for bug reports."""
+
+    def run(self) -> int:
+        from trainstep.measure.environment import describe, gpu_state
+        from trainstep.workload import resolve_device
+
+        device = resolve_device("auto")
+        for name, value in {**describe(device), **gpu_state(device)}.items():
+            print(f"{name:18} {value}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +45,7 @@ class Tune(Common):
     """Measure and print, and write nothing."""
 
     def run(self) -> int:
-        from trainstep.attention.tune import tune_choice, tune_tiles
+        from trainstep.attention.tune import Measurement, tune_choice, tune_tiles
         from trainstep.attention.tuned import CHOICES, HOPPER_TILES, TILES
         from trainstep.casting import DTYPES
 
@@ -41,28 +55,19 @@ class Tune(Common):
                 "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
             )
         console = console_for_output()
-        written = []
+
+        def show(done: Measurement) -> None:
+            what = f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal} {done.tile}: "
+            console.print(what + (done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"))
+
+        save, written = not self.dry_run, []
         if "tiles" in self.part:
-            tune_tiles(
-                head_dims=self.head_dim,
-                dtypes=self.dtype,
-                progress=lambda done: console.print(
-                    f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal} {done.tile}: "
-                    + (done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"),
-                    markup=False,
-                    highlight=False,
-                ),
-                save=not self.dry_run,
-            )
+            tune_tiles(head_dims=self.head_dim, dtypes=self.dtype, progress=show, save=save)
             written += [TILES.user_file(), HOPPER_TILES.user_file()]
         if "choice" in self.part:
-            tune_choice(
-                head_dims=self.head_dim,
-                dtypes=[DTYPES[name] for name in chosen],
-                progress=lambda line: console.print(line, markup=False, highlight=False),
-                save=not self.dry_run,
-            )
+            dtypes = [DTYPES[name] for name in chosen]
+            tune_choice(head_dims=self.head_dim, dtypes=dtypes, progress=console.print, save=save)
             written.append(CHOICES.user_file())
-        if not self.dry_run:
-            console.print(f"written: {', '.join(map(str, written))}", markup=False, highlight=False, soft_wrap=True)
+        if save:
+            console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
         return 0
