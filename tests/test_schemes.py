@@ -9,8 +9,8 @@ import pytest
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.hardware import require_device
-from trainstep.plan.check import checked
 from trainstep.plan.machine import machine_of
+from trainstep.plan.measured import checked
 from trainstep.records import read_records
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES, STRATEGIES, TrainScheme
 

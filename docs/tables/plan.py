@@ -8,8 +8,6 @@ from statistics import median
 from tables import RESULTS
 from tables.exercise import FSDP_RANKS, TENSOR_RANKS, XXL, alternate_seconds, compute_bound_tokens
 from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
-from trainstep.plan.calibration import calibrated
-from trainstep.plan.check import checked
 from trainstep.plan.communication import Link, collective_seconds
 from trainstep.plan.machine import (
     ATTAINABLE,
@@ -19,6 +17,7 @@ from trainstep.plan.machine import (
     NETWORK_OVERHEAD_S,
     OPTIMIZER_FRACTION,
 )
+from trainstep.plan.measured import calibrated, checked
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
 from trainstep.records import Row, of_kind, read_records

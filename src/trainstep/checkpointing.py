@@ -14,6 +14,7 @@ Random numbers are drawn again as they were, so dropout gives the same loss and 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,9 +43,8 @@ def apply(module: nn.Module, policy: str) -> None:
         return
     blocks = find_blocks(module)
     if not blocks:
-        raise UnsupportedError(
-            f"checkpointing={policy} needs blocks in an nn.ModuleList, and this module has none; use none"
-        )
+        missing = "needs blocks in an nn.ModuleList, and this module has none; use none"
+        raise UnsupportedError(f"checkpointing={policy} {missing}")
     if policy == "selective":
         for block in blocks:
             block.forward = functools.partial(_checkpoint, block.forward, context_fn=_selective_contexts)
@@ -114,12 +114,9 @@ def _with_arguments(forward: Forward, others: tuple[Any, ...], keywords: dict[st
 def _same(ours: Any, theirs: Any) -> bool:
     """Whether two calls got the same objects."""
     (args, kwargs), (other_args, other_kwargs) = ours, theirs
-    return (
-        len(args) == len(other_args)
-        and kwargs.keys() == other_kwargs.keys()
-        and all(a is b for a, b in zip(args, other_args, strict=True))
-        and all(kwargs[name] is other_kwargs[name] for name in kwargs)
-    )
+    if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
+        return False
+    return all(map(operator.is_, [*args, *kwargs.values()], [*other_args, *(other_kwargs[name] for name in kwargs)]))
 
 
 def _in_turn(calls: Sequence[Forward], x: Any) -> Any:

@@ -16,14 +16,13 @@ from trainstep.commands.analyze import Analyze
 from trainstep.commands.bench import Bench
 from trainstep.commands.compare import Compare
 from trainstep.commands.dtypes import Dtypes
-from trainstep.commands.info import Info
+from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Profile
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
-from trainstep.commands.tune import Tune
 from trainstep.errors import UsageError
 
 COMMANDS: Any = Union[  # noqa: UP007 - a value here, not an annotation
@@ -32,11 +31,7 @@ COMMANDS: Any = Union[  # noqa: UP007 - a value here, not an annotation
 
 
 def parse(words: Sequence[str]) -> Common:
-    """The command that the words name, with its flags.
-
-    Raises:
-        SystemExit: words that cannot be parsed; what is wrong was printed. Also after --help.
-    """
+    """The command that the words name, with its flags; otherwise as `parse_as`."""
     return parse_as(COMMANDS, words)
 
 

@@ -21,19 +21,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 CompileMode = Literal["off", "blocks", "model"]
-AttentionImpl = Literal[
-    "auto",
-    "eager",
-    "eager-compiled",
-    "flash-reference",
-    "flash-triton",
-    "sdpa",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "sdpa-efficient",
-    "sdpa-math",
-    "flex",
-]
+TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
+AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", TorchAttention, "flex"]
 LossImpl = Literal["dense", "chunked"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
@@ -60,8 +49,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value <= 0:
+            if (value := getattr(self, field.name)) <= 0:
                 raise UsageError(f"{field.name} is {value}; expected a positive number")
         if self.d_model % self.num_heads:
             raise UsageError(
@@ -179,7 +167,7 @@ class FileConfig:
 
 
 def load_toml(path: Path) -> FileConfig:
-    """Read `[model]`, `[step]` and `[train]` from a TOML file; what it leaves out keeps its default.
+    """The file at `path`; what it leaves out keeps its default.
 
     Raises:
         UsageError: unreadable file, invalid TOML, an unknown key, or a value of the wrong type.
@@ -228,6 +216,6 @@ def check_value(hint: Any, value: object, where: str) -> None:
         if value not in typing.get_args(hint):
             raise UsageError(f"{where} is {value!r}; expected one of {', '.join(map(repr, typing.get_args(hint)))}")
         return
-    fits = isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) is (hint is bool)
-    if not fits:
+    kinds = (int, float) if hint is float else hint
+    if not isinstance(value, kinds) or isinstance(value, bool) is not (hint is bool):
         raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")

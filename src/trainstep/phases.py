@@ -26,7 +26,6 @@ PhaseContext = Callable[[str], AbstractContextManager[Any]]
 
 
 def no_phases(name: str) -> AbstractContextManager[None]:
-    """Measure nothing."""
     return nullcontext()
 
 

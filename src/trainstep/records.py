@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trainstep.errors import UsageError
 from trainstep.kinds import rows_of
-from trainstep.kinds.row import AnyRow, Row, Scalar, Status, Times, make_row
+from trainstep.kinds.row import AnyRow as AnyRow
+from trainstep.kinds.row import Row as Row
+from trainstep.kinds.row import Scalar as Scalar
+from trainstep.kinds.row import Status as Status
+from trainstep.kinds.row import Times as Times
+from trainstep.kinds.row import make_row as make_row
 
 if TYPE_CHECKING:
     import pandas
@@ -39,18 +44,14 @@ class RecordWriter:
 
     def write(self, row: Row) -> None:
         """Append one row."""
-        self._file.write(json.dumps(_jsonable(as_json(row)), ensure_ascii=False) + "\n")
+        sections = {name: dict(getattr(row, name)) for name in SECTIONS}
+        line = {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
+        self._file.write(json.dumps(_jsonable(line), ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """The row as its line in a file."""
-    sections = {name: dict(getattr(row, name)) for name in SECTIONS}
-    return {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
 
 
 def write_whole(path: Path, rows: Iterable[Row]) -> None:
@@ -152,21 +153,3 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
             for row in rows
         ]
     )
-
-
-__all__ = [
-    "AnyRow",
-    "RecordWriter",
-    "Row",
-    "Scalar",
-    "Status",
-    "Times",
-    "as_json",
-    "belonging",
-    "by_case",
-    "frame",
-    "make_row",
-    "of_kind",
-    "read_records",
-    "write_whole",
-]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
@@ -49,90 +49,50 @@ def build(
         UnsupportedError: sharded weights with the chunked loss.
     """
     scheme.check(config)
+    group, dtype = process.group, autocast_dtype(config.precision)
     match scheme.wrapper:
         case "none":
             return alone(module, make_optimizer)
         case "ddp" | "sharded-optimizer":
-            return _data_parallel(scheme, process, module, make_optimizer, allow_unused)
-        case "fsdp":
-            return _fully_sharded(scheme, process, config, module, make_optimizer)
+            ddp = DistributedDataParallel(
+                module,
+                bucket_mb=scheme.bucket_mb,
+                overlap=scheme.overlap,
+                process_group=group,
+                allow_unused=allow_unused,
+            )
+            optimizer, clip = make_optimizer(module.parameters()), None
+            if scheme.wrapper == "sharded-optimizer":
+                groups, options = recipe(optimizer)
+                optimizer = sharded = ShardedOptimizer(groups, type(optimizer), ddp=ddp, **options)
+                clip = sharded.clip_grad_norm_
+            return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)
+        case "fsdp":  # weights are gathered in the dtype they compute in
+            fsdp = FullyShardedDataParallel(
+                module, compute_dtype=dtype, process_group=group, transport=scheme.transport
+            )
+            optimizer, finish = make_optimizer(fsdp.parameters()), fsdp.finish_gradient_synchronization
+            return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
-            return _torch_data_parallel(scheme, process, module, make_optimizer, allow_unused)
-        case "torch-fsdp2":
-            return _torch_fully_sharded(process, config, module, make_optimizer)
-
-
-def _data_parallel(
-    scheme: Scheme, process: Process, module: nn.Module, make_optimizer: MakeOptimizer, allow_unused: bool
-) -> Replica:
-    """Weights on every rank; gradients are averaged, by the sharded optimizer slice by slice."""
-    wrapper = DistributedDataParallel(
-        module,
-        bucket_mb=scheme.bucket_mb,
-        overlap=scheme.overlap,
-        process_group=process.group,
-        allow_unused=allow_unused,
-    )
-    optimizer = make_optimizer(module.parameters())
-    clip = None
-    if scheme.wrapper == "sharded-optimizer":
-        groups, options = recipe(optimizer)
-        optimizer = sharded = ShardedOptimizer(groups, type(optimizer), ddp=wrapper, **options)
-        clip = sharded.clip_grad_norm_
-    return Replica(wrapper, optimizer, wrapper.finish_gradient_synchronization, wrapper.no_sync, clip)
-
-
-def _fully_sharded(
-    scheme: Scheme, process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    """Weights, gradients and the optimizer's state in shards; weights are gathered in the dtype they compute in."""
-    wrapper = FullyShardedDataParallel(
-        module,
-        compute_dtype=autocast_dtype(config.precision),
-        process_group=process.group,
-        transport=scheme.transport,
-    )
-    return Replica(
-        wrapper,
-        make_optimizer(wrapper.parameters()),
-        wrapper.finish_gradient_synchronization,
-        wrapper.no_sync,
-        wrapper.clip_grad_norm_,
-    )
-
-
-def _torch_data_parallel(
-    scheme: Scheme, process: Process, module: nn.Module, make_optimizer: MakeOptimizer, allow_unused: bool
-) -> Replica:
-    """torch's DistributedDataParallel; its ZeroRedundancyOptimizer keeps each parameter group's own options."""
-    wrapper = nn.parallel.DistributedDataParallel(
-        module,
-        device_ids=[process.device.index] if process.device.type == "cuda" else None,
-        process_group=process.group,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=allow_unused,
-    )
-    optimizer = make_optimizer(module.parameters())
-    if scheme.wrapper == "torch-zero":
-        groups, options = recipe(optimizer)
-        optimizer = ZeroRedundancyOptimizer(
-            groups, optimizer_class=type(optimizer), process_group=process.group, **options
-        )
-    return Replica(wrapper, optimizer)
-
-
-def _torch_fully_sharded(
-    process: Process, config: StepConfig, module: nn.Module, make_optimizer: MakeOptimizer
-) -> Replica:
-    """Per block, parameters gathered in the compute dtype, gradients reduced in float32."""
-    dtype = autocast_dtype(config.precision)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    mesh = DeviceMesh.from_group(process.group, process.device.type)
-    for block in find_blocks(module):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    wrapped = fully_shard(module, mesh=mesh, mp_policy=policy)
-    assert isinstance(wrapped, FSDPModule)
-    return Replica(module, make_optimizer(module.parameters()))
+            torch_ddp = nn.parallel.DistributedDataParallel(
+                module,
+                device_ids=[process.device.index] if process.device.type == "cuda" else None,
+                process_group=group,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=allow_unused,
+            )
+            optimizer = make_optimizer(module.parameters())
+            if scheme.wrapper == "torch-zero":  # which keeps each parameter group's own options
+                groups, options = recipe(optimizer)
+                made_by = type(optimizer)
+                optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=made_by, process_group=group, **options)
+            return Replica(torch_ddp, optimizer)
+        case "torch-fsdp2":  # parameters are gathered in the compute dtype, gradients reduced in float32
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+            mesh = DeviceMesh.from_group(group, process.device.type)
+            for part in (*find_blocks(module), module):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+            return Replica(module, make_optimizer(module.parameters()))
 
 
 def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -109,38 +109,33 @@ class TrainingStep:
             self.optimizer.zero_grad(set_to_none=True)
             return loss
 
-    def accumulate(self, parts: Sequence[Any]) -> Tensor:
-        """One step on a batch that comes in parts of one size, one after another; returns the detached mean loss."""
-        with matmul_precision(self.config.precision):
-            loss = self._add_up(parts)
-            self._update()
-        return loss
+    def accumulate(self, parts: Sequence[Any], max_norm: float | None = None) -> tuple[Tensor, Tensor | None]:
+        """One step on a batch that comes in parts of one size, one after another.
 
-    def clipped(self, parts: Sequence[Any], max_norm: float) -> tuple[Tensor, Tensor]:
-        """`accumulate`, with all gradients together scaled to a norm of at most `max_norm` (inf: left as they are).
+        Args:
+            parts: batches; only the last one's backward communicates.
+            max_norm: all gradients together are scaled to at most this norm (inf: not at all); None: not computed.
 
         Returns:
-            This rank's detached mean loss, and the norm of the mean gradient over all ranks before it was scaled.
+            This rank's detached mean loss, and with `max_norm` the norm of the mean gradient over all ranks before it
+            was scaled.
         """
-        assert self.scaler is None, "scaled gradients would have to be unscaled first"
+        assert max_norm is None or self.scaler is None, "scaled gradients would have to be unscaled first"
+        losses, norm = [], None
         with matmul_precision(self.config.precision):
-            loss = self._add_up(parts)
-            own = functools.partial(nn.utils.clip_grad_norm_, list(self.module.parameters()))
-            norm = (self.replica.clip_gradients or own)(max_norm)
+            for number, part in enumerate(parts, start=1):
+                with self.replica.no_sync() if number < len(parts) else nullcontext():
+                    loss = _checked(self._loss_of(part, no_phases)) / len(parts)
+                    self._backward(loss)
+                losses.append(loss.detach())
+            if self.replica.finish_gradient_synchronization is not None:
+                self.replica.finish_gradient_synchronization()
+            mean = torch.stack(losses).sum()
+            if max_norm is not None:
+                whole = functools.partial(nn.utils.clip_grad_norm_, list(self.module.parameters()))
+                norm = (self.replica.clip_gradients or whole)(max_norm)
             self._update()
-        return loss, norm
-
-    def _add_up(self, parts: Sequence[Any]) -> Tensor:
-        """Forward and backward on every part; only the last one's backward communicates. Returns the mean loss."""
-        losses = []
-        for number, part in enumerate(parts, start=1):
-            with self.replica.no_sync() if number < len(parts) else nullcontext():
-                loss = _checked(self._loss_of(part, no_phases)) / len(parts)
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            losses.append(loss.detach())
-        if self.replica.finish_gradient_synchronization is not None:
-            self.replica.finish_gradient_synchronization()
-        return torch.stack(losses).sum()
+        return mean, norm
 
     def gradients(self, batch: Any) -> Tensor:
         """Forward and backward only, leaving unscaled gradients in `.grad`; returns the detached loss.
@@ -194,8 +189,11 @@ class TrainingStep:
     def _differentiate(self, batch: Any, phase: PhaseContext) -> Tensor:
         loss = _checked(self._loss_of(batch, phase))
         with phase("backward"):
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            self._backward(loss)
         return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _update(self) -> None:
         if self.scaler is None:
@@ -249,9 +247,7 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if "fused" not in inspect.signature(type(optimizer)).parameters:
         raise UnsupportedError(f"{type(optimizer).__name__} has no fused implementation")
     groups, options = recipe(optimizer)
-    for group in groups:
-        group.pop("fused", None)
-        group.pop("foreach", None)
+    groups = [{name: value for name, value in group.items() if name not in ("fused", "foreach")} for group in groups]
     return type(optimizer)(groups, **(options | {"fused": True, "foreach": False}))
 
 
@@ -261,8 +257,7 @@ def _compile(module: nn.Module, config: StepConfig) -> None:
         return
     blocks = find_blocks(module)
     if not blocks:
-        raise UnsupportedError(
-            "compile=blocks needs blocks in an nn.ModuleList, and this module has none; use --compile model"
-        )
+        missing = "needs blocks in an nn.ModuleList, and this module has none; use --compile model"
+        raise UnsupportedError(f"compile=blocks {missing}")
     for block in blocks:
         block.compile()

@@ -22,9 +22,9 @@ from trainstep.kinds import (
     WorkloadRow,
     row_of,
 )
-from trainstep.plan.calibration import calibrated
 from trainstep.plan.communication import Link
 from trainstep.plan.machine import GIB, Cluster, machine_of
+from trainstep.plan.measured import calibrated
 from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.plan.rows import PlanRequest, plan_records
 from trainstep.records import of_kind, read_records

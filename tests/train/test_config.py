@@ -7,7 +7,7 @@ import pytest
 from tests.train.runs import config
 from trainstep.commands.train import Train
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.train.config import MAY_CHANGE, TrainConfig, differences, learning_rate
+from trainstep.train.config import MAY_CHANGE, TrainConfig, differences
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,12 @@ def test_a_toml_file_describes_a_whole_run(tmp_path):
     path.write_text("[train]\nstep = 7\n")
     with pytest.raises(UsageError, match="unknown key 'step'"):
         Train(config=path).run_config()
+
+
+def learning_rate(step, *, peak, warmup, steps, floor):
+    """Of a run with so many updates of warm-up."""
+    run = config(step={"learning_rate": peak}, warmup=warmup / steps, steps=steps, min_learning_rate=floor)
+    return run.learning_rate(step)
 
 
 def test_warm_up_then_half_a_cosine():

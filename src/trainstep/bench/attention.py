@@ -27,8 +27,8 @@ from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
-from trainstep.plan.attention_memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.plan.flops import attention_flops
+from trainstep.plan.memory import AttentionMemory, eager_memory, flash_memory
 from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device

@@ -100,10 +100,7 @@ class BenchAttention(Common):
         from trainstep.bench.attention import run_cases
 
         axes = axes_of({**(GRIDS[self.grid] if self.grid else {}), **self.axes}, AttentionCase())
-        if self.case is None:
-            cases = grid_cases(axes)
-        else:
-            cases = listed_cases(self.case, axes["impl"], axes["dtype"])
+        cases = listed_cases(self.case, axes["impl"], axes["dtype"]) if self.case else grid_cases(axes)
         records = run_cases(cases, device=self.device, warmup=self.warmup, passes=self.passes)
         return run_and_report(records, self.out, "bench attention", total=len(cases))
 

@@ -40,6 +40,5 @@ class Dtypes(Common):
         if self.accumulation:
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
         (source,) = sources([self.size] if self.size else [], self.workload, self.data)
-        axes = axes_of({"precision": PRECISIONS} | self.grid, StepConfig())
-        configs = [StepConfig(**values) for values in expand(axes)]
+        configs = [StepConfig(**each) for each in expand(axes_of({"precision": PRECISIONS} | self.grid, StepConfig()))]
         return run_and_report(dtype_records(source, configs), self.out, f"dtypes of {source.name}")

@@ -54,12 +54,17 @@ class Memory(OneModel):
         if self.snapshot is not None:
             from trainstep.bench.allocations import imported_records
 
-            if self.peaks or self.timeline or self.residuals or self.checkpointing:
+            if self._chosen:
                 raise UsageError("--from shows a file and measures nothing; leave out the other choices")
             self.require_nothing_to_run("--from")
             return run_and_report(imported_records(self.snapshot), self.out, f"memory of {self.snapshot.name}")
         source = self.source()
         return run_and_report(self._records(source), self.out, f"memory of {source.name}")
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether flags say what to show."""
+        return self.peaks or self.timeline or self.residuals or self.checkpointing
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
@@ -67,12 +72,11 @@ class Memory(OneModel):
         from trainstep.bench.peaks import peak_records
         from trainstep.bench.residuals import residual_records
 
-        is_plain = not (self.peaks or self.timeline or self.residuals or self.checkpointing)
         plain = self._configs()
         shown = self._configs(self.policies) if self.policies and not self.checkpointing else plain
-        if self.peaks or is_plain:
+        if self.peaks or not self._chosen:
             yield from peak_records(source, shown, self.mode)
-        if self.timeline or is_plain:
+        if self.timeline or not self._chosen:
             for number, config in enumerate(shown, start=1):
                 name = "snapshot.pickle" if len(shown) == 1 else f"snapshot-{number}.pickle"
                 yield from allocation_records(source, config, self.out / name)

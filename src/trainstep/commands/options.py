@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import typing
 from abc import ABC, abstractmethod
@@ -71,7 +72,7 @@ def field_docs(cls: type) -> dict[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}
-    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+    for statement, after in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             docs[statement.target.id] = " ".join(str(text).split())
@@ -112,9 +113,7 @@ def axes_of(given: Mapping[str, Any], default: object) -> dict[str, Any]:
     return {name: given.get(name, (value,)) for name, value in vars(default).items()}
 
 
-_VARIED = [
-    name for name, value in vars(ModelConfig()).items() if any(vars(size)[name] != value for size in SIZES.values())
-]
+_VARIED = [name for name in vars(ModelConfig()) if len({vars(size)[name] for size in SIZES.values()}) > 1]
 ModelFlags: Any = flags_of(ModelConfig, defaults=dict.fromkeys(_VARIED, "the size's"))
 StepFlags: Any = flags_of(StepConfig)
 StepGrid: Any = flags_of(StepConfig, several=True)
@@ -160,10 +159,8 @@ class BuiltinModel(Common):
 
     def model_name(self) -> str:
         """The size's name, with what other flags changed of it."""
-        base = self.preset()[0]
-        changed = [
-            f"{name}={self.model[name]}" for name, value in vars(base).items() if self.model.get(name, value) != value
-        ]
+        named = vars(self.preset()[0]).items()
+        changed = [f"{name}={self.model[name]}" for name, value in named if self.model.get(name, value) != value]
         return " ".join([short_name(self.size or self.config or default_size()), *changed])
 
 
@@ -182,8 +179,7 @@ class OneModel(BuiltinModel):
 
         if self.workload is None:
             return builtin_source(self.model_name(), self.model_config(), self.data)
-        (source,) = sources([self.size] if self.size else [], self.workload, self.data, list(self.model))
-        return source
+        return sources([self.size] if self.size else [], self.workload, self.data, list(self.model))[0]
 
     def require_nothing_to_run(self, flag: str) -> None:
         """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
     from trainstep.records import Row
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-NOTHING_RAN = 1
-"""Exit code when every case failed: there are rows, and they only say why."""
+NOTHING_RAN, INTERRUPTED = 1, 130
+"""Exit codes when every case failed (there are rows, and they only say why), and after Ctrl-C, as shells have it."""
 FACTS = ("workload", "ceiling")
 """Kinds of rows that are there whether or not a case ran."""
 BESIDE = ("trace", "snapshot")
@@ -35,7 +33,7 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
-    console.print(f"trainstep {title} → {out}", markup=False, highlight=False)
+    console.print(f"trainstep {title} → {out}")
     taken: list[Row] = []
     code = 0
     try:
@@ -46,7 +44,7 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
                 if signals.received:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.")
+        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
         code = INTERRUPTED
     finally:
         writer.close()
@@ -57,18 +55,18 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
     for table in tables:
         console.print(to_terminal(table))
     for finding in report.findings:
-        console.print(f"• {finding.sentence}", markup=False, highlight=False)
+        console.print(f"• {finding.sentence}")
     if report.recommended_flags:
-        console.print(f"\nRecommended: {report.recommended_flags}", markup=False, highlight=False)
+        console.print(f"\nRecommended: {report.recommended_flags}")
     if taken:
         report.write(out)
         beside = "".join(f", {each}" for row in taken for name in BESIDE if (each := row.values.get(name)))
-        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}", markup=False, highlight=False)
+        console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
     cases = [row for row in taken if row.kind not in FACTS]
     if cases and all(row.status != "ok" for row in cases):
         reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
-        console.print("[bold]Nothing could be measured.[/bold]", reasons, highlight=False)
-        console.print(f"{cases[0].status}: {cases[0].reason}", markup=False, highlight=False)
+        console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
+        console.print(f"{cases[0].status}: {cases[0].reason}")
         return code or NOTHING_RAN
     return code
 
@@ -89,7 +87,7 @@ def _with_progress(
 
 
 def console_for_output() -> rich.console.Console:
+    """Prints text as it is, on lines of 160 characters where the output is no terminal."""
     import rich.console
 
-    width = None if sys.stdout.isatty() else 160
-    return rich.console.Console(width=width)
+    return rich.console.Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)

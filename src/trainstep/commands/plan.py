@@ -59,16 +59,11 @@ class Plan(Common):
         from trainstep.plan.rows import PlanRequest, plan_records
 
         model, step = preset(self.size, self.config, DEFAULT_SIZE, DEFAULT_STEP)
-        machine = self._machine()
-        if self.memory_gib is not None:
-            if not 0 < self.memory_gib < 1e6:
-                raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
-            machine = dataclasses.replace(machine, memory_bytes=int(self.memory_gib * 2**30))
         request = PlanRequest(
             name=short_name(self.size or self.config or DEFAULT_SIZE),
             model=dataclasses.replace(model, **self.model),
             step=dataclasses.replace(step, **self.step),
-            cluster=Cluster(machine, self.gpus_per_node, self.nodes, self.network_gb_s * 1e9),
+            cluster=Cluster(self._machine(), self.gpus_per_node, self.nodes, self.network_gb_s * 1e9),
             tensor_parallel=self.tensor_parallel,
             policies=self.policies,
         )
@@ -77,11 +72,17 @@ class Plan(Common):
 
     def _machine(self) -> Machine:
         from trainstep.hardware import require_device
-        from trainstep.plan.calibration import calibrated
         from trainstep.plan.machine import machine_of
+        from trainstep.plan.measured import calibrated
         from trainstep.records import read_records
 
         spec = require_device(self.device) if self.device is not None else None
         if self.calibration:
-            return calibrated([row for path in self.calibration for row in read_records(path)], spec)
-        return machine_of(spec or require_device("NVIDIA H200"))
+            machine = calibrated([row for path in self.calibration for row in read_records(path)], spec)
+        else:
+            machine = machine_of(spec or require_device("NVIDIA H200"))
+        if self.memory_gib is None:
+            return machine
+        if not 0 < self.memory_gib < 1e6:
+            raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
+        return dataclasses.replace(machine, memory_bytes=int(self.memory_gib * 2**30))

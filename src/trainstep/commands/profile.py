@@ -49,9 +49,10 @@ class Profile(OneModel):
             raise UsageError("--nsys, --nvtx and --from exclude one another; give one of them")
         if self.from_ is not None:
             self.require_nothing_to_run("--from")
-            return self._report_file(self.from_)
-        if self.nsys:
-            return self._report_file(self._run_nsys())
+        if path := self._run_nsys() if self.nsys else self.from_:
+            from trainstep.bench.profile import records_from_file
+
+            return run_and_report(records_from_file(path), self.out, f"profile of {path.name}")
         source = self.source()
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
@@ -65,21 +66,11 @@ class Profile(OneModel):
         from trainstep.bench.profile import profile_records
         from trainstep.workload import resolve_device
 
-        config = self.step_config()
+        config, trace, warmup = self.step_config(), self.out / "trace.json.gz", self.warmup
         yield from ceiling_records(resolve_device(config.device))
         yield from profile_records(
-            source,
-            config,
-            warmup=self.warmup,
-            steps=self.steps,
-            profiled_steps=self.profiled_steps,
-            trace=self.out / "trace.json.gz",
+            source, config, warmup=warmup, steps=self.steps, profiled_steps=self.profiled_steps, trace=trace
         )
-
-    def _report_file(self, path: Path) -> int:
-        from trainstep.bench.profile import records_from_file
-
-        return run_and_report(records_from_file(path), self.out, f"profile of {path.name}")
 
     def _run_nsys(self) -> Path:
         """Run these very flags under nsys; returns the export."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import signal
 import sys
@@ -88,16 +89,12 @@ class Sweep(Common):
         # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
         with held_folder(out, "another sweep is running"), StopSignals(signal.SIGTERM, raises=True):
             print(_count(places, retried), flush=True)
-
-            def execute(pending: Sequence[Place]) -> Generator[Place, None, None]:
-                return self._execute(pending, out, timeout_s)
-
+            execute = functools.partial(self._execute, out, timeout_s)
             with contextlib.closing(sweep_records(places, execute, retried)) as records:
-                return run_and_report(
-                    _told(records, grid.axes, len(places)), out, f"sweep {self.file.name}", total=len(places)
-                )
+                told = _told(records, grid.axes, len(places))
+                return run_and_report(told, out, f"sweep {self.file.name}", total=len(places))
 
-    def _execute(self, pending: Sequence[Place], out: Path, timeout_s: float | None) -> Generator[Place, None, None]:
+    def _execute(self, out: Path, timeout_s: float | None, pending: Sequence[Place]) -> Generator[Place, None, None]:
         from trainstep.bench.sweep.jobs import Resources, run_jobs
         from trainstep.bench.sweep.processes import run_here, visible_gpus
 

@@ -38,8 +38,7 @@ from trainstep.errors import UsageError
 from trainstep.schemes import DataParallel
 
 CollectiveName = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast"]
-
-COLLECTIVES: tuple[CollectiveName, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,14 @@ class Link:
 
 def bus_factor(collective: CollectiveName, world_size: int) -> float:
     """Bytes on the busiest link of the ring per byte of payload."""
-    _check_world_size(world_size)
-    if world_size == 1:
-        return 0.0
-    if collective == "broadcast":
-        return 1.0
-    return (2 if collective == "all-reduce" else 1) * (world_size - 1) / world_size
+    steps = passes(collective, world_size)
+    return float(steps > 0) if collective == "broadcast" else steps / world_size
 
 
 def passes(collective: CollectiveName, world_size: int) -> int:
     """How often a chunk is handed on, one after the other."""
-    _check_world_size(world_size)
+    if world_size < 1:
+        raise UsageError(f"world_size is {world_size}; expected at least 1")
     return (2 if collective == "all-reduce" else 1) * (world_size - 1)
 
 
@@ -197,36 +193,30 @@ def rank_bytes(
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
-    _check_world_size(world_size)
     n = world_size
-    full = num_parameters * bytes_per_parameter
-    share = -(-full // n)
-    state = num_parameters * state_per_parameter
-    state_share = -(-state // n)
+    full, state = num_parameters * bytes_per_parameter, num_parameters * state_per_parameter
+    share, state_share = -(-full // n), -(-state // n)
     gathered = bytes_per_parameter if compute_bytes is None else compute_bytes
     on_the_way = num_parameters * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)
+
+    def sent(gradients_by: CollectiveName, gathers: int) -> int:
+        """By each rank: its gradients, and so many bytes of weights gathered."""
+        return (bytes_sent(gradients_by, on_the_way, n) + bytes_sent("all-gather", gathers, n)) // n
+
+    copied = full if copies else 0
     if scheme == "ddp":
-        sent = bytes_sent("all-reduce", on_the_way, n)
-        return RankBytes(full, full, state, full if copies else 0, sent // n, gradients_stay=copies)
+        return RankBytes(full, full, state, copied, sent("all-reduce", 0), gradients_stay=copies)
     if scheme == "sharded optimizer":
-        reduce: CollectiveName = "reduce-scatter" if scattered else "all-reduce"
-        sent = bytes_sent(reduce, on_the_way, n) + bytes_sent("all-gather", full, n)
-        return RankBytes(
-            full, full, state_share, full if copies else 0, sent // n, gradients_stay=copies, gradients_spent=scattered
-        )
+        moved = sent("reduce-scatter" if scattered else "all-reduce", full)
+        return RankBytes(full, full, state_share, copied, moved, gradients_stay=copies, gradients_spent=scattered)
     if scheme == "zero-2":
-        sent = bytes_sent("reduce-scatter", on_the_way, n) + bytes_sent("all-gather", full, n)
-        return RankBytes(full, share, state_share, largest_group * bytes_per_parameter, sent // n)
+        buffers = largest_group * bytes_per_parameter
+        return RankBytes(full, share, state_share, buffers, sent("reduce-scatter", full))
     if scheme == "fsdp":
-        sent = 2 * bytes_sent("all-gather", num_parameters * gathered, n) + bytes_sent("reduce-scatter", on_the_way, n)
         # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
         group = largest_group * gathered
         outbox = -(-group // n) if peer_copies else 0
         inbox = group if peer_copies and on_the_way < full else 0  # one of the two that are sent and received
-        return RankBytes(share, share, state_share, group * (3 + 1 + 2) + outbox, sent // n, staging=outbox + inbox)
+        moved = sent("reduce-scatter", 2 * num_parameters * gathered)
+        return RankBytes(share, share, state_share, group * (3 + 1 + 2) + outbox, moved, staging=outbox + inbox)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")
-
-
-def _check_world_size(world_size: int) -> None:
-    if world_size < 1:
-        raise UsageError(f"world_size is {world_size}; expected at least 1")

@@ -35,7 +35,6 @@ class ForwardFlops:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.projections + self.feed_forward + self.attention + self.head
 
 

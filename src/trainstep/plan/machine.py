@@ -2,7 +2,7 @@
 
 A datasheet's peak is never reached. Without measurements of the device itself its peaks are multiplied with the
 fractions that were measured on an H200 (`ATTAINABLE`); that they carry over to other devices is an assumption. A
-calibration replaces them, see `trainstep.plan.calibration`. Imports no torch.
+calibration replaces them, see `trainstep.plan.measured`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
         return self.gpus_per_node * self.nodes
 
     def group_link(self, collective: CollectiveName, ranks: int, stride: int = 1) -> Link:

@@ -57,7 +57,6 @@ class StepPlan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return self.compute.total + self.exposed_s
 
     @property
@@ -114,12 +113,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
 
 
 def _data_parallel_seconds(
-    layout: Layout,
-    cluster: Cluster,
-    compute: StepSeconds,
-    parameters: float,
-    precision: Precision,
-    model: ModelConfig,
+    layout: Layout, cluster: Cluster, compute: StepSeconds, parameters: float, precision: Precision, model: ModelConfig
 ) -> tuple[float, float]:
     """(seconds that the connections are busy, seconds that stick out) for what data parallel ranks exchange."""
     n, stride = layout.data, layout.tensor

@@ -78,18 +78,16 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """All phases."""
         return self.forward.total + self.backward.total + self.optimizer.total
 
     @property
     def limit(self) -> str:
         """What takes most of it."""
         phases = (self.forward, self.backward, self.optimizer)
-        launched = sum(each.launches for each in phases if each.launches > each.products + each.traffic)
         parts = {
             "matrix products": sum(each.products for each in phases),
             "memory traffic": sum(each.traffic for each in phases),
-            "launches": launched,
+            "launches": sum(each.launches for each in phases if each.launches > each.products + each.traffic),
         }
         return max(parts, key=parts.__getitem__)
 
@@ -160,8 +158,7 @@ class _Block:
         self, model: ModelConfig, step: StepConfig, machine: Machine, tensor_parallel: int, casts: bool | None
     ) -> None:
         self._machine, self._precision = machine, step.precision
-        t = tensor_parallel
-        autocast = PRECISIONS[step.precision].is_autocast
+        t, autocast = tensor_parallel, PRECISIONS[step.precision].is_autocast
         e = self.element = PRECISIONS[step.precision].computed_bytes
         d, f, heads, s, k = model.d_model, model.d_ff, model.num_heads, step.context, model.head_dim
         tokens = step.batch * s
@@ -170,18 +167,15 @@ class _Block:
         stream, wide = tokens * own, tokens * inner  # the rest of the stream is other GPUs'
         scores = step.batch * -(-heads // t) * s * s
         product = self.product
-        self.forward_products = (
-            3 * product(tokens, own, d)
-            + product(tokens, d, own)
-            + 2 * product(tokens, inner, d)
-            + product(tokens, d, inner)
-        )
+        attention_in, feed_forward_in = product(tokens, own, d), product(tokens, inner, d)
+        attention_out, feed_forward_out = product(tokens, d, own), product(tokens, d, inner)
+        self.forward_products = 3 * attention_in + attention_out + 2 * feed_forward_in + feed_forward_out
         self.backward_products = (
-            3 * (product(tokens, d, own) + product(own, d, tokens))
-            + product(tokens, own, d)
+            3 * (attention_out + product(own, d, tokens))
+            + attention_in
             + product(d, own, tokens)
-            + 2 * (product(tokens, d, inner) + product(inner, d, tokens))
-            + product(tokens, inner, d)
+            + 2 * (feed_forward_out + product(inner, d, tokens))
+            + feed_forward_in
             + product(d, inner, tokens)
         )
         groups = step.batch * -(-heads // t)

@@ -1,6 +1,6 @@
 """`trainstep plan`: predictions as rows, by strategy, by checkpointing policy, by axis, and by number of GPUs.
 
-`plan.check` holds such predictions against measurements.
+`plan.measured.checked` holds such predictions against measurements.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from typing import Any
 from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
-from trainstep.plan.limits import (
-    best_mesh_tokens,
-    data_axis_tokens,
-    intensity,
-    tensor_axis_ranks,
-    width_between_collectives,
-)
+from trainstep.plan import limits
 from trainstep.plan.machine import GIB, Cluster
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
@@ -58,9 +52,12 @@ class PlanRequest:
     def settings(self) -> dict[str, Any]:
         """The settings of its rows, as the arguments of `PlannedStep`."""
         names = ("batch", "context", "precision", "compile", "attention", "optimizer")
-        return {"workload": self.name, "device": self.cluster.machine.name} | {
-            name: getattr(self.step, name) for name in names
-        }
+        chosen = {name: getattr(self.step, name) for name in names}
+        return {"workload": self.name, "device": self.cluster.machine.name} | chosen
+
+    def plan(self, layout: Layout) -> StepPlan:
+        """The prediction for one layout."""
+        return strategy_plan(self.model, self.step, self.cluster, layout)
 
 
 def plan_records(request: PlanRequest) -> Iterator[Row]:
@@ -74,16 +71,16 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
     ):
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
-    if request.step.context > request.model.max_context:
+    if request.step.context > model.max_context:
         raise UsageError(
-            f"context is {request.step.context}; the model accepts at most {request.model.max_context} (max_context)"
+            f"context is {request.step.context}; the model accepts at most {model.max_context} (max_context)"
         )
     layouts = _layouts(request)
     policies = request.policies or _default_policies(request)
-    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
+    plans = [request.plan(layout) for layout in layouts]
     for policy in policies:
         blocks_per_checkpoint(policy)
-        strategy_memory(request.model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+        strategy_memory(model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
@@ -95,19 +92,12 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
 
 def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
-    gpus = request.cluster.gpus
-    chosen = request.tensor_parallel
-    if chosen is not None:
-        layout_of("fsdp + tp", gpus, chosen, request.model)
-    layouts = [layout_of(strategy, gpus, 1, request.model) for strategy in STRATEGIES[:-1]]
-    sizes = tensor_parallel_choices(request.cluster, request.model) if chosen is None else [chosen]
-    meshes = [layout_of("fsdp + tp", gpus, size, request.model) for size in sizes if size > 1]
-    return [*layouts, *([_fastest(request, meshes)] if meshes else [])]
-
-
-def _fastest(request: PlanRequest, layouts: Sequence[Layout]) -> Layout:
-    plans = [strategy_plan(request.model, request.step, request.cluster, layout) for layout in layouts]
-    return max(plans, key=lambda plan: (fits(plan.memory, request.cluster), plan.tokens_per_s)).layout
+    gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
+    sizes = tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
+    meshes = [layout_of("fsdp + tp", gpus, size, model) for size in sizes]
+    plans = [request.plan(mesh) for mesh in meshes if mesh.tensor > 1]
+    fastest = sorted(plans, key=lambda plan: (not fits(plan.memory, request.cluster), -plan.tokens_per_s))[:1]
+    return [layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]] + [plan.layout for plan in fastest]
 
 
 def _default_policies(request: PlanRequest) -> list[str]:
@@ -117,7 +107,7 @@ def _default_policies(request: PlanRequest) -> list[str]:
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
-    machine, cluster = request.cluster.machine, request.cluster
+    cluster, machine = request.cluster, request.cluster.machine
     memory, room = machine.memory_bytes / GIB, tensor_bytes(machine) / GIB
     return PlanMachineRow(
         workload=request.name,
@@ -176,47 +166,43 @@ def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
 
 def _memory_row(request: PlanRequest, layout: Layout, policy: str) -> PlanMemoryRow:
     step = dataclasses.replace(request.step, checkpointing=policy)
-    memory = strategy_memory(request.model, step, layout)
-    return PlanMemoryRow(**_memory_columns(request, step, layout, memory))
+    return PlanMemoryRow(**_memory_columns(request, step, layout, strategy_memory(request.model, step, layout)))
 
 
 def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimitRow]:
     """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
 
-    Args:
-        request: what is planned.
-        with_tensor: whether a strategy divides the matrices; a model may not allow it, as one of 25 heads on 8 GPUs.
+    `with_tensor`: whether a strategy divides the matrices; a model may not allow it, as one of 25 heads on 8 GPUs.
     """
     cluster, step = request.cluster, request.step
-    flops = cluster.machine.matmul_flops[step.precision]
-    precision = PRECISIONS[step.precision]
-    width = width_between_collectives(request.model)
+    flops, precision = cluster.machine.matmul_flops[step.precision], PRECISIONS[step.precision]
+    width = limits.width_between_collectives(request.model)
     tokens = cluster.gpus * step.batch * step.context
     connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
     if cluster.nodes > 1:
         connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
     for connection, rate in connections:
-        narrow, wide = (intensity(flops, rate, size) for size in (precision.computed_bytes, precision.stored_bytes))
-        rows: dict[str, tuple[float | None, float | None]] = {
-            "data (gradients as kept)": (data_axis_tokens(wide), None),
-            "fsdp": (data_axis_tokens(narrow), None),
+        narrow = limits.intensity(flops, rate, precision.computed_bytes)
+        wide = limits.intensity(flops, rate, precision.stored_bytes)
+        least: dict[str, float | None] = {
+            "data (gradients as kept)": limits.data_axis_tokens(wide),
+            "fsdp": limits.data_axis_tokens(narrow),
         }
         if with_tensor:
-            rows |= {
-                "tensor": (None, tensor_axis_ranks(narrow, width)),
-                "fsdp × tensor, overlapped": (best_mesh_tokens(narrow, width), None),
-                "fsdp × tensor, one after the other": (best_mesh_tokens(narrow, width, overlapped=False), None),
+            least |= {
+                "tensor": None,
+                "fsdp × tensor, overlapped": limits.best_mesh_tokens(narrow, width),
+                "fsdp × tensor, one after the other": limits.best_mesh_tokens(narrow, width, overlapped=False),
             }
-        for axis, (least, ranks) in rows.items():
-            most = tokens / least if least is not None else ranks
-            assert most is not None, axis
+        for axis, fewest in least.items():
+            most = limits.tensor_axis_ranks(narrow, width) if fewest is None else tokens / fewest
             yield PlanLimitRow(
                 **request.settings,
                 axis=axis,
                 connection=connection,
                 gpus=cluster.gpus,
                 flop_per_byte=flops / rate,
-                least_tokens_per_gpu=least,
+                least_tokens_per_gpu=fewest,
                 most_gpus=max(1, math.floor(most)),  # one alone does not communicate
                 tokens_per_gpu=step.batch * step.context,
             )

@@ -17,6 +17,7 @@ whole. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,6 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """All."""
         return self.data * self.tensor
 
     @property
@@ -103,7 +103,6 @@ class MemorySplit:
 
     @property
     def total(self) -> int:
-        """The peak."""
         return self.weights + self.gradients + self.optimizer_state + self.activations + self.buffers
 
 
@@ -122,31 +121,24 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     t, n = layout.tensor, layout.data
     is_fsdp = layout.scheme == "fsdp"
     shared = dataclasses.replace(step, batch=step.batch * t, compile="off")
-    computed = shared
-    if is_fsdp and PRECISIONS[step.precision].is_autocast:
-        computed = dataclasses.replace(shared, precision="bf16-pure")
+    in_bf16 = is_fsdp and PRECISIONS[step.precision].is_autocast
+    computed = dataclasses.replace(shared, precision="bf16-pure") if in_bf16 else shared
     peak = peak_bytes(model, computed, on_cuda=True)
     kept_width, made_width = PRECISIONS[step.precision].stored_bytes, PRECISIONS[computed.precision].stored_bytes
     state_width = 0 if step.optimizer == "sgd" else 2 * kept_width
     kept = shared_bytes(model, step, layout, kept_width, state_width)
-    divides_gradients = layout.scheme in ("zero-2", "fsdp")
+    gradient_ranks = n if layout.scheme in ("zero-2", "fsdp") else 1
     split: list[MemorySplit] = []
     for moment, alive in peak.moments.items():
-        made = peak.gradients[moment]
+        made, buffers = peak.gradients[moment], kept.buffers
         other = alive - peak.static.at_rest - made
-        buffers = kept.buffers
         if moment == "optimizer":
             temporary = other - 4 * step.context * model.head_dim  # the foreach form's, in the width it keeps
-            other -= temporary
             updated = n if layout.strategy not in ("single", "ddp") else 1
-            other += temporary * kept_width // (made_width * updated)
+            other += temporary * kept_width // (made_width * updated) - temporary
             buffers = 0
-        gradients = made * kept_width // (made_width * t)
-        if divides_gradients:
-            gradients = -(-gradients // n)
-        split.append(
-            MemorySplit(kept.weights, gradients, kept.optimizer_state, -(-other // t), buffers, moment),
-        )
+        gradients = -(-(made * kept_width // (made_width * t)) // gradient_ranks)
+        split.append(MemorySplit(kept.weights, gradients, kept.optimizer_state, -(-other // t), buffers, moment))
     return max(split, key=lambda each: each.total)
 
 
@@ -179,10 +171,8 @@ def fits(memory: MemorySplit, cluster: Cluster) -> bool:
 def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int:
     """The most sequences per GPU that fit; 0 if not even one does."""
 
-    def fits_with(batch: int) -> bool:
-        return fits(strategy_memory(model, dataclasses.replace(step, batch=batch), layout), cluster)
-
-    return _last(fits_with, 1 << 20)
+    steps = functools.partial(dataclasses.replace, step)
+    return _last(lambda batch: fits(strategy_memory(model, steps(batch=batch), layout), cluster), 1 << 20)
 
 
 def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int | None:

@@ -75,11 +75,6 @@ class TrainConfig:
         if not 0 < self.validation_fraction < 1:
             raise UsageError(f"validation_fraction is {self.validation_fraction}; expected a number between 0 and 1")
 
-    @property
-    def warmup_steps(self) -> int:
-        """Updates of warm-up."""
-        return round(self.warmup * self.steps)
-
     def validates_after(self, step: int) -> bool:
         """Whether update number `step` is followed by a validation."""
         return step % self.eval_every == 0 or step == self.steps
@@ -106,14 +101,17 @@ class RunConfig:
         return self.train.global_batch * self.step.context
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of update number `step`, from 1 on."""
-        return learning_rate(
-            step,
-            peak=self.step.learning_rate,
-            warmup=self.train.warmup_steps,
-            steps=self.train.steps,
-            floor=self.train.min_learning_rate,
-        )
+        """The learning rate of update number `step`, from 1 on: warm-up, then half a cosine (Loshchilov & Hutter 2017).
+
+        It is peak · step / warmup up to the end of the warm-up, and then falls to peak · floor at the last update.
+        """
+        peak, floor, steps = self.step.learning_rate, self.train.min_learning_rate, self.train.steps
+        assert 1 <= step <= steps, f"update {step} of {steps}"
+        warmup = round(self.train.warmup * steps)
+        if step <= warmup:
+            return peak * step / warmup
+        progress = (step - warmup) / (steps - warmup)
+        return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
     def scheme(self, world_size: int) -> Scheme:
         """What this number of ranks trains with, in buckets as configured."""
@@ -127,7 +125,7 @@ class RunConfig:
         return self.train.global_batch // (self.step.batch * world_size)
 
     def check(self, world_size: int) -> None:
-        """Raise where this cannot be trained on that many ranks, before anything is built.
+        """See that this can be trained on that many ranks, before anything is built.
 
         Raises:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
@@ -159,13 +157,10 @@ class RunConfig:
 
     def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
-        fields: dict[str, Scalar] = {}
-        for room, config in (("model", self.model), ("step", self.step), ("train", self.train)):
-            for each in dataclasses.fields(config):
-                if f"{room}.{each.name}" not in MAY_CHANGE:
-                    value = getattr(config, each.name)
-                    fields[f"{room}.{each.name}"] = "inf" if value == math.inf else value
-        return fields | {f"data.{name}": value for name, value in data.items()}
+        rooms = {"model": self.model, "step": self.step, "train": self.train}
+        fields = {f"{room}.{name}": value for room, config in rooms.items() for name, value in vars(config).items()}
+        kept = {name: "inf" if value == math.inf else value for name, value in fields.items() if name not in MAY_CHANGE}
+        return kept | {f"data.{name}": value for name, value in data.items()}
 
 
 MAY_CHANGE = {
@@ -178,28 +173,5 @@ MAY_CHANGE = {
 
 def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
     """Fields in which two identities differ, as `name: theirs → mine`."""
-    names = dict.fromkeys([*theirs, *mine])
-    return [
-        f"{name}: {theirs.get(name, 'absent')} → {mine.get(name, 'absent')}"
-        for name in names
-        if theirs.get(name) != mine.get(name)
-    ]
-
-
-def learning_rate(step: int, *, peak: float, warmup: int, steps: int, floor: float) -> float:
-    """The learning rate of update number `step`: linear warm-up, then half a cosine (Loshchilov & Hutter 2017).
-
-    It is peak · step / warmup up to the end of the warm-up, and then falls to peak · floor at the last update.
-
-    Args:
-        step: the number of the update, from 1 to `steps`.
-        peak: the highest learning rate, that of update `warmup`.
-        warmup: updates of linear warm-up; 0 for none.
-        steps: updates in all.
-        floor: the last update's learning rate, as a fraction of the peak.
-    """
-    assert 1 <= step <= steps, f"update {step} of {steps}"
-    if step <= warmup:
-        return peak * step / warmup
-    progress = (step - warmup) / (steps - warmup)
-    return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+    pairs = [(name, theirs.get(name, "absent"), mine.get(name, "absent")) for name in dict.fromkeys([*theirs, *mine])]
+    return [f"{name}: {there} → {here}" for name, there, here in pairs if there != here]

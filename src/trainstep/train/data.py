@@ -20,9 +20,8 @@ from trainstep.model.text import Tokens, cut_sequences, load_tokens
 from trainstep.records import Scalar
 from trainstep.train.config import RunConfig
 
-_PIECES = 64
+_PIECES, _PIECE_TOKENS = 64, 2**16
 """Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""
-_PIECE_TOKENS = 2**16
 _CHECKED_TOKENS = 2**24
 """Ids are held against the vocabulary this many at a time."""
 

@@ -61,16 +61,11 @@ class Choice:
     later: tuple[int, ...] = ()
     """Those of newer checkpoints, which are in the way."""
     is_finished: bool = False
-    """Everything is there already."""
+    """Everything is there already: nothing to do."""
 
 
 def choose(found: Found | None, asked: Asked, out: Path) -> Choice:
-    """The newest checkpoint, or the one that was named.
-
-    Args:
-        found: the run; None where there is none yet.
-        asked: what the command says.
-        out: the folder, for messages.
+    """The newest checkpoint, or the one that was named; `found` is None where there is no run yet.
 
     Raises:
         UsageError: a checkpoint was named that is not there.
@@ -83,15 +78,13 @@ def choose(found: Found | None, asked: Asked, out: Path) -> Choice:
             )
         return Choice(None)
     went_back = asked.is_restart and found.resumed_from == asked.resume_from
+    step = found.steps[-1] if found.steps else None
     if asked.resume_from is not None and not went_back:
-        names = {name_of(step): step for step in found.steps}
-        if Path(asked.resume_from).name not in names:
+        names = {name_of(each): each for each in found.steps}
+        if (step := names.get(Path(asked.resume_from).name)) is None:
             there = f"the checkpoints in {out} are: {', '.join(names) or 'none'}"
             raise UsageError(f"--resume-from is {asked.resume_from!r}; {there}")
-        step = names[Path(asked.resume_from).name]
-    elif found.steps:
-        step = found.steps[-1]
-    else:
+    if step is None:
         return Choice(None)
     later = tuple(each for each in found.steps if each > step)
     return Choice(step, later, is_finished=step == asked.steps and found.has_results and not later)
@@ -105,13 +98,11 @@ class Start:
     checkpoint: Checkpoint | None
     """None: from the first step."""
     is_finished: bool = False
-    """Everything is there already."""
     aside: tuple[str, ...] = ()
     """Later checkpoints, by the names that they were given."""
 
     @property
     def step(self) -> int:
-        """Updates that are made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def describe(self, config: RunConfig, world_size: int, out: Path) -> str:
@@ -138,10 +129,7 @@ class Start:
 def open_folder(out: Path, identity: Mapping[str, Scalar], asked: Asked) -> Start:
     """Find out where the run in `out` is, or begin one there. For one process; it alone changes the folder.
 
-    Args:
-        out: the folder.
-        identity: what the run's curve depends on.
-        asked: what the command says.
+    `identity` is what the run's curve depends on.
 
     Raises:
         UsageError: the folder holds another run, cannot be written, or the checkpoint to go on from is damaged or not
@@ -149,10 +137,20 @@ def open_folder(out: Path, identity: Mapping[str, Scalar], asked: Asked) -> Star
     """
     found = _look(out)
     if found is not None:
-        _check_same(out, identity, _identity_in(out))
+        try:
+            theirs = json.loads((out / RUN).read_text(encoding="utf-8"))["identity"]
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"{out / RUN} cannot be read ({error}); choose another --out") from error
+        _check_same(out, identity, theirs)
     choice = choose(found, asked, out)
     if found is None:
-        _begin(out, identity)
+        try:
+            (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            tidy(out / CHECKPOINTS)
+            (out / _DRAFT).write_text(json.dumps({"identity": dict(identity)}, indent=1), encoding="utf-8")
+            (out / _DRAFT).rename(out / RUN)
+        except OSError as error:
+            raise UsageError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
         return Start(is_new=True, checkpoint=None)
     checkpoint = None
     if choice.step is not None:
@@ -191,24 +189,6 @@ def _look(out: Path) -> Found | None:
         with contextlib.suppress(UsageError):  # damaged: that may be why an older one is named
             resumed_from = open_checkpoint(out / CHECKPOINTS, steps[-1]).note.get("resumed_from")
     return Found(tuple(steps), resumed_from, has_results=(out / RESULTS).exists())
-
-
-def _identity_in(out: Path) -> Mapping[str, Scalar]:
-    try:
-        identity: Mapping[str, Scalar] = json.loads((out / RUN).read_text(encoding="utf-8"))["identity"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{out / RUN} cannot be read ({error}); choose another --out") from error
-    return identity
-
-
-def _begin(out: Path, identity: Mapping[str, Scalar]) -> None:
-    try:
-        (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        tidy(out / CHECKPOINTS)
-        (out / _DRAFT).write_text(json.dumps({"identity": dict(identity)}, indent=1), encoding="utf-8")
-        (out / _DRAFT).rename(out / RUN)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out}: {error.strerror}; choose another folder with --out") from error
 
 
 def _check_same(where: Path, mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> None:

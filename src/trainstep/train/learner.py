@@ -1,4 +1,4 @@
-"""The model of a run on one rank: what an update and a validation are, and how an update's values are read.
+"""The model of a run on one rank: updates, validations, samples of text, and how an update's values are read.
 
 An update leaves its loss, its gradient norm and whether to stop. The three travel in one small all-reduce behind the
 update's work and are copied to the host without waiting. They are read when the next update has been given to the
@@ -14,9 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainstep.parallel.process import Process
 from trainstep.replicas import build, uncounted_bytes
@@ -25,15 +26,14 @@ from trainstep.train.data import TokenData
 from trainstep.training_step import Replica, TrainingStep
 from trainstep.workload import builtin_workload, make_optimizer
 
+PROMPT = 48
+"""Tokens of validation text that a sample begins with."""
+BYTES = 256
+"""Text has no other ids than these, so no other is drawn."""
+
 
 class Learner:
-    """Built from the seed, the same for every scheme; every rank has one and calls it alike.
-
-    Args:
-        config: the run.
-        tokens: its data.
-        process: this rank.
-    """
+    """Built from the seed, the same for every scheme; every rank has one and calls it alike."""
 
     def __init__(self, config: RunConfig, tokens: TokenData, process: Process) -> None:
         self._config, self._tokens, self._process = config, tokens, process
@@ -62,7 +62,9 @@ class Learner:
         parts = self._tokens.training_parts(number, *self._part)
         for group in self.step.optimizer.param_groups:
             group["lr"] = self._config.learning_rate(number)
-        return self.step.clipped([self.step.place(part) for part in parts], self._config.train.clip_norm)
+        loss, norm = self.step.accumulate([self.step.place(part) for part in parts], self._config.train.clip_norm)
+        assert norm is not None, "a norm was given"
+        return loss, norm
 
     def validate(self) -> float:
         """The mean loss over the validation sequences of all ranks."""
@@ -74,11 +76,72 @@ class Learner:
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
         device = self._process.device
-        on_gpu = device.type == "cuda"
-        mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.replica) if on_gpu else 0
+        mine = 0
+        if device.type == "cuda":
+            mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.replica)
         peaks: list[int] = [0] * self._process.world_size
         dist.all_gather_object(peaks, mine, group=self._process.group)
         return max(peaks) or None
+
+    def samples(self) -> list[str]:
+        """Texts `BEGINNING⟦what the model wrote⟧`; they begin as places do, evenly spaced, in the validation text.
+
+        All ranks must call it, and the data must be text.
+        """
+        train, context, validation = self._config.train, self._config.step.context, self._tokens.validation
+        length = min(PROMPT, context)
+        starts = np.linspace(0, len(validation) - length, train.samples + 1).astype(np.int64)[:-1]
+        prompts = np.stack([validation[start : start + length] for start in starts]).astype(np.int64)
+        with self.step.inference():
+            tokens = generate(
+                self.replica.module,
+                torch.from_numpy(prompts).to(self._process.device),
+                new_tokens=train.sample_tokens,
+                context=context,
+                temperature=train.temperature,
+                seed=self._config.step.seed,
+            ).cpu()
+        return [f"{as_text(row[:length])}⟦{as_text(row[length:])}⟧" for row in tokens]
+
+
+@torch.no_grad()
+def generate(
+    module: nn.Module, prompts: Tensor, *, new_tokens: int, context: int, temperature: float, seed: int
+) -> Tensor:
+    """Continue every prompt token by token; bytes only.
+
+    The module is called on sequences of one length, filled up at their end, which a causal model does not see; so
+    nothing is compiled anew. With sharded weights every rank must call this.
+
+    Args:
+        module: tokens (B, S) → logits (B, S, V), causal.
+        prompts: (B, P) token ids, P at least 1.
+        new_tokens: how many to add.
+        context: the longest sequence the module takes; beyond it the oldest tokens are forgotten.
+        temperature: of the sampling; 0 takes the likeliest token.
+        seed: of the draws.
+
+    Returns:
+        Token ids (B, P + new_tokens).
+    """
+    width = min(context, prompts.shape[1] + new_tokens)
+    draws = torch.Generator().manual_seed(seed)
+    tokens = prompts
+    for _ in range(new_tokens):
+        seen = tokens[:, -width:]
+        padded = nn.functional.pad(seen, (0, width - seen.shape[1]))
+        logits = module(padded)[:, seen.shape[1] - 1, :BYTES].double().cpu()  # (B, bytes)
+        if temperature == 0:
+            chosen = logits.argmax(-1, keepdim=True)
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws)
+        tokens = torch.cat([tokens, chosen.to(tokens.device)], dim=1)
+    return tokens
+
+
+def as_text(tokens: Tensor) -> str:
+    """Bytes (n,) as text; what is no UTF-8 is shown as the replacement character."""
+    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True)
@@ -132,9 +195,8 @@ class Readings:
         else:
             end.synchronize()
             seconds = start.elapsed_time(end) / 1e3
-        loss, norm, stops = values.tolist()
-        world_size = self._process.world_size
-        return Reading(step, loss / world_size, norm / world_size, stops > 0, seconds)
+        loss, norm, stops = (values / self._process.world_size).tolist()
+        return Reading(step, loss, norm, stops > 0, seconds)
 
     def restart(self) -> None:
         """Begin the next update's time now: something else than training has just been done."""

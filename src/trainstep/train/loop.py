@@ -28,7 +28,6 @@ from trainstep.train.data import TokenData, open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, Asked, check_not_of_others, check_shared, open_folder
 from trainstep.train.learner import Learner, Reading, Readings
 from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
-from trainstep.train.samples import write_samples
 
 
 @dataclass(frozen=True)
@@ -74,35 +73,32 @@ def train(
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
         learner = Learner(config, tokens, process)
-        checkpoints = CheckpointWriter(
-            out / CHECKPOINTS,
-            keep=config.train.keep,
-            group=dist.new_group(backend="gloo"),
-            last=None if start.checkpoint is None else start.step,
-        )
+        last = None if start.checkpoint is None else start.step
+        gloo = dist.new_group(backend="gloo")
+        checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
-            load_training_state(start.checkpoint, learner.replica, process, checkpoints.group)
+            load_training_state(start.checkpoint, learner.replica, process, gloo)
         meter = Meter(config, process, start.step)
         if meter.peak_flops is None:
             show.line(f"utilisation is left out: no peak is known of {device_name(process.device)}")
-        metrics = on_all_ranks(
-            process,
-            lambda: stack.enter_context(
-                MetricsWriter(out if process.rank == 0 else None, step=start.step, tensorboard=config.train.tensorboard)
-            ),
-        )
+        written, tensorboard = out if process.rank == 0 else None, config.train.tensorboard
+        metrics = on_all_ranks(process, lambda: MetricsWriter(written, step=start.step, tensorboard=tensorboard))
+        stack.enter_context(metrics)
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
-        note = {
-            "identity": identity,
-            "form": form_of(learner.replica),
-            "world_size": process.world_size,
-            "resumed_from": resume_from,
-        }
+        note: dict[str, Any] = {"identity": identity, "form": form_of(learner.replica)}
+        note |= {"world_size": process.world_size, "resumed_from": resume_from}
         done = _Run(config, process, learner, checkpoints, note, meter, metrics, show).go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
-            write_samples(learner.step, tokens, config, process, out / "samples.txt", show)
+            if config.train.samples and tokens.is_text:
+                texts = learner.samples()
+                if process.rank == 0:
+                    (out / "samples.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+                for line in ("samples, what the model wrote in ⟦⟧:", *texts):
+                    show.line(line)
+            elif config.train.samples:
+                show.line("no samples of text: the token ids of a .bin file have no tokenizer here")
             peak = learner.peak_bytes()
             if process.rank == 0:
                 record = run_record(config, process, read_metrics(out / METRICS), start.step, peak)
@@ -174,9 +170,8 @@ class _Run:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
         last = self.checkpoints.last
-        good = "there is no checkpoint yet" if last is None else (
-            f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
-        )  # fmt: skip
+        where = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}" if last is not None else ""
+        good = where or "there is no checkpoint yet"
         return AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
             f"learning rate {self.config.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -18,7 +17,7 @@ from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
 from trainstep.plan.flops import step_flops
-from trainstep.records import Scalar, make_row
+from trainstep.records import Times
 from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
 from trainstep.train.learner import Reading
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 """The file's name in the run's folder."""
 
-Update = Mapping[str, Any]
-"""`step`, `loss`, `learning_rate`, `gradient_norm`, `step_ms`, `tokens_per_s`, `utilisation`, `validation_loss`, …"""
-
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
 """What TensorBoard draws."""
 WARMUP = 10
@@ -42,13 +38,7 @@ POINTS = 50
 
 
 class Meter:
-    """Makes rows of what is read of updates.
-
-    Args:
-        config: the run.
-        process: any of its ranks.
-        first: the update that this start goes on from; 0 at the run's start.
-    """
+    """Makes rows of what is read of updates; `first` is the update that this start goes on from, 0 where it is new."""
 
     def __init__(self, config: RunConfig, process: Process, first: int) -> None:
         self._config, self._world_size, self._first = config, process.world_size, first
@@ -77,27 +67,15 @@ class Meter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows that are complete; a last line that was cut short is left out."""
-    if not path.exists():
-        return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return rows
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Keep the rows up to `step`, so that a run that goes on from there has every update once."""
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    temporary.replace(path)
-
-
-class MetricsWriter:
-    """Appends rows to `metrics.jsonl`, each flushed at once, and to TensorBoard's files. Used as a context manager.
+class MetricsWriter(contextlib.ExitStack):
+    """Appends rows to `metrics.jsonl`, each flushed at once, and to TensorBoard's files; a context, which closes them.
 
     Args:
         out: the run's folder; rows after `step` are removed from what is there. None, as on all ranks but the first,
@@ -110,6 +88,7 @@ class MetricsWriter:
     """
 
     def __init__(self, out: Path | None, *, step: int, tensorboard: bool) -> None:
+        super().__init__()
         self._events: Any = None
         self._file: TextIO | None = None
         if out is None:
@@ -122,11 +101,14 @@ class MetricsWriter:
                     "TensorBoard's files need the package tensorboard (pip install tensorboard); or leave them out "
                     "with --no-tensorboard"
                 ) from error
-            self._events = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
-        cut_metrics(out / METRICS, step)
-        self._file = (out / METRICS).open("a", encoding="utf-8")
+            self._events = self.enter_context(SummaryWriter(str(out / "tensorboard"), purge_step=step + 1))
+        kept = [row for row in read_metrics(out / METRICS) if row["step"] <= step]
+        draft = out / f".{METRICS}"
+        draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        draft.replace(out / METRICS)
+        self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
 
-    def write(self, row: Update) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
@@ -135,17 +117,6 @@ class MetricsWriter:
             for name in CURVES:
                 if row.get(name) is not None:
                     self._events.add_scalar(name, row[name], row["step"])
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
 
 
 class Show:
@@ -167,7 +138,7 @@ class Show:
         if row["step"] == 1 or row["step"] % self._log_every == 0 or row["validation_loss"] is not None:
             self.line(as_line(row))
 
-    @contextmanager
+    @contextlib.contextmanager
     def progress(self, steps: int, done: int) -> Iterator[None]:
         """Inside, the bar is shown."""
         if self._console is None or not self._console.is_terminal:
@@ -184,13 +155,8 @@ class Show:
 
 def as_line(row: Mapping[str, Any]) -> str:
     """A row of the metrics for the terminal."""
-    parts = [
-        f"update {row['step']:>6}",
-        f"loss {row['loss']:.4f}",
-        f"learning rate {row['learning_rate']:.2e}",
-        f"gradient norm {row['gradient_norm']:.3f}",
-        f"{row['tokens_per_s']:,.0f} tokens/s",
-    ]
+    parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}", f"learning rate {row['learning_rate']:.2e}"]
+    parts += [f"gradient norm {row['gradient_norm']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["utilisation"] is not None:
         parts.append(f"utilisation {100 * row['utilisation']:.1f} %")
     if row["validation_loss"] is not None:
@@ -219,8 +185,7 @@ def run_record(
     Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
 
     Args:
-        config: what was trained, as last started.
-        process: any of the ranks that trained last.
+        config, process: of the last start.
         rows: the metrics, every update once.
         first: the update from which the last start went on; if it was the last one, there is no speed and no memory.
         peak_bytes: the most memory that a rank held since; None where it is not counted.
@@ -230,45 +195,31 @@ def run_record(
     times = summarize([row["step_ms"] for row in steady]) if steady else None
     utilisations = [row["utilisation"] for row in steady if row["utilisation"] is not None]
     validations = [row for row in rows if row["validation_loss"] is not None]
-    values: dict[str, Scalar] = {
-        "n": len(steady),
-        **({} if times is None else times.columns("step")),
-        "tokens_per_s": None if times is None else 1e3 * config.tokens_per_update / times.median,
-        "utilisation": float(np.median(utilisations)) if utilisations else None,
-        "first_loss": rows[0]["loss"],
-        "last_loss": rows[-1]["loss"],
-        "validation_loss": validations[-1]["validation_loss"] if validations else None,
-        "tokens": rows[-1]["tokens"],
-        "peak_gib": None if peak_bytes is None or not mine else peak_bytes / GIB,
-    }
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
-    curve = [rows[at] for at in chosen]
-    return make_row(
-        TrainRow,
-        case_of(config, process.world_size),
-        values,
+    names = ("context", "batch", "precision", "compile", "attention", "loss", "optimizer", "seed")
+    checkpointing = config.step.checkpointing
+    return TrainRow(
+        workload=config.name,
+        **{name: getattr(config.step, name) for name in names},
+        checkpointing=None if checkpointing == "none" else checkpointing,
+        scheme=config.scheme(process.world_size).name,
+        world_size=process.world_size,
+        global_batch=config.train.global_batch,
+        steps=config.train.steps,
+        n=len(steady),
+        times={} if times is None else {"step": Times.of(times, spread=False)},
+        tokens_per_s=None if times is None else 1e3 * config.tokens_per_update / times.median,
+        utilisation=float(np.median(utilisations)) if utilisations else None,
+        first_loss=rows[0]["loss"],
+        last_loss=rows[-1]["loss"],
+        validation_loss=validations[-1]["validation_loss"] if validations else None,
+        tokens=rows[-1]["tokens"],
+        peak_gib=None if peak_bytes is None or not mine else peak_bytes / GIB,
         series={
-            "step": [row["step"] for row in curve],
-            "loss": [row["loss"] for row in curve],
+            "step": [rows[at]["step"] for at in chosen],
+            "loss": [rows[at]["loss"] for at in chosen],
             "validation_step": [row["step"] for row in validations],
             "validation_loss": [row["validation_loss"] for row in validations],
         },
         environment=describe(process.device),
     )
-
-
-def case_of(config: RunConfig, world_size: int) -> dict[str, Scalar]:
-    """The columns that identify a run's row."""
-    step, train = config.step, config.train
-    names = ("context", "batch", "precision", "compile", "attention", "loss")
-    return {
-        "workload": config.name,
-        **{name: getattr(step, name) for name in names},
-        "checkpointing": None if step.checkpointing == "none" else step.checkpointing,
-        "optimizer": step.optimizer,
-        "seed": step.seed,
-        "scheme": config.scheme(world_size).name,
-        "world_size": world_size,
-        "global_batch": train.global_batch,
-        "steps": train.steps,
-    }

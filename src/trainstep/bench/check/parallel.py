@@ -182,7 +182,7 @@ def _train(
         batch = step.next_batch()
         if double:
             batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-        losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)]))
+        losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)])[0])
     after = {name: value.detach() for name, value in step.module.named_parameters()}
     unused = gradients < len(trained) * STEPS * world_size
     return tuple(float(loss) for loss in losses), after, _distance(after, before), unused

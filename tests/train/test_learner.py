@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainstep.train.samples import as_text, generate
+from trainstep.train.learner import as_text, generate
 
 
 class Successor(nn.Module):

@@ -1,4 +1,4 @@
-"""`trainstep tune attention`: measure this GPU for our kernels and for `impl="auto"`."""
+"""`trainstep info` and `trainstep tune`: what this machine is, and its own tiles and choices for attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ from trainstep.errors import UsageError
 
 Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 Part = Literal["tiles", "choice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(Common):
+    """Print the environment, for bug reports."""
+
+    def run(self) -> int:
+        from trainstep.measure.environment import describe, gpu_state
+        from trainstep.workload import resolve_device
+
+        device = resolve_device("auto")
+        for name, value in {**describe(device), **gpu_state(device)}.items():
+            print(f"{name:18} {value}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +56,19 @@ class Tune(Common):
                 "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
             )
         say = functools.partial(console_for_output().print, markup=False, highlight=False)
-        written = []
+
+        def show(done: Measurement) -> None:
+            what = f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal} {done.tile}: "
+            say(what + (done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"))
+
+        save, written = not self.dry_run, []
         if "tiles" in self.part:
-
-            def progress(done: Measurement) -> None:
-                result = done.error if done.time_ms is None else f"{done.time_ms:.4g} ms"
-                case = f"{done.kernel} {done.dtype} head_dim {done.head_dim} causal {done.is_causal}"
-                say(f"{case} {done.tile}: {result}")
-
-            tune_tiles(head_dims=self.head_dim, dtypes=self.dtype, progress=progress, save=not self.dry_run)
+            tune_tiles(head_dims=self.head_dim, dtypes=self.dtype, progress=show, save=save)
             written += [TILES.user_file(), HOPPER_TILES.user_file()]
         if "choice" in self.part:
             dtypes = [DTYPES[name] for name in chosen]
-            tune_choice(head_dims=self.head_dim, dtypes=dtypes, progress=say, save=not self.dry_run)
+            tune_choice(head_dims=self.head_dim, dtypes=dtypes, progress=say, save=save)
             written.append(CHOICES.user_file())
-        if not self.dry_run:
+        if save:
             say(f"written: {', '.join(map(str, written))}", soft_wrap=True)
         return 0

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from trainstep.hardware import require_device
 from trainstep.kinds import row_of
-from trainstep.plan.calibration import calibrated
-from trainstep.plan.check import checked
 from trainstep.plan.machine import machine_of
+from trainstep.plan.measured import calibrated, checked
 from trainstep.records import read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -1,0 +1,197 @@
+"""Measurements and the planner: rates of a device taken from measured rows, and predictions held against them.
+
+`calibrated` takes from any results of trainstep, in place of a datasheet's figures:
+
+    ceiling          rates of a large product per precision, and of a large copy
+    collective fit   overhead and bus bandwidth of the all-reduce (else of another collective) over most ranks
+    rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
+                     fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
+
+What none of the records tells stays as the datasheet and `plan.machine` have it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from trainstep.config import SIZES, ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.hardware import DeviceSpec, require_device
+from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
+from trainstep.kinds.steps import MeasuredStep
+from trainstep.plan.communication import Link
+from trainstep.plan.machine import GIB, Cluster, LaunchKey, Machine, machine_of
+from trainstep.plan.memory import peak_bytes
+from trainstep.plan.parallelism import strategy_plan
+from trainstep.plan.roofline import OPTIMIZER_BYTES, step_seconds
+from trainstep.plan.strategies import Layout, strategy_memory
+from trainstep.precision import PRECISIONS
+from trainstep.records import Row, Scalar, make_row, of_kind
+from trainstep.schemes import SCHEMES
+
+LAUNCH_BOUND = 0.97
+"""Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
+
+
+def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machine:
+    """The machine on which the records were measured.
+
+    Args:
+        records: of any kinds.
+        spec: its datasheet; by default that of the device that the records name.
+
+    Raises:
+        UsageError: records of several devices, of one without a datasheet, or none that says anything.
+    """
+    devices = {str(row.environment["device"]) for row in records if row.environment.get("device")}
+    if len(devices) > 1:
+        names = ", ".join(sorted(devices))
+        raise UsageError(f"the calibration is of several devices: {names}; give one device's files")
+    if spec is None:
+        if not devices:
+            raise UsageError("the calibration names no device; say which with --device")
+        spec = require_device(devices.pop())
+    elif other := devices - {spec.name}:
+        raise UsageError(
+            f"the calibration is of {other.pop()}, not of {spec.name}; leave out --device, or give its own"
+        )
+    rates = _ceilings(records, machine_of(spec))
+    machine = dataclasses.replace(machine_of(spec), **rates)
+    found = {
+        "rates": rates,
+        "connections": _link(records),
+        "launches": _launches(records),
+        "the optimizer's bandwidth": _optimizer(records, machine),
+    }
+    basis = f"measured on {spec.name}: {', '.join(name for name, each in found.items() if each)}"
+    if not any(found.values()):
+        raise UsageError(
+            "the calibration has neither ceilings, nor fits of collectives, nor timed steps of named sizes; expected "
+            "the results.jsonl of `trainstep analyze` or `trainstep bench collectives`"
+        )
+    if rest := [name for name, each in found.items() if not each]:
+        basis += f"; by the {spec.source} and fractions measured on an H200: {', '.join(rest)}"
+    return dataclasses.replace(machine, **ChainMap(*found.values()), basis=basis)
+
+
+def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
+    rows = [row for row in of_kind(records, CeilingRow) if row.status == "ok"]
+    copies = [_positive(row, "gb_s") * 1e9 for row in rows if row.operation == "copy"]
+    products: dict[str, float] = {}
+    for row in rows:
+        if row.operation == "matmul" and row.precision is not None:
+            products[row.precision] = max(products.get(row.precision, 0.0), _positive(row, "tflops") * 1e12)
+    found: dict[str, Any] = {}
+    if products:
+        reached = {name: products[each.rate] for name, each in PRECISIONS.items() if each.rate in products}
+        found["matmul_flops"] = {**machine.matmul_flops, **reached}
+    if copies:
+        found["copy_bytes_per_s"] = max(copies)
+    memory = [row.environment.get("device_memory_gib") for row in rows]
+    if sizes := [each for each in memory if isinstance(each, (int, float))]:
+        found["memory_bytes"] = int(min(sizes) * GIB)
+    return found
+
+
+def _link(records: Sequence[Row]) -> dict[str, Any]:
+    rows = [row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl"]
+    if not rows:
+        return {}
+    best = max(rows, key=lambda row: (row.collective == "all-reduce", row.world_size))
+    return {"link": Link(_positive(best, "overhead_us") / 1e6, _positive(best, "bus_gb_s") * 1e9)}
+
+
+def _timed(records: Sequence[Row]) -> list[MeasuredStep]:
+    """Full steps of named sizes on a GPU."""
+    return [
+        row
+        for row in of_kind(records, MeasuredStep)
+        if row.status == "ok"
+        and not (isinstance(row, StepRow) and row.mode != "step")
+        and row.workload in SIZES
+        and "forward_issue" in row.times
+    ]
+
+
+def _launches(records: Sequence[Row]) -> dict[str, Any]:
+    bound: defaultdict[LaunchKey, list[tuple[float, float]]] = defaultdict(list)
+    for row in _timed(records):
+        forward, backward = row.times["forward"].median, row.times["backward"].median
+        if row.checkpointing is None and row.times["forward_issue"].median > LAUNCH_BOUND * forward:
+            layers = 1e3 * SIZES[str(row.workload)].num_layers
+            bound[str(row.compile), str(row.attention)].append((forward / layers, backward / layers))
+    medians = {key: tuple(map(median, zip(*pairs, strict=True))) for key, pairs in bound.items()}
+    return {"launch_s": medians} if medians else {}
+
+
+def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
+    reached: dict[str, float] = {}
+    for row in _timed(records):
+        if str(row.precision) in PRECISIONS and PRECISIONS[str(row.precision)].is_stored_half:
+            continue
+        name = str(row.optimizer)
+        moved = OPTIMIZER_BYTES[name] * SIZES[str(row.workload)].num_parameters
+        fraction = moved / (row.times["optimizer"].median / 1e3) / machine.copy_bytes_per_s
+        reached[name] = max(reached.get(name, 0.0), fraction)
+    return {"optimizer_fraction": {**machine.optimizer_fraction, **reached}} if reached else {}
+
+
+def _positive(row: Row, name: str) -> float:
+    value = row.values.get(name)
+    if not isinstance(value, (int, float)) or value < 0:
+        raise UsageError(f"a {row.kind} row of the calibration has {name} = {value!r}; expected a positive number")
+    return float(value)
+
+
+def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float = 40e9) -> Iterator[PlanCheckRow]:
+    """Measured steps of named sizes, each beside its prediction: rows of the kinds step, rung, peak, checkpointing and
+    parallel. What has no prediction, as compiled code's memory, stays empty."""
+    for row in records:
+        if row.status != "ok" or row.case.get("workload") not in SIZES or row.case.get("mode", "step") != "step":
+            continue
+        scheme = SCHEMES.get(str(row.case.get("scheme", "single")))
+        if scheme is None or not scheme.is_planned:
+            continue
+        strategy = scheme.planned_as or "single"
+        model, step = SIZES[str(row.case["workload"])], _step_of(row)
+        ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1
+        cluster, layout = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s), Layout(strategy, ranks)
+        step_ms, peak_gib = row.values.get("step_ms"), row.values.get("peak_gib")
+        values: dict[str, Scalar] = {}
+        if isinstance(step_ms, float) and (seconds := _seconds(model, step, cluster, layout)) is not None:
+            error = 1e3 * seconds / step_ms - 1
+            values |= {"step_ms": step_ms, "predicted_ms": 1e3 * seconds, "time_error": error}
+        if isinstance(peak_gib, float) and (peak := _peak(model, step, layout)) is not None:
+            values |= {"peak_gib": peak_gib, "predicted_gib": peak / GIB, "memory_error": peak / GIB / peak_gib - 1}
+        if values:
+            case = {**row.case, "strategy": strategy, "gpus": ranks}
+            yield make_row(PlanCheckRow, case, values, environment=row.environment)
+
+
+def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float | None:
+    """Predicted seconds of a step; None where there is no time model."""
+    try:
+        if layout.strategy == "single":
+            return step_seconds(model, step, cluster.machine).total
+        return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
+    except UnsupportedError:
+        return None
+
+
+def _peak(model: ModelConfig, step: StepConfig, layout: Layout) -> int | None:
+    """Predicted peak of a GPU; None where there is no formula."""
+    try:
+        peak_bytes(model, step, on_cuda=True)  # which refuses what strategies would count as uncompiled
+        return strategy_memory(model, step, layout).total
+    except UnsupportedError:
+        return None
+
+
+def _step_of(row: Row) -> StepConfig:
+    names = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer")
+    settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
+    return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]
