@@ -152,7 +152,7 @@ def loaded_after(statement):
             {"torch", "numpy"},
         ),
         (
-            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.processes, trainstep.bench.sweep.jobs",
+            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.run",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (

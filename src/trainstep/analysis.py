@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.ceilings import ceiling_records
 from trainstep.bench.ladder import climb
-from trainstep.bench.profile import profile_records
+from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from trainstep.bench.attention import run_cases
-from trainstep.bench.attention_cases import AttentionCase
+from trainstep.bench.cases import AttentionCase
 from trainstep.plan.attention_memory import eager_memory, flash_memory
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.bench.grid import expand
+from trainstep.bench.cases import expand
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -33,8 +33,6 @@ from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
-FIXED_BY_WORKLOAD = ("batch", "context", "loss")
-
 
 @dataclass(frozen=True)
 class StepCase:
@@ -50,12 +48,8 @@ class StepCase:
 
     def columns(self) -> dict[str, Any]:
         """The settings of the case's row."""
-        return case_columns(self.source, self.config) | {
-            "mode": self.mode,
-            "warmup": self.warmup,
-            "steps": self.steps,
-            "repeat": self.repeat,
-        }
+        own = {"mode": self.mode, "warmup": self.warmup, "steps": self.steps, "repeat": self.repeat}
+        return case_columns(self.source, self.config) | own
 
 
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
     if config.checkpointing == "none":
         settings["checkpointing"] = None  # as in rows from before there was a choice
     if not source.is_builtin:
-        settings |= dict.fromkeys(FIXED_BY_WORKLOAD)
+        settings |= dict.fromkeys(("batch", "context", "loss"))
         for name in ("attention", "optimizer"):
             if settings[name] == getattr(StepConfig(), name):
                 settings[name] = None  # what the model itself calls, and the workload makes
@@ -89,13 +83,10 @@ def step_cases(
             f"nothing to run: {len(sources)} workloads, steps {steps}, repeat {repeat}, warm-ups {list(warmups)}; "
             "expected at least one workload, one step and one pass, and warm-ups of 0 or more"
         )
+    points = itertools.product(range(repeat), sources, expand(axes), modes, warmups)
     return [
         StepCase(source, StepConfig(**values), mode, warmup, steps, index)
-        for index in range(repeat)
-        for source in sources
-        for values in expand(axes)
-        for mode in modes
-        for warmup in warmups
+        for index, source, values, mode, warmup in points
     ]
 
 

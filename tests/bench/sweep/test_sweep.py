@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.bench.sweep import processes
-from trainstep.bench.sweep.case import Case, Place, flags
-from trainstep.bench.sweep.grid_file import load_grid
-from trainstep.bench.sweep.jobs import Resources, run_jobs
-from trainstep.bench.sweep.processes import run_here, visible_gpus
+from trainstep.bench.sweep import run as processes
+from trainstep.bench.sweep.cases import Case, Place, flags, load_grid
+from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError

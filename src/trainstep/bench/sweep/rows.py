@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainstep.bench.sweep.case import ROW_KINDS, Case, Place
+from trainstep.bench.sweep.cases import ROW_KINDS, Case, Place
 from trainstep.errors import UsageError
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
@@ -38,11 +38,10 @@ def rows_of(
     """
     found = _written(case, folder)
     values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
-    rows = [
-        make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, samples=row.samples,
-                 status=row.status, reason=row.reason, environment=row.environment)
-        for row, told in zip(found, _told_apart(found), strict=True)
-    ]  # fmt: skip
+    rows = []
+    for row, told in zip(found, _told_apart(found), strict=True):
+        same = {"samples": row.samples, "status": row.status, "reason": row.reason, "environment": row.environment}
+        rows.append(make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, **same))
     is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
     if not rows or (code != 0 and not (is_told and not _errors(folder / "stderr.txt"))):
         failed = failed_row(case, *_failure(folder, code, timeout_s), values)
