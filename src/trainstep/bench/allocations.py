@@ -177,8 +177,7 @@ def _timeline_row(
     )
 
 
-def _what(each: Allocation) -> str:
-    """What hovering says below the size."""
+def _what(each: Allocation) -> str:  # hovering shows it below the size
     made = f"made in {each.phase}" if each.phase else ""
     operation = f"{each.operation} of {each.phase}" if each.operation else made
     return "\n".join(filter(None, (each.what, operation)))

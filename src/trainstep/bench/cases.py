@@ -146,11 +146,7 @@ COLLECTIVE_AXES: Mapping[str, Sequence[Any]] = {"collective": COLLECTIVES, "size
 
 
 def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[CollectiveCase]:
-    """Every combination of the axes' values.
-
-    Args:
-        axes: values by field.
-        started: ranks that torchrun started.
+    """Every combination of the axes' values, for as many ranks as torchrun started.
 
     Raises:
         UsageError: more ranks than were started, or a size too small to divide.

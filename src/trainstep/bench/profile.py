@@ -19,7 +19,7 @@ import torch
 from trainstep.attention.eager import pieces_announced
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.profile_rows import busy_ms, profile_rows, summary_values
-from trainstep.bench.step import case_columns, phase_samples
+from trainstep.bench.step import StepRunner, case_columns, phase_samples
 from trainstep.casting import check_precision
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -32,7 +32,7 @@ from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.phases import PHASES, PhaseContext
+from trainstep.phases import PHASES
 from trainstep.precision import Rate
 from trainstep.records import Row, Scalar, make_row
 from trainstep.stats import RUN_SPREAD, summarize
@@ -75,13 +75,8 @@ def profile_records(
 ) -> Iterator[Row]:
     """Rows of kind "profile" (one), "family", "attention piece", "kernel" and "timeline".
 
-    Args:
-        source: the workload.
-        config: how its step is taken.
-        warmup: steps before the timed ones.
-        steps: steps timed without the profiler.
-        profiled_steps: steps recorded by it.
-        trace: where to keep the trace (`.json.gz`); None keeps none.
+    After the warm-up, `steps` are timed without the profiler, then `profiled_steps` recorded by it. Their trace is kept
+    at `trace` (`.json.gz`).
     """
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
     found = attempt(partial(_measure, source, config, warmup, steps, profiled_steps, trace))
@@ -98,7 +93,7 @@ def profile_records(
 def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
 ) -> ProfileMeasurement:
-    runner = _Runner(build_step(source, config))
+    runner = StepRunner(build_step(source, config))
     clock = device_clock(runner.step.device)
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     with tempfile.TemporaryDirectory() as folder, _pieces(config):
@@ -125,7 +120,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
     device = resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError("NVTX ranges are for GPU profilers, and this would run on the CPU; use a machine with a GPU")
-    runner = _Runner(build_step(source, config))
+    runner = StepRunner(build_step(source, config))
     with _pieces(config):
         return run_under_nvtx(
             runner.run,
@@ -150,20 +145,6 @@ def records_from_file(path: Path) -> Iterator[Row]:
     environment = {"device": trace.device} if trace.device else {}
     yield make_row(ProfileRow, {"workload": path.name}, summary_values(profile), environment=environment)
     yield from profile_rows(profile, {"workload": path.name}, None, environment)
-
-
-class _Runner:
-    """Takes a step on a batch that is ready, then makes the next one ready."""
-
-    def __init__(self, step: TrainingStep) -> None:
-        self.step = step
-        self._batch = step.next_batch()
-
-    def run(self, phase: PhaseContext) -> None:
-        self.step(self._batch, phase=phase)
-
-    def prepare_next(self, *_: Any) -> None:
-        self._batch = self.step.next_batch()
 
 
 def _pieces(config: StepConfig) -> AbstractContextManager[Any]:

@@ -175,10 +175,9 @@ def _pieces(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[PieceRow
     announced = [each for each in profile.kernels if each.piece is not None]
     for (phase, piece), group in _grouped(announced, lambda each: (each.phase, each.piece)).items():
         main = [each for each in group if (each.family == "softmax" if piece == "softmax" else each.family in MATMULS)]
+        case: dict[str, Any] = {**own, "phase": phase, "piece": piece}
         yield PieceRow(
-            **own,
-            phase=phase,
-            piece=piece,
+            **case,
             ms=profile.per_step_ms(group),
             main_ms=profile.per_step_ms(main),
             calls=sum(each.is_call for each in group) / profile.steps,

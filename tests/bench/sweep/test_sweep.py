@@ -342,7 +342,7 @@ def test_the_example_runs_in_small(tmp_path):
     assert run("sweep", str(file), "--out", str(tmp_path / "out")) == 0
     (row,) = read_records(tmp_path / "out" / "results.jsonl")
     assert row.status == "ok", row.reason
-    assert row.case == {**whole.cases[0].columns(), "row": None}
+    assert (row.case, row.row) == (whole.cases[0].columns(), None)
 
 
 def test_the_files_in_the_document_are_sweeps(tmp_path):

@@ -95,9 +95,6 @@ def compare_gradients(reference: Gradients, loss: float, module: nn.Module, roun
     """Deviation of `loss` and of the module's `.grad`s; a gradient that is missing on one side only counts as 1.
 
     Args:
-        reference: what is right.
-        loss: of `module`.
-        module: its gradients are compared.
         rounding: the relative error that rounding makes. A parameter's error is held against the norm of its gradient,
             or against `rounding` times the norm of as many typical elements, where that is more: sums that cancel to
             zero leave only rounding, and no two computations agree on that.
@@ -256,8 +253,6 @@ def error_budget(
     """The relative error that a right computation may show against the reference.
 
     Args:
-        precision: of the step.
-        reference: precision of the reference.
         leaf_calls: leaf modules run in one forward pass.
         plain_error: the error that the first step in this precision made, once there is one.
     """

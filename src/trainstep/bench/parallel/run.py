@@ -48,10 +48,7 @@ def run_cases(
     """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
 
     Args:
-        cases: the schemes.
-        process: this rank.
-        traces: folder for the traces of one step of each scheme that was timed, recorded after all are; None records
-            none.
+        traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
 
     Raises:
         UsageError: nothing to run, or a configuration that cannot be compared (fp16: its scaler skips steps).
@@ -161,14 +158,9 @@ def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, in
 def parallel_row(
     case: ParallelCase, process: Process, result: Result, *, num_parameters: int, single_ms: float | None
 ) -> ParallelRow:
-    """The row of a scheme. One that does not agree shows by how much, and no speed.
+    """The row of a scheme, on rank 0. One that does not agree shows by how much, and no speed.
 
-    Args:
-        case: the scheme.
-        process: rank 0.
-        result: its outcome.
-        num_parameters: of the model.
-        single_ms: the step without communication, where it was timed before.
+    `num_parameters` is the model's, and `single_ms` the step without communication, where it was timed before.
     """
     environment = describe(process.device)
     columns: dict[str, Any] = case.columns(process.world_size)
@@ -235,9 +227,6 @@ def planned_bytes(
     """Memory and traffic of a rank.
 
     Args:
-        scheme: whose.
-        num_parameters: of the model.
-        world_size: ranks.
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the size of its largest group; None for a user's.

@@ -83,10 +83,7 @@ def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:
 def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *, trace: str) -> ParallelTraceRow:
     """The row of a traced step: its overlap in milliseconds, and its bars as series.
 
-    Args:
-        row: of the same scheme, timed without the profiler.
-        found: what each rank recorded; rank 0's is shown.
-        trace: name of the trace's file.
+    `row` is of the same scheme, timed without the profiler; of what the ranks recorded, rank 0's is shown.
     """
     if isinstance(found, Failure):
         return failed_row(ParallelTraceRow, row.case, found, row.environment)

@@ -95,7 +95,6 @@ def run_here(
     """Run the cases, `jobs` at once, and yield each as it ends. Left early, it ends what still runs.
 
     Args:
-        places: the cases and their folders.
         jobs: cases at once. With more than one they share the cores (as OMP_NUM_THREADS, where that is not set), and
             every case that may use a GPU sees only its own.
         gpus: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
@@ -174,7 +173,6 @@ def run_jobs(
         places: the cases; their folders must be on a file system that the nodes share.
         folder: for submitit's own files.
         cluster: slurm, or local for processes here.
-        resources: what each job asks for.
         jobs: jobs at once; None leaves it to Slurm.
         timeout_s: seconds after which a case is ended.
 
