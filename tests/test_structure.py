@@ -15,8 +15,6 @@ GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phas
 """Lists, rows and statistics: no torch."""
 STEP = {"casting", "workload", "training_step", "blocks", "checkpointing", "model", "attention"}
 """What is run."""
-MEASURED = {"measure", "measure/allocations", "measure/profile", "parallel", "replicas"}
-"""What measures it, on one rank or on many."""
 
 MAY_IMPORT = {
     "errors": set(),
@@ -46,10 +44,8 @@ MAY_IMPORT = {
     "measure/allocations": {"blocks", "errors", "measure", "measure/profile", "phases"},
     "replicas": {"blocks", "casting", "config", "measure", "parallel", "parallel/fsdp", "schemes", "training_step"},
     "plan": GROUND,
-    "bench": GROUND
-    | STEP
-    | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan", "replicas"},
-    "bench/check": GROUND | STEP | MEASURED | {"bench"},
+    "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
+    "bench/check": GROUND | STEP | {"bench"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},

@@ -9,7 +9,6 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -55,15 +54,6 @@ def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
     yield CeilingRow(operation="copy", gb_s=measured.copy_gb_s, environment=environment)
 
 
-@dataclass(frozen=True)
-class ProfileMeasurement:
-    """One step, measured without and with the profiler in the same process."""
-
-    plain: Timing
-    profiled: Timing
-    profile: KernelProfile
-
-
 def profile_records(
     source: WorkloadSource,
     config: StepConfig,
@@ -83,16 +73,17 @@ def profile_records(
     if isinstance(found, Failure):
         yield failed_row(ProfileRow, case, found, environment)
         return
-    plain, profiled = phase_samples(found.plain), phase_samples(found.profiled)
-    values = _timing_values(plain, profiled, found.profile) | {"trace": trace.name if trace is not None else None}
+    plain, profiled, profile = found
+    values = _timing_values(plain, profiled, profile) | {"trace": trace.name if trace is not None else None}
     samples = {"step": plain["step"], "profiled_step": profiled["step"]}
     yield make_row(ProfileRow, case, values, samples=samples, environment=environment)
-    yield from profile_rows(found.profile, case, config.precision, environment)
+    yield from profile_rows(profile, case, config.precision, environment)
 
 
 def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
-) -> ProfileMeasurement:
+) -> tuple[dict[str, list[float]], dict[str, list[float]], KernelProfile]:
+    """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
     runner = StepRunner(build_step(source, config))
     clock = device_clock(runner.step.device)
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
@@ -108,7 +99,7 @@ def _measure(
             prepare_next=runner.prepare_next,
         )
         recorded = read_chrome_trace(file)
-    return ProfileMeasurement(plain, profiled, profile_of(recorded, _lists(runner.step)))
+    return phase_samples(plain), phase_samples(profiled), profile_of(recorded, _lists(runner.step))
 
 
 def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: int) -> Timing:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
@@ -22,7 +21,7 @@ from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB
 from trainstep.measure.residuals import Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, map_tensors, resolve_device
+from trainstep.workload import WorkloadSource, map_tensors, resolve_device, tensors_of
 
 TOP = 5
 """The largest groups that are rows of their own."""
@@ -49,18 +48,18 @@ def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
         raise UnsupportedError("what selective checkpointing keeps is invisible to autograd; use --checkpointing none")
     step = build_step(source, config)
     batch = step.next_batch()
-    blocks = find_blocks(step.module)
-    compiled = config.compile != "off"
+    forward = partial(step.differentiable_loss, batch)
+    if config.compile != "off":  # no module in it runs its hooks
+        found, _ = residuals(forward, None, [*tensors_of(batch), *step.module.parameters(), *step.module.buffers()])
+        return KeptByStep(found, Residuals(()), None)
     seen: list[Tensor] = []
-    resident = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if compiled:
-        resident += [*step.module.parameters(), *step.module.buffers()]
-    watch = None if compiled or not blocks else blocks[0].register_forward_pre_hook(partial(_note_input, seen))
-    found, _ = residuals(lambda: step.differentiable_loss(batch), None if compiled else step.module, resident)
-    if watch is not None:
-        watch.remove()
-    first = next((name for name, each in step.module.named_modules() if blocks and each is blocks[0]), None)
-    inside = [each for each in found.kept if first is not None and f"{each.module}.".startswith(f"{first}.")]
+    blocks = find_blocks(step.module)
+    hooks = [block.register_forward_pre_hook(partial(_note_input, seen)) for block in blocks[:1]]
+    found, _ = residuals(forward, step.module, tensors_of(batch))
+    for hook in hooks:
+        hook.remove()
+    first = [f"{name}." for name, each in step.module.named_modules() if blocks and each is blocks[0]]
+    inside = [each for each in found.kept if f"{each.module}.".startswith(tuple(first))]
     return KeptByStep(found, Residuals(tuple(inside)), seen[0] if seen else None)
 
 
