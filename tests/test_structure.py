@@ -15,8 +15,6 @@ GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phas
 """Lists, rows and statistics: no torch."""
 STEP = {"casting", "workload", "training_step", "blocks", "checkpointing", "model", "attention"}
 """What is run."""
-MEASURED = {"measure", "measure/allocations", "measure/profile", "parallel", "replicas"}
-"""What measures it, on one rank or on many."""
 
 MAY_IMPORT = {
     "errors": set(),
@@ -46,10 +44,8 @@ MAY_IMPORT = {
     "measure/allocations": {"blocks", "errors", "measure", "measure/profile", "phases"},
     "replicas": {"blocks", "casting", "config", "measure", "parallel", "parallel/fsdp", "schemes", "training_step"},
     "plan": GROUND,
-    "bench": GROUND
-    | STEP
-    | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan", "replicas"},
-    "bench/check": GROUND | STEP | MEASURED | {"bench"},
+    "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
+    "bench/check": GROUND | STEP | {"bench"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
@@ -152,7 +148,7 @@ def loaded_after(statement):
             {"torch", "numpy"},
         ),
         (
-            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.processes, trainstep.bench.sweep.jobs",
+            "import trainstep.bench.sweep.rows, trainstep.bench.sweep.run",
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (
@@ -160,7 +156,7 @@ def loaded_after(statement):
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
-        ("import trainstep.report.subjects, trainstep.report.findings", {"torch", "pandas", "bokeh"}),
+        ("import trainstep.report.page", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),
         ("import trainstep.parallel", {"torch"}),
     ],

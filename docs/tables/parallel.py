@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import plain, results, setting, where
-from trainstep.bench.parallel.measure import moments, planned_bytes
+from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.ceilings import ceiling_records
 from trainstep.bench.ladder import climb
-from trainstep.bench.profile import profile_records
+from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig
@@ -88,15 +87,20 @@ def analysis_records(
 def plain_form(config: StepConfig) -> StepConfig:
     """The step that the ladder starts from: the same training by the plainest means."""
     plain = StepConfig()
-    means = {name: getattr(plain, name) for name in ("precision", "compile", "attention", "loss")}
     optimizer = config.optimizer if config.optimizer == "sgd" else plain.optimizer
-    return dataclasses.replace(config, **means, optimizer=optimizer)
+    return dataclasses.replace(
+        config,
+        precision=plain.precision,
+        compile=plain.compile,
+        attention=plain.attention,
+        loss=plain.loss,
+        optimizer=optimizer,
+    )
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:
-    """What is known before anything runs."""
     workload = source.build(config)
-    parameters = {id(parameter): parameter for parameter in workload.module.parameters()}.values()
+    parameters = list(workload.module.parameters())  # tied ones once
     facts = WorkloadRow(
         **case_columns(source, config),
         parameters=sum(parameter.numel() for parameter in parameters),

@@ -6,7 +6,7 @@ import pytest
 import trainstep.bench.attention as bench
 from trainstep.attention.eager import attention_eager
 from trainstep.bench.attention import run_cases
-from trainstep.bench.attention_cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
+from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
 from trainstep.errors import UsageError
 
 SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes", dtype="fp32")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainstep.bench import collectives as bench
-from trainstep.bench.collective_cases import CollectiveCase, collective_cases
+from trainstep.bench.cases import CollectiveCase, collective_cases
 from trainstep.bench.collectives import fit_link
 from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveRow
@@ -65,8 +65,8 @@ def test_without_torchrun_it_says_what_to_run():
 
 def _measure(process, cases, sabotage):
     """Records as JSON, with something wrong on the second rank."""
+    right = bench._CALLS["all-reduce"]
     if process.rank == 1 and sabotage == "result":
-        right = bench._CALLS["all-reduce"]
         bench._CALLS["all-reduce"] = lambda tensor, group: (right(tensor, group), tensor[3:4].add_(1))
     empty, failed = torch.empty, []
 
@@ -79,7 +79,7 @@ def _measure(process, cases, sabotage):
     if process.rank == 1 and sabotage == "memory":
         torch.empty = fail_once
     records = list(bench.run_cases(cases, process, warmup=0, steps=2))
-    bench._CALLS["all-reduce"], torch.empty = bench._all_reduce, empty
+    bench._CALLS["all-reduce"], torch.empty = right, empty
     return json.dumps(
         [
             (row.kind, dict(row.case), row.status, row.reason, sorted(row.samples), row.values.get("wrong_ranks"))

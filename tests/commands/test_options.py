@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from trainstep.bench.attention_cases import AttentionCase
+from trainstep.bench.cases import AttentionCase
 from trainstep.cli import main, parse
 from trainstep.config import SIZES, StepConfig
 from trainstep.train.config import TrainConfig
@@ -78,7 +78,7 @@ def test_grids_take_what_is_not_given_from_the_file_or_the_named_grid(run_toml, 
     (case,) = first_argument_of(monkeypatch, "bench.attention", "run_cases", ["bench", "attention", *out])
     assert case == AttentionCase()
     taken = []
-    monkeypatch.setattr("trainstep.bench.peaks.peak_records", lambda _, configs, __: taken.extend(configs) or [])
+    monkeypatch.setattr("trainstep.bench.memory.peak_records", lambda _, configs, __: taken.extend(configs) or [])
     with pytest.raises(SystemExit):
         main(["memory", "--config", run_toml, "--peaks", "--batch", "1,2", "--device", "cpu", *out])
     usual = StepConfig(context=256, precision="bf16", checkpointing="every-2", device="cpu")

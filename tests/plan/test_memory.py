@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainstep.bench.attention import run_cases
-from trainstep.bench.attention_cases import AttentionCase
+from trainstep.bench.cases import AttentionCase
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.memory import optimizer_state_tensors, parameter_bytes, residuals, step_memory

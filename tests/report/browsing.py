@@ -36,9 +36,10 @@ def wait_for(browser: Any, script: str, *arguments: object, seconds: float = 10)
 
 
 def requests(browser: Any) -> list[str]:
-    """Every address the page has asked for since it was opened."""
+    """Every address the page has asked for since it was opened, without those of the browser's own start page."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    return [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    urls = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    return [url for url in urls if not url.startswith("chrome://")]
 
 
 def complaints(browser: Any) -> list[str]:

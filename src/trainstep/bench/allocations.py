@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trainstep.bench.memory import UNFOLLOWED, WARMUP
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.peaks import UNFOLLOWED, WARMUP
 from trainstep.bench.step import case_columns
 from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
@@ -32,7 +32,7 @@ from trainstep.measure.allocations.timeline import (
 )
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
-from trainstep.records import Row, Scalar, make_row
+from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
@@ -78,9 +78,7 @@ def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
     watch = StepWatch(step.module, step.optimizer, sees_modules=config.compile == "off")
     losses.append(watch.loss_of(workload.loss))
 
-    def take() -> None:
-        step(batch, phase=watch.phase)
-
+    take = partial(step, batch, phase=watch.phase)
     if device.type == "cuda":
         recording = record_on_cuda(take, watch, batch, device)
         return RecordedStep(recording.timeline, recording.snapshot, recording.allocator_peak)
@@ -133,30 +131,17 @@ def timeline_rows(
         case, environment: of every row.
         extra: more values of the timeline's row.
     """
-    values, series = _timeline_columns(timeline, group_of)
-    yield make_row(MemoryTimelineRow, case, {**values, **extra}, environment=environment, series=series)
-    for own, found in _owners(timeline.alive(timeline.peak_state), timeline.peak):
-        yield make_row(OwnerRow, {**case, **own}, found, environment=environment)
-    for own, found in _largest(timeline):
-        yield make_row(AllocationRow, {**case, **own}, found, environment=environment)
+    own: dict[str, Any] = {**case, "environment": environment}
+    yield _timeline_row(timeline, group_of, own | dict(extra))
+    yield from _owner_rows(timeline, own)
+    yield from _largest_rows(timeline, own)
 
 
-def _timeline_columns(
-    timeline: Timeline, group_of: Callable[[Allocation], Group]
-) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
+def _timeline_row(
+    timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any]
+) -> MemoryTimelineRow:
     drawn = outline(timeline, group_of)
     peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
-    values: dict[str, Scalar] = {
-        "peak_gib": timeline.peak / GIB,
-        "peak_phase": timeline.phase_of(peak) or None,
-        "peak_state": peak,
-        "at_rest_gib": int(timeline.live[0]) / GIB,
-        "unknown_share": unknown.get("unknown", 0) / timeline.peak if timeline.peak else 0.0,
-        "events": timeline.events,
-        "allocations": len(timeline.allocations),
-        "drawn": len(drawn.kept),
-        "smallest_drawn_mib": drawn.smallest / MIB,
-    }
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
     stacks, stack = interned([_stack(each.frames) for each, _ in drawn.kept])
@@ -177,14 +162,22 @@ def _timeline_columns(
         "phase_start": [phase.start for phase in timeline.phases],
         "phase_end": [phase.end for phase in timeline.phases],
     }
-    for place, rest in enumerate(drawn.rest):
-        if rest.any():
-            series[f"rest_{place}"] = rest.tolist()
-    return values, series
+    return MemoryTimelineRow(
+        **own,
+        peak_gib=timeline.peak / GIB,
+        peak_phase=timeline.phase_of(peak) or None,
+        peak_state=peak,
+        at_rest_gib=int(timeline.live[0]) / GIB,
+        unknown_share=unknown.get("unknown", 0) / timeline.peak if timeline.peak else 0.0,
+        events=timeline.events,
+        allocations=len(timeline.allocations),
+        drawn=len(drawn.kept),
+        smallest_drawn_mib=drawn.smallest / MIB,
+        series=series | {f"rest_{place}": rest.tolist() for place, rest in enumerate(drawn.rest) if rest.any()},
+    )
 
 
-def _what(each: Allocation) -> str:
-    """What hovering says below the size."""
+def _what(each: Allocation) -> str:  # hovering shows it below the size
     made = f"made in {each.phase}" if each.phase else ""
     operation = f"{each.operation} of {each.phase}" if each.operation else made
     return "\n".join(filter(None, (each.what, operation)))
@@ -229,24 +222,22 @@ def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
     return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 
-_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
-
-
-def _owners(at_peak: Sequence[Allocation], peak: int) -> Iterator[_Columns]:
+def _owner_rows(timeline: Timeline, own: Mapping[str, Any]) -> Iterator[OwnerRow]:
     """Owners of the peak, the largest first, each with its largest parts."""
+    at_peak, peak = timeline.alive(timeline.peak_state), timeline.peak
 
-    def row(owner: str, part: Mapping[str, Scalar], members: Sequence[Allocation]) -> _Columns:
+    def row(members: Sequence[Allocation], **part: Any) -> OwnerRow:
         size = sum(each.block.bytes for each in members)
         share = size / peak if peak else None
-        return {"owner": owner, **part}, {"mib": size / MIB, "share": share, "allocations": len(members)}
+        return OwnerRow(**own, **part, mib=size / MIB, share=share, allocations=len(members))
 
     for owner in bytes_by(at_peak, lambda each: each.owner):
-        own = [each for each in at_peak if each.owner == owner]
-        yield row(owner, {}, own)
+        owned = [each for each in at_peak if each.owner == owner]
+        yield row(owned, owner=owner)
         if owner in ("activations", "temporaries"):
-            parts = [part for part, size in bytes_by(own, _part).items() if size >= LEAST_SHARE * peak]
+            parts = [part for part, size in bytes_by(owned, _part).items() if size >= LEAST_SHARE * peak]
             for part in parts[:PARTS]:
-                yield row(owner, part._asdict(), [each for each in own if _part(each) == part])
+                yield row([each for each in owned if _part(each) == part], owner=owner, **part._asdict())
 
 
 class _Part(NamedTuple):
@@ -268,7 +259,7 @@ def _part(each: Allocation) -> _Part:
     return _Part(module, each.operation or None, each.phase)
 
 
-def _largest(timeline: Timeline) -> list[_Columns]:
+def _largest_rows(timeline: Timeline, own: Mapping[str, Any]) -> Iterator[AllocationRow]:
     """The largest allocations that were made while the log was kept, alike ones as one row."""
     alike: dict[tuple[Scalar, ...], list[Allocation]] = {}
     for each in timeline.allocations:
@@ -276,17 +267,16 @@ def _largest(timeline: Timeline) -> list[_Columns]:
             key = (each.block.bytes, each.owner, without_numbers(each.what), each.phase, each.operation, each.line)
             alike.setdefault(key, []).append(each)
     ranked = sorted(alike.values(), key=lambda group: (-group[0].block.bytes, group[0].block.start))
-    rows: list[_Columns] = []
     for rank, group in enumerate(ranked[:LARGEST], start=1):
         first = group[0]
-        values: dict[str, Scalar] = {
-            "mib": first.block.bytes / MIB,
-            "count": len(group),
-            "owner": first.owner,
-            "module": without_numbers(first.what) if len(group) > 1 else first.what,
-            "phase": first.phase or None,
-            "operation": first.operation or None,
-            "line": first.line,
-        }
-        rows.append(({"rank": rank}, values))
-    return rows
+        yield AllocationRow(
+            **own,
+            rank=rank,
+            mib=first.block.bytes / MIB,
+            count=len(group),
+            owner=first.owner,
+            module=without_numbers(first.what) if len(group) > 1 else first.what,
+            phase=first.phase or None,
+            operation=first.operation or None,
+            line=first.line,
+        )

@@ -8,7 +8,7 @@ compilation that happens during the timed passes is counted and shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainstep.attention import attention
-from trainstep.bench.attention_cases import AttentionCase
-from trainstep.bench.check.attention import Errors, check, random_inputs
-from trainstep.bench.outcome import Failure, attempt
+from trainstep.bench.cases import AttentionCase
+from trainstep.bench.check.attention import Errors, Implementation, check, random_inputs
+from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
+from trainstep.measure.timing import CpuClock, Timing, device_clock, time_steps
 from trainstep.phases import PhaseContext
 from trainstep.plan.flops import attention_flops
-from trainstep.plan.memory import AttentionMemory, eager_memory, flash_memory
+from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device
@@ -50,12 +50,14 @@ def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passe
     target = resolve_device(device)
     for case in cases:
         result = attempt(partial(_measure, case, target, warmup, passes))
-        row = partial(make_row, AttentionRow, asdict(case), environment=describe(target))
+        columns, environment = asdict(case), describe(target)
+        row = partial(make_row, AttentionRow, columns, environment=environment)
         if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
-            yield row(_predicted(case, target), status=result.status, reason=result.reason)
+            yield failed_row(AttentionRow, columns, result, environment, _predicted(case, target))
         elif isinstance(result, Errors):
-            reason = ", ".join(f"{name} off by {found:.2g} of {result.allowed[name]:.2g}"
-                               for name, found in result.found.items())  # fmt: skip
+            reason = ", ".join(
+                f"{name} off by {found:.2g} of {result.allowed[name]:.2g}" for name, found in result.found.items()
+            )
             allowed = {f"{name}_allowed": error for name, error in result.allowed.items()}
             yield row(_error_values(result) | allowed, status="wrong", reason=reason)
         else:
@@ -70,14 +72,12 @@ def _error_values(errors: Errors) -> dict[str, Scalar]:
 def _measure(
     case: AttentionCase, device: torch.device, warmup: int, passes: int
 ) -> tuple[dict[str, Scalar], dict[str, list[float]]] | Errors:
-    dtype = DTYPES[case.dtype]
-
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, is_causal=case.is_causal, impl=case.impl)
 
     compiled_before = _compilations()
     start = time.perf_counter()
-    errors = check(implementation, case.shape, dtype, device, is_causal=case.is_causal)
+    errors = check(implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal)
     check_s = time.perf_counter() - start
     compiled = _compilations() - compiled_before
     if not errors.within_budget:
@@ -85,11 +85,11 @@ def _measure(
     memory = _memory_values(implementation, case, device)
     compiled_before = _compilations()
     timing = _time(implementation, case, device, warmup, passes)
-    samples = {
-        "forward": [sample.laps["forward"].ms for sample in timing.samples],
-        "backward": [sample.laps["backward"].ms for sample in timing.samples],
-        "both": [_both(sample, device) for sample in timing.samples],
-    }
+    samples = {name: [sample.laps[name].ms for sample in timing.samples] for name in ("forward", "backward")}
+    if isinstance(device_clock(device), CpuClock):
+        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
+    else:
+        samples["both"] = [sample.ms for sample in timing.samples]  # with the gap between them
     values = _time_values(case, samples) | {
         "n": passes,
         **memory,
@@ -103,11 +103,7 @@ def _measure(
 
 
 def _time(
-    implementation: Callable[[Tensor, Tensor, Tensor], Tensor],
-    case: AttentionCase,
-    device: torch.device,
-    warmup: int,
-    passes: int,
+    implementation: Implementation, case: AttentionCase, device: torch.device, warmup: int, passes: int
 ) -> Timing:
     q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=2)
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
@@ -121,16 +117,7 @@ def _time(
     return time_steps(step, device=device_clock(device), warmup=warmup, steps=passes, cover=flush.zero_)
 
 
-def _both(sample: Sample, device: torch.device) -> float:
-    """Forward and backward together, with the gap between them."""
-    if isinstance(device_clock(device), CpuClock):
-        return sample.laps["forward"].ms + sample.laps["backward"].ms
-    return sample.ms
-
-
-def _memory_values(
-    implementation: Callable[[Tensor, Tensor, Tensor], Tensor], case: AttentionCase, device: torch.device
-) -> dict[str, Scalar]:
+def _memory_values(implementation: Implementation, case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
     """One pass with all that it owns allocated inside, so that what was there before can be taken off."""
     if device.type == "cpu" and case.impl in COMPILED_IMPLS:
         return {}
@@ -159,30 +146,24 @@ def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dic
     values: dict[str, Scalar] = {}
     for name, milliseconds in samples.items():
         summary = summarize(milliseconds)
-        values |= {
-            **summary.columns(name),
-            f"{name}_tflops": flops[name] / summary.median / 1e9,
-        }
+        values |= {**summary.columns(name), f"{name}_tflops": flops[name] / summary.median / 1e9}
     return values
 
 
 def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
     """What the formulas say of the case's memory, for the implementations they describe."""
-    memory = _formula(case, device)
-    if memory is None:
+    sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
+    if case.impl == "eager":
+        memory = eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")
+    elif case.impl == "flash-triton":
+        memory = flash_memory(*sizes)
+    else:
         return {}
     return {
         "predicted_before_backward_gib": memory.before_backward / GIB,
         "predicted_peak_gib": memory.peak / GIB,
         "score_matrices_at_peak": memory.score_matrices,
     }
-
-
-def _formula(case: AttentionCase, device: torch.device) -> AttentionMemory | None:
-    sizes = (case.batch, max(case.heads, 1), case.seq, case.head_dim, DTYPES[case.dtype].itemsize)
-    if case.impl == "eager":
-        return eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")
-    return flash_memory(*sizes) if case.impl == "flash-triton" else None
 
 
 def _compilations() -> int:

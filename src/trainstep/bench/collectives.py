@@ -9,15 +9,17 @@ and bandwidth is fitted for every collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.bench.collective_cases import CollectiveCase
+from trainstep.bench.cases import CollectiveCase
 from trainstep.bench.outcome import Failure, classify, failed_row
 from trainstep.casting import DTYPES
 from trainstep.errors import UsageError
@@ -26,9 +28,8 @@ from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
-from trainstep.phases import PhaseContext
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
-from trainstep.records import Times, by_case, make_row
+from trainstep.records import Times, by_case
 from trainstep.stats import summarize
 
 
@@ -36,9 +37,9 @@ from trainstep.stats import summarize
 class _Part:
     """One rank's part in a case."""
 
-    milliseconds: list[float]
+    milliseconds: list[float] = field(default_factory=list)
     """Of every timed call."""
-    wrong: bool
+    wrong: bool = False
     failure: Failure | None = None
 
 
@@ -83,7 +84,7 @@ def _take_part(
     dist.all_gather_object(failures, failure, group=group)
     failed = next((each for each in failures if each is not None), None)
     if failed is not None or tensor is None:
-        return _Part([], wrong=False, failure=failed)
+        return _Part(failure=failed)
     call = _CALLS[case.collective]
     _fill(tensor, process.rank % 2 + 1)
     call(tensor, group)
@@ -91,41 +92,24 @@ def _take_part(
     wrongs = [False] * group.size()
     dist.all_gather_object(wrongs, wrong, group=group)
     if any(wrongs):
-        return _Part([], wrong)
+        return _Part(wrong=wrong)
     tensor.zero_()
     token = torch.zeros(1, device=process.device)
-
-    def step(_: PhaseContext) -> None:
-        call(tensor, group)
-
-    def line_up() -> None:
-        dist.all_reduce(token, group=group)
-
-    timing = time_steps(step, device=device_clock(process.device), warmup=warmup, steps=steps, cover=line_up)
-    return _Part([sample.ms for sample in timing.samples], wrong=False)
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    all_reduce_sum([tensor], group).wait()
+    timing = time_steps(
+        lambda _: call(tensor, group),
+        device=device_clock(process.device),
+        warmup=warmup,
+        steps=steps,
+        cover=partial(dist.all_reduce, token, group=group),
+    )
+    return _Part([sample.ms for sample in timing.samples])
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    all_gather_slices([tensor], group).wait()
-
-
-def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    reduce_scatter_sum([tensor], group).wait()
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(tensor, group=group, group_src=0)
-
-
-_CALLS: dict[str, Callable[[Tensor, dist.ProcessGroup], None]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    "broadcast": _broadcast,
+_CALLS: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
+    "all-reduce": lambda tensor, group: all_reduce_sum([tensor], group).wait(),
+    "all-gather": lambda tensor, group: all_gather_slices([tensor], group).wait(),
+    "reduce-scatter": lambda tensor, group: reduce_scatter_sum([tensor], group).wait(),
+    "broadcast": lambda tensor, group: dist.broadcast(tensor, group=group, group_src=0),
 }
 
 
@@ -157,33 +141,32 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
 
 def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
-    columns, environment = {**asdict(case), "backend": backend}, describe(process.device)
+    columns: dict[str, Any] = {**asdict(case), "backend": backend}
+    environment = describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:
         return failed_row(CollectiveRow, columns, failure, environment)
-    wrong = tuple(rank for rank, part in enumerate(parts) if part.wrong)
-    if wrong:
+    if wrong := tuple(rank for rank, part in enumerate(parts) if part.wrong):
         reason = f"rank {', '.join(map(str, wrong))} did not get what it should"
-        return make_row(
-            CollectiveRow, columns, {"wrong_ranks": wrong}, status="wrong", reason=reason, environment=environment
-        )
+        return CollectiveRow(**columns, wrong_ranks=wrong, status="wrong", reason=reason, environment=environment)
     slowest = [max(times) for times in zip(*(part.milliseconds for part in parts), strict=True)]
     by_rank = [median(part.milliseconds) for part in parts]
     summary = summarize(slowest)
     bytes_per_s = case.payload_bytes / (summary.median / 1e3)
-    values = {
-        "n": summary.n,
-        "payload_bytes": case.payload_bytes,
-        "fastest_rank_ms": min(by_rank),
-        "slowest_rank_ms": max(by_rank),
-        "slowest_rank": by_rank.index(max(by_rank)),
-        "algorithm_gb_s": bytes_per_s / 1e9,
-        "bus_gb_s": bytes_per_s * bus_factor(case.collective, case.world_size) / 1e9,
-        **gpu_state(process.device),
-    }
-    samples = {"time": slowest} | {f"rank {rank}": part.milliseconds for rank, part in enumerate(parts)}
-    row = make_row(CollectiveRow, columns, values, samples=samples, environment=environment)
-    return replace(row, times={"time": Times.of(summary)})
+    return CollectiveRow(
+        **columns,
+        times={"time": Times.of(summary)},
+        n=summary.n,
+        payload_bytes=case.payload_bytes,
+        fastest_rank_ms=min(by_rank),
+        slowest_rank_ms=max(by_rank),
+        slowest_rank=by_rank.index(max(by_rank)),
+        algorithm_gb_s=bytes_per_s / 1e9,
+        bus_gb_s=bytes_per_s * bus_factor(case.collective, case.world_size) / 1e9,
+        **gpu_state(process.device),  # type: ignore[arg-type]  # columns of `GpuState`
+        samples={"time": slowest} | {f"rank {rank}": part.milliseconds for rank, part in enumerate(parts)},
+        environment=environment,
+    )
 
 
 @dataclass(frozen=True)

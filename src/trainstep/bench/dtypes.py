@@ -82,6 +82,4 @@ def accumulation_records() -> Iterator[AccumulationRow]:
     """0.01 added a thousand times: one row for each mixture of dtypes, computed here and now on the CPU."""
     environment = describe(torch.device("cpu"))
     for each in accumulate():
-        yield AccumulationRow(
-            accumulator=each.accumulator, addend=each.addend, total=each.total, why=each.why, environment=environment
-        )
+        yield AccumulationRow(**vars(each), environment=environment)

@@ -46,8 +46,7 @@ def rungs_for(source: WorkloadSource, device: torch.device, optimizer: Optimizer
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
     fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
-    if on_gpu:
-        fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})]
+    fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})] if on_gpu else []
     fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if optimizer != "sgd" else []
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
@@ -74,10 +73,8 @@ class Climbed:
     @property
     def is_unsteady(self) -> bool:
         """Whether the median's interval is so wide that something else must have run."""
-        summary = summarize(self.wall_ms)
-        return summary.interval is not None and (
-            summary.interval.high - summary.interval.low > WILD_INTERVAL * summary.median
-        )
+        found = summarize(self.wall_ms)
+        return found.interval is not None and found.interval.high - found.interval.low > WILD_INTERVAL * found.median
 
 
 def climb(
@@ -113,26 +110,30 @@ class _Ladder:
             result, attempts = attempt(partial(self._measure, config)), 2  # which counts, whatever it finds
         if isinstance(result, Failure):
             return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
-        errors = _errors(result.check)
-        if not result.check.is_right:
-            off = result.check.deviation
+        check, off, measurement = result.check, result.check.deviation, result.measurement
+        row = partial(
+            RungRow,
+            **case,
+            loss_error=off.loss,
+            gradient_error=off.gradient,
+            worst_gradient_error=off.worst,
+            worst_parameter=off.worst_name,
+            error_budget=check.budget,
+            compared=None if check.compared == "as it is" else check.compared,
+            environment=environment,
+        )
+        if not check.is_right:
             reason = (
                 f"off by {off.gradient:.2g} in the gradients, {off.loss:.2g} in the loss and {off.worst:.2g} in "
-                f"{off.worst_name}; the budget is {result.check.budget:.2g}"
+                f"{off.worst_name}; the budget is {check.budget:.2g}"
             )
-            return RungRow(
-                **case, **errors, verdict="wrong", kept=False, status="wrong", reason=reason, environment=environment
-            )
-        measurement = result.measurement
-        return RungRow(
-            **case,
+            return row(verdict="wrong", kept=False, status="wrong", reason=reason)
+        return row(
             **measured_fields(measurement, measurement.timing, config.precision),
             **self._judge(result),
-            **errors,
             check_s=result.check_s,
             attempts=attempts,
             samples=phase_samples(measurement.timing) | {"training_loss": measurement.losses},
-            environment=environment,
         )
 
     def control(self, first: Climbed) -> ControlRow:
@@ -183,14 +184,3 @@ def _is_smaller(rung: Climbed, than: Climbed) -> bool:
 def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:
     low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
     return {name: ratio.value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _errors(check: Verdict) -> dict[str, Any]:
-    return {
-        "loss_error": check.deviation.loss,
-        "gradient_error": check.deviation.gradient,
-        "worst_gradient_error": check.deviation.worst,
-        "worst_parameter": check.deviation.worst_name,
-        "error_budget": check.budget,
-        "compared": None if check.compared == "as it is" else check.compared,
-    }

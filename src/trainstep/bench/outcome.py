@@ -28,10 +28,14 @@ class Failure:
 
 
 def failed_row(
-    kind: type[AnyRow], case: Mapping[str, Scalar], failure: Failure, environment: Mapping[str, Scalar]
+    kind: type[AnyRow],
+    case: Mapping[str, Scalar],
+    failure: Failure,
+    environment: Mapping[str, Scalar],
+    values: Mapping[str, Scalar] | None = None,
 ) -> AnyRow:
-    """The row of a case that has no result: its settings, and why."""
-    return make_row(kind, case, {}, status=failure.status, reason=failure.reason, environment=environment)
+    """The row of a case that has no result: its settings, why, and the values that are known without one."""
+    return make_row(kind, case, values or {}, status=failure.status, reason=failure.reason, environment=environment)
 
 
 def attempt(work: Callable[[], Result]) -> Result | Failure:
@@ -70,7 +74,7 @@ def classify(error: Exception) -> Failure:
     """What a grid records of an error."""
     text = one_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "memory: you tried to allocate" in str(error):
-        return Failure("out of memory", text)
+        return Failure("out of memory", text)  # the CPU's allocator raises a plain RuntimeError
     if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
         return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")
     logging.getLogger(__name__).debug("a case failed", exc_info=error)  # shown by --debug
@@ -79,8 +83,7 @@ def classify(error: Exception) -> Failure:
 
 def one_line(error: BaseException, limit: int = 240) -> str:
     """The first line of an error's message that says something, cut to `limit` characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return first if len(first) <= limit else first[: limit - 1] + "…"
 
 

@@ -1,45 +1,56 @@
-"""`trainstep profile`: one training step, timed without and with the profiler, and taken apart kernel by kernel."""
+"""`trainstep profile`: one training step, timed without and with the profiler, and taken apart kernel by kernel.
+
+And the ceilings it is held against: what the device reaches at best in a large product and in a large copy.
+"""
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import torch
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.profile_rows import profile_rows, summary_values
-from trainstep.bench.step import case_columns, phase_samples
+from trainstep.bench.profile_rows import busy_ms, profile_rows, summary_values
+from trainstep.bench.step import StepRunner, case_columns, phase_samples
+from trainstep.casting import check_precision
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
-from trainstep.kinds import ProfileRow
-from trainstep.measure.environment import describe
+from trainstep.kinds import CeilingRow, ProfileRow
+from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.measure.flops import UNKNOWN_LISTS, Lists
 from trainstep.measure.profile.kernels import KernelProfile, profile_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.phases import PhaseContext
+from trainstep.phases import PHASES
+from trainstep.precision import Rate
 from trainstep.records import Row, Scalar, make_row
 from trainstep.stats import RUN_SPREAD, summarize
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
 
-@dataclass(frozen=True)
-class ProfileMeasurement:
-    """One step, measured without and with the profiler in the same process."""
-
-    plain: Timing
-    profiled: Timing
-    profile: KernelProfile
+def ceiling_records(device: torch.device) -> Iterator[CeilingRow]:
+    """One row per precision that the device has, with the rate of a large product, and one for a large copy."""
+    environment = describe(device)
+    supported = [
+        each for each in get_args(Rate) if not isinstance(attempt(partial(check_precision, each, device)), Failure)
+    ]
+    measured = attempt(partial(measure_ceilings, device, supported))
+    if isinstance(measured, Failure):
+        yield failed_row(CeilingRow, {"operation": "all"}, measured, environment)
+        return
+    for precision, rate in measured.matmul_tflops.items():
+        yield CeilingRow(operation="matmul", precision=precision, tflops=rate, environment=environment)
+    yield CeilingRow(operation="copy", gb_s=measured.copy_gb_s, environment=environment)
 
 
 def profile_records(
@@ -53,31 +64,26 @@ def profile_records(
 ) -> Iterator[Row]:
     """Rows of kind "profile" (one), "family", "attention piece", "kernel" and "timeline".
 
-    Args:
-        source: the workload.
-        config: how its step is taken.
-        warmup: steps before the timed ones.
-        steps: steps timed without the profiler.
-        profiled_steps: steps recorded by it.
-        trace: where to keep the trace (`.json.gz`); None keeps none.
+    After the warm-up, `steps` are timed without the profiler, then `profiled_steps` recorded by it. Their trace is kept
+    at `trace` (`.json.gz`).
     """
     case, environment = case_columns(source, config), describe(resolve_device(config.device))
-    found = attempt(partial(measure_profile, source, config, warmup, steps, profiled_steps, trace))
+    found = attempt(partial(_measure, source, config, warmup, steps, profiled_steps, trace))
     if isinstance(found, Failure):
         yield failed_row(ProfileRow, case, found, environment)
         return
-    values = timing_values(found) | {"trace": trace.name if trace is not None else None}
-    samples = {"step": [sample.wall_ms for sample in found.plain.samples]}
-    samples |= {"profiled_step": [sample.wall_ms for sample in found.profiled.samples]}
+    plain, profiled, profile = found
+    values = _timing_values(plain, profiled, profile) | {"trace": trace.name if trace is not None else None}
+    samples = {"step": plain["step"], "profiled_step": profiled["step"]}
     yield make_row(ProfileRow, case, values, samples=samples, environment=environment)
-    yield from profile_rows(found.profile, case, config.precision, environment)
+    yield from profile_rows(profile, case, config.precision, environment)
 
 
-def measure_profile(
+def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
-) -> ProfileMeasurement:
-    """Build the workload, time its step, then record it."""
-    runner = _Runner(build_step(source, config))
+) -> tuple[dict[str, list[float]], dict[str, list[float]], KernelProfile]:
+    """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
+    runner = StepRunner(build_step(source, config))
     clock = device_clock(runner.step.device)
     plain = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     with tempfile.TemporaryDirectory() as folder, _pieces(config):
@@ -92,7 +98,7 @@ def measure_profile(
             prepare_next=runner.prepare_next,
         )
         recorded = read_chrome_trace(file)
-    return ProfileMeasurement(plain, profiled, profile_of(recorded, _lists(runner.step)))
+    return phase_samples(plain), phase_samples(profiled), profile_of(recorded, _lists(runner.step))
 
 
 def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: int) -> Timing:
@@ -104,7 +110,7 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
     device = resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError("NVTX ranges are for GPU profilers, and this would run on the CPU; use a machine with a GPU")
-    runner = _Runner(build_step(source, config))
+    runner = StepRunner(build_step(source, config))
     with _pieces(config):
         return run_under_nvtx(
             runner.run,
@@ -126,32 +132,16 @@ def records_from_file(path: Path) -> Iterator[Row]:
     profile = profile_of(trace)
     if not profile.kernels:
         raise UsageError(f"{path} holds no kernels and no operators; profile with CUDA tracing on")
-    case: dict[str, Scalar] = {"workload": path.name}
-    environment: dict[str, Scalar] = {"device": trace.device} if trace.device else {}
-    yield make_row(ProfileRow, case, summary_values(profile), environment=environment)
-    yield from profile_rows(profile, case, None, environment)
-
-
-class _Runner:
-    """Takes a step on a batch that is ready, then makes the next one ready."""
-
-    def __init__(self, step: TrainingStep) -> None:
-        self.step = step
-        self._batch = step.next_batch()
-
-    def run(self, phase: PhaseContext) -> None:
-        self.step(self._batch, phase=phase)
-
-    def prepare_next(self, *_: Any) -> None:
-        self._batch = self.step.next_batch()
+    environment = {"device": trace.device} if trace.device else {}
+    yield make_row(ProfileRow, {"workload": path.name}, summary_values(profile), environment=environment)
+    yield from profile_rows(profile, {"workload": path.name}, None, environment)
 
 
 def _pieces(config: StepConfig) -> AbstractContextManager[Any]:
     """Announce the pieces of attention where they run one by one."""
     if config.compile != "off" or config.attention != "eager":
         return nullcontext()
-    announce_piece: Callable[[str], AbstractContextManager[Any]] = partial(announce, "attention")
-    return pieces_announced(announce_piece)
+    return pieces_announced(partial(announce, "attention"))
 
 
 def _lists(step: TrainingStep) -> Lists:
@@ -163,37 +153,26 @@ def _lists(step: TrainingStep) -> Lists:
     return Lists(parameters[0].element_size(), sum(parameter.numel() for parameter in parameters))
 
 
-def timing_values(found: ProfileMeasurement) -> dict[str, Scalar]:
+def _timing_values(
+    plain: dict[str, list[float]], profiled: dict[str, list[float]], profile: KernelProfile
+) -> dict[str, Scalar]:
     """The summary of the profile beside the times without it: its cost, idle time, and whether the sums agree."""
-    plain, profiled = phase_samples(found.plain), phase_samples(found.profiled)
-    step = summarize(plain["step"])
-    profiled_ms = statistics.median(profiled["step"])
-    values = summary_values(found.profile)
-    busy = values["busy_ms"]
-    assert isinstance(busy, float), "a profile has a busy time"
-    values |= {
-        "n": len(plain["step"]),
+    step, profiled_ms = summarize(plain["step"]), statistics.median(profiled["step"])
+    cost_ms = profiled_ms - step.median
+    busy = {phase: busy_ms(profile, phase) for phase in PHASES} | {"step": busy_ms(profile)}
+    values = summary_values(profile) | {
+        "n": step.n,
         **step.columns("step"),
         "profiled_step_ms": profiled_ms,
-        "profiler_cost_ms": profiled_ms - step.median,
+        "profiler_cost_ms": cost_ms,
         "profiler_cost": profiled_ms / step.median - 1,
-        "idle_ms": max(0.0, step.median - busy),
-        "idle_share": max(0.0, 1 - busy / step.median),
+        "idle_ms": max(0.0, step.median - busy["step"]),
+        "idle_share": max(0.0, 1 - busy["step"] / step.median),
     }
-    # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
-    cost_ms = profiled_ms - step.median if found.profile.is_cpu else 0.0
-    allowed = max(cost_ms, RUN_SPREAD * step.median)
-    over = []
-    for phase in found.plain.samples[0].laps:
-        median = statistics.median(plain[phase])
-        values[f"{phase}_ms"] = median
+    for phase in PHASES:
+        values[f"{phase}_ms"] = statistics.median(plain[phase])
         values[f"{phase}_profiled_ms"] = statistics.median(profiled[phase])
-        kernels = values.get(f"{phase}_busy_ms")
-        if isinstance(kernels, float) and kernels > median + allowed:
-            over.append(phase)
-    if busy > step.median + allowed:
-        over.append("step")
-    values["sums_allowed_ms"] = allowed
-    values["sums_disagree"] = tuple(over) or None
-    assert math.isfinite(profiled_ms), "a step has a time"
-    return values
+    # Profiling lengthens operators on a CPU, but not kernels on a GPU, which record their own times.
+    allowed = max(cost_ms if profile.is_cpu else 0.0, RUN_SPREAD * step.median)
+    over = [name for name, ms in busy.items() if ms > statistics.median(plain[name]) + allowed]
+    return values | {"sums_allowed_ms": allowed, "sums_disagree": tuple(over) or None}

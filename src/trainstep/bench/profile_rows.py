@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from trainstep.blocks import without_numbers
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
+from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.flops import COUNTED
 from trainstep.measure.profile.kernels import (
     MATMULS,
@@ -21,10 +22,7 @@ from trainstep.measure.profile.kernels import (
 from trainstep.measure.profile.trace import Stream
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
-from trainstep.records import AnyRow, Row, Scalar, make_row
-
-STEP = "step"
-"""The name of the whole step among the phases."""
+from trainstep.records import Row, Scalar, make_row
 
 UNKNOWN = "(unknown)"
 """The phase or module of a kernel that could not be placed."""
@@ -32,22 +30,16 @@ LONGEST = 12_000
 """Bars of a timeline on a page of its own."""
 
 Key = TypeVar("Key", bound=Hashable)
-Columns = Mapping[str, Scalar]
 
 
-def profile_rows(profile: KernelProfile, case: Columns, precision: str | None, environment: Columns) -> list[Row]:
+def profile_rows(
+    profile: KernelProfile, case: Mapping[str, Any], precision: str | None, environment: Mapping[str, Scalar]
+) -> list[Row]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
-
-    def row(kind: type[AnyRow], more: Columns, values: Columns, **series: Mapping[str, Sequence[Scalar]]) -> AnyRow:
-        return make_row(kind, {**case, **more}, values, environment=environment, **series)
-
+    own = {**case, "environment": environment}
     values, series = timeline_values(profile, _middle_step(profile))
-    return [
-        *(row(FamilyRow, *each) for each in _families(profile, precision)),
-        *(row(PieceRow, *each) for each in _pieces(profile)),
-        *(row(KernelRow, *each) for each in _kernels(profile)),
-        row(TimelineRow, {}, values, series=series),
-    ]
+    timeline = make_row(TimelineRow, case, values, series=series, environment=environment)
+    return [*_families(profile, precision, own), *_pieces(profile, own), *_kernels(profile, own), timeline]
 
 
 def _middle_step(profile: KernelProfile) -> str | None:
@@ -57,14 +49,13 @@ def _middle_step(profile: KernelProfile) -> str | None:
 def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
     """What a profile says as a whole."""
     forward, step = _of_phase(profile, "forward"), list(profile.kernels)
-    busy_ms = sum(busy_us(profile.of_step(name)) for name in profile.step_names) / profile.steps / 1e3
     values: dict[str, Scalar] = {
         "profiled_n": profile.steps,
         "on_cpu": profile.is_cpu,
         "has_steps": profile.has_steps,
         "kernels": sum(each.is_call for each in step) / profile.steps,
         "kernels_ms": profile.per_step_ms(),
-        "busy_ms": busy_ms,
+        "busy_ms": busy_ms(profile),
         "phase_coverage": profile.share(lambda each: each.phase is not None),
         "module_coverage": profile.share(lambda each: each.phase is not None and each.module is not None),
         "cost_coverage": profile.share(lambda each: each.call is not None),
@@ -73,10 +64,9 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
         "matmul_share_step": _matmul_share(step),
     }
     for phase in PHASES:
-        own = _of_phase(profile, phase)
-        if own:
+        if own := _of_phase(profile, phase):
             values[f"{phase}_kernels_ms"] = profile.per_step_ms(own)
-            values[f"{phase}_busy_ms"] = _busy_ms(profile, own)
+            values[f"{phase}_busy_ms"] = busy_ms(profile, phase)
     values |= _top("step", step, profile)
     if forward:
         values |= {"matmul_share_forward": _matmul_share(forward)} | _top("forward", forward, profile)
@@ -88,16 +78,17 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
             "largest_gap_phase": found[0].before.phase,
             "largest_gap_before": short_name(found[0].before.name),
         }
-    communication = [each for each in step if each.lane == "communication"]
-    if communication:
+    if communication := [each for each in step if each.lane == "communication"]:
         values["communication_ms"] = profile.per_step_ms(communication)
         shared = sum(length(overlap_of(profile.of_step(name)).hidden) for name in profile.step_names)
         values["communication_overlapped_ms"] = shared / profile.steps / 1e3
     return values
 
 
-def _busy_ms(profile: KernelProfile, kernels: Sequence[Kernel]) -> float:
-    by_step = _grouped(kernels, lambda each: each.step)
+def busy_ms(profile: KernelProfile, phase: str | None = None) -> float:
+    """Milliseconds per step in which at least one kernel ran: of any phase, or of the one named."""
+    own = profile.kernels if phase is None else _of_phase(profile, phase)
+    by_step = _grouped(own, lambda each: each.step)
     return sum(busy_us(group) for group in by_step.values()) / profile.steps / 1e3
 
 
@@ -116,17 +107,21 @@ def _us(kernels: Iterable[Kernel]) -> float:
     return sum(each.duration_us for each in kernels)
 
 
+def _share(part: Iterable[Kernel], of: Iterable[Kernel]) -> float | None:
+    total = _us(of)
+    return _us(part) / total if total else None
+
+
 def _matmul_share(kernels: Sequence[Kernel]) -> float:
-    total = _us(kernels)
-    return _us(each for each in kernels if each.family in MATMULS) / total if total else 0.0
+    return _share((each for each in kernels if each.family in MATMULS), kernels) or 0.0
 
 
 def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Scalar]:
     """The kernel that takes most time, by all of its calls; and the one that is called most, which is another thing."""
+    if not kernels:
+        return {}
     by_name = _grouped(kernels, lambda each: each.name)
     calls = {name: sum(each.is_call for each in group) for name, group in by_name.items()}
-    if not by_name:
-        return {}
     first = max(by_name, key=lambda name: _us(by_name[name]))
     operators = [name for name, group in by_name.items() if group[0].kind != "engine"]  # whose time has a name
     most_called = max(operators or calls, key=calls.__getitem__)
@@ -141,7 +136,7 @@ def _top(where: str, kernels: Sequence[Kernel], profile: KernelProfile) -> dict[
     }
 
 
-def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
+def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     """FLOPs and bytes per step, and their rates over all kernels of the calls for which they are counted."""
     flops = {each.call: each.flops for each in kernels if each.flops}
     moved = {each.call: each.bytes for each in kernels if each.bytes}
@@ -156,25 +151,22 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Scalar]:
     }
 
 
-_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
-
-
-def _families(profile: KernelProfile, precision: str | None) -> list[_Columns]:
+def _families(profile: KernelProfile, precision: str | None, own: Mapping[str, Any]) -> Iterator[FamilyRow]:
     """One row per family of the whole step and of each phase, the most time first."""
-    rows: list[_Columns] = []
-    for phase in (STEP, *PHASES):
-        kernels = list(profile.kernels) if phase == STEP else _of_phase(profile, phase)
-        total = _us(kernels)
+    for phase in ("step", *PHASES):
+        kernels = list(profile.kernels) if phase == "step" else _of_phase(profile, phase)
         groups = _grouped(kernels, lambda each: each.family)
         for family, group in sorted(groups.items(), key=lambda item: -_us(item[1])):
-            values: dict[str, Scalar] = {
-                "calls": sum(each.is_call for each in group) / profile.steps,
-                "ms": profile.per_step_ms(group),
-                "share": _us(group) / total if total else None,
-                "ceiling_precision": _ceiling_precision(family, precision),
-            }
-            rows.append(({"phase": phase, "family": family}, values | rates(group, profile.steps)))
-    return rows
+            yield FamilyRow(
+                **own,
+                phase=phase,
+                family=family,
+                calls=sum(each.is_call for each in group) / profile.steps,
+                ms=profile.per_step_ms(group),
+                share=_share(group, kernels),
+                ceiling_precision=_ceiling_precision(family, precision),
+                **rates(group, profile.steps),
+            )
 
 
 def _ceiling_precision(family: str, precision: str | None) -> str | None:
@@ -186,45 +178,45 @@ def _ceiling_precision(family: str, precision: str | None) -> str | None:
     return None
 
 
-def _pieces(profile: KernelProfile) -> list[_Columns]:
+def _pieces(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[PieceRow]:
     """Scores, softmax and weighted sum, in forward and in backward: all of each piece, and its main kernels alone."""
-    rows: list[_Columns] = []
-    groups = _grouped(
-        (each for each in profile.kernels if each.piece is not None), lambda each: (each.phase, each.piece)
-    )
-    for (phase, piece), group in groups.items():
+    announced = [each for each in profile.kernels if each.piece is not None]
+    for (phase, piece), group in _grouped(announced, lambda each: (each.phase, each.piece)).items():
         main = [each for each in group if (each.family == "softmax" if piece == "softmax" else each.family in MATMULS)]
-        own = {f"main_{name}": value for name, value in rates(main, profile.steps).items()}
-        values: dict[str, Scalar] = {"ms": profile.per_step_ms(group), "main_ms": profile.per_step_ms(main)}
-        values |= {"calls": sum(each.is_call for each in group) / profile.steps}
-        rows.append(({"phase": phase, "piece": piece}, values | rates(group, profile.steps) | own))
-    return rows
+        case: dict[str, Any] = {**own, "phase": phase, "piece": piece}
+        yield PieceRow(
+            **case,
+            ms=profile.per_step_ms(group),
+            main_ms=profile.per_step_ms(main),
+            calls=sum(each.is_call for each in group) / profile.steps,
+            **rates(group, profile.steps),
+            **{f"main_{name}": value for name, value in rates(main, profile.steps).items()},
+        )
 
 
-def _kernels(profile: KernelProfile) -> list[_Columns]:
+def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelRow]:
     """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
-    total = _us(profile.kernels)
     groups = _grouped(
         profile.kernels,
         lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
     )
-    rows: list[_Columns] = []
     for (phase, module, name, family), group in sorted(groups.items(), key=lambda item: -_us(item[1])):
         calls = sum(each.is_call for each in group)
         operators = _grouped(group, lambda each: each.operator)
-        values: dict[str, Scalar] = {
-            "family": family,
-            "operator": max(operators, key=lambda each: _us(operators[each])),
-            "calls": calls / profile.steps,
-            "ms": profile.per_step_ms(group),
-            "mean_us": _us(group) / calls if calls else None,
-            "share": _us(group) / total if total else None,
+        yield KernelRow(
+            **own,
+            phase=phase,
+            module=module,
+            kernel=short_name(name),
+            family=family,
+            operator=max(operators, key=lambda each: _us(operators[each])),
+            calls=calls / profile.steps,
+            ms=profile.per_step_ms(group),
+            mean_us=_us(group) / calls if calls else None,
+            share=_share(group, profile.kernels),
             **rates(group, profile.steps),
-        }
-        if short_name(name) != name:
-            values["full_name"] = name
-        rows.append(({"phase": phase, "module": module, "kernel": short_name(name)}, values))
-    return rows
+            full_name=name if short_name(name) != name else None,
+        )
 
 
 def timeline_values(
@@ -240,24 +232,21 @@ def timeline_values(
     kernels = profile.of_step(step)
     bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)
     start = min((bar.start for bar in bars), default=0.0)
-    tables: dict[str, dict[str, int]] = {name: {} for name in ("kernel", "family", "phase", "module", "lane")}
-
-    def indices(table: str, text: Callable[[Kernel], str]) -> list[Scalar]:
-        known = tables[table]
-        return [known.setdefault(text(bar.kernel), len(known)) for bar in bars]
-
     series: dict[str, Sequence[Scalar]] = {
         "start_ns": [round((bar.start - start) * 1e3) for bar in bars],
         "duration_ns": [round((bar.end - bar.start) * 1e3) for bar in bars],
         "count": [bar.count for bar in bars],
-        "kernel": indices("kernel", lambda each: short_name(each.name)),
-        "family": indices("family", lambda each: each.family),
-        "phase": indices("phase", lambda each: each.phase or UNKNOWN),
-        "module": indices("module", lambda each: each.module or UNKNOWN),
-        "lane": indices("lane", lambda each: _lane(each, profile)),
     }
-    values: dict[str, Scalar] = {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}
-    return values, series | {f"{name}_names": list(table) for name, table in tables.items()}
+    texts: dict[str, list[str]] = {
+        "kernel": [short_name(bar.kernel.name) for bar in bars],
+        "family": [bar.kernel.family for bar in bars],
+        "phase": [bar.kernel.phase or UNKNOWN for bar in bars],
+        "module": [bar.kernel.module or UNKNOWN for bar in bars],
+        "lane": [_lane(bar.kernel, profile) for bar in bars],
+    }
+    for name, column in texts.items():
+        series[f"{name}_names"], series[name] = interned(column)
+    return {"kernels": len(kernels), "bars": len(bars), "joined_below_us": shortest_us}, series
 
 
 class _Bar:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
@@ -20,9 +19,8 @@ from trainstep.kinds import ResidualRow
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
-from trainstep.records import Scalar, make_row
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import WorkloadSource, map_tensors, resolve_device
+from trainstep.workload import WorkloadSource, map_tensors, resolve_device, tensors_of
 
 TOP = 5
 """The largest groups that are rows of their own."""
@@ -49,18 +47,18 @@ def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
         raise UnsupportedError("what selective checkpointing keeps is invisible to autograd; use --checkpointing none")
     step = build_step(source, config)
     batch = step.next_batch()
-    blocks = find_blocks(step.module)
-    compiled = config.compile != "off"
+    forward = partial(step.differentiable_loss, batch)
+    if config.compile != "off":  # no module in it runs its hooks
+        found, _ = residuals(forward, None, [*tensors_of(batch), *step.module.parameters(), *step.module.buffers()])
+        return KeptByStep(found, Residuals(()), None)
     seen: list[Tensor] = []
-    resident = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if compiled:
-        resident += [*step.module.parameters(), *step.module.buffers()]
-    watch = None if compiled or not blocks else blocks[0].register_forward_pre_hook(partial(_note_input, seen))
-    found, _ = residuals(lambda: step.differentiable_loss(batch), None if compiled else step.module, resident)
-    if watch is not None:
-        watch.remove()
-    first = next((name for name, each in step.module.named_modules() if blocks and each is blocks[0]), None)
-    inside = [each for each in found.kept if first is not None and f"{each.module}.".startswith(f"{first}.")]
+    blocks = find_blocks(step.module)
+    hooks = [block.register_forward_pre_hook(partial(_note_input, seen)) for block in blocks[:1]]
+    found, _ = residuals(forward, step.module, tensors_of(batch))
+    for hook in hooks:
+        hook.remove()
+    first = [f"{name}." for name, each in step.module.named_modules() if blocks and each is blocks[0]]
+    inside = [each for each in found.kept if f"{each.module}.".startswith(tuple(first))]
     return KeptByStep(found, Residuals(tuple(inside)), seen[0] if seen else None)
 
 
@@ -107,62 +105,60 @@ def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[Res
         if isinstance(kept, Failure):
             yield failed_row(ResidualRow, case | {"part": "step", "group": "all"}, kept, environment)
             continue
-        rows = _groups("step", kept.whole)
+        own = case | {"environment": environment}
+        yield from _group_rows("step", kept.whole, own)
         if kept.first_block.kept:
-            rows += _groups("first block", kept.first_block)
+            yield from _group_rows("first block", kept.first_block, own)
         if kept.stream is not None:
-            rows.append(_stream(source, each, kept.stream))
-        for own, values in rows:
-            yield make_row(ResidualRow, case | own, values, environment=environment)
+            yield _stream_row(source, each, kept.stream, own)
     case = case_columns(source, dataclasses.replace(config, compile="blocks", checkpointing="none"))
     block = attempt(partial(measure_compiled_block, source, config))
     if isinstance(block, Failure):
         yield failed_row(ResidualRow, case | {"part": "first block", "group": "all"}, block, environment)
-        return
-    for own, values in _groups("first block", block):
-        yield make_row(ResidualRow, case | own, values, environment=environment)
+    else:
+        yield from _group_rows("first block", block, case | {"environment": environment})
 
 
-_Columns = tuple[dict[str, Scalar], dict[str, Scalar]]
-
-
-def _groups(part: str, found: Residuals) -> list[_Columns]:
+def _group_rows(part: str, found: Residuals, own: Mapping[str, Any]) -> Iterator[ResidualRow]:
     """The largest groups of alike residuals, the rest, and all, with their share."""
     groups: dict[tuple[str, str, str], list[Residual]] = {}
     for each in found.kept:
-        shape = "×".join(map(str, each.shape))
         outside = "(compiled code)" if each.operation == "CompiledFunction" else "(outside modules)"
         where = without_numbers(each.module) or outside
-        groups.setdefault((where, each.operation, f"{short_name(each.dtype)} {shape}"), []).append(each)
+        groups.setdefault((where, each.operation, _tensor(each.dtype, each.shape)), []).append(each)
 
     def size(members: Sequence[Residual]) -> int:
         return sum(each.bytes for each in members)
 
-    def row(case: dict[str, Scalar], members: Sequence[Residual], **values: Scalar) -> _Columns:
-        values |= {"storages": len(members), "mib": size(members) / MIB}
-        values["share"] = size(members) / found.bytes if found.bytes else None
-        return {"part": part, **case}, values
+    def row(group: str, members: Sequence[Residual], **more: Any) -> ResidualRow:
+        share = size(members) / found.bytes if found.bytes else None
+        more |= {"storages": len(members), "mib": size(members) / MIB, "share": share}
+        return ResidualRow(**own, part=part, group=group, **more)
 
     ordered = sorted(groups.items(), key=lambda item: -size(item[1]))
-    rows = [
-        row({"group": "largest", "rank": rank, "module": module}, members, operation=operation, tensor=tensor)
-        for rank, ((module, operation, tensor), members) in enumerate(ordered[:TOP], start=1)
-    ]
+    for rank, ((module, operation, tensor), members) in enumerate(ordered[:TOP], start=1):
+        yield row("largest", members, rank=rank, module=module, operation=operation, tensor=tensor)
     if rest := [each for _, members in ordered[TOP:] for each in members]:
-        rows.append(row({"group": "the rest"}, rest))
-    return [*rows, row({"group": "all"}, found.kept)]
+        yield row("the rest", rest)
+    yield row("all", found.kept)
 
 
-def _stream(source: WorkloadSource, config: StepConfig, stream: Tensor) -> _Columns:
+def _tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{short_name(dtype)} {'×'.join(map(str, shape))}"
+
+
+def _stream_row(source: WorkloadSource, config: StepConfig, stream: Tensor, own: Mapping[str, Any]) -> ResidualRow:
     """The residual stream that the first block got, beside batch · context · d_model · bytes per element."""
     formula = None
     if source.model is not None:
         size = residual_stream_bytes(config.batch, config.context, source.model.d_model, stream.element_size())
         formula = size / MIB
-    shape = "×".join(map(str, stream.shape))
-    return {"part": "residual stream", "group": "input of the first block"}, {
-        "tensor": f"{short_name(stream.dtype)} {shape}",
-        "storages": 1,
-        "mib": stream.nbytes / MIB,
-        "formula_mib": formula,
-    }
+    return ResidualRow(
+        **own,
+        part="residual stream",
+        group="input of the first block",
+        tensor=_tensor(stream.dtype, stream.shape),
+        storages=1,
+        mib=stream.nbytes / MIB,
+        formula_mib=formula,
+    )

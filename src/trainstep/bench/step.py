@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstep.bench.grid import expand
+from trainstep.bench.cases import expand
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -21,7 +21,7 @@ from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
-from trainstep.measure.timing import Sample, Timing, device_clock, time_steps
+from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
@@ -32,8 +32,6 @@ from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
-
-FIXED_BY_WORKLOAD = ("batch", "context", "loss")
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,8 @@ class StepCase:
 
     def columns(self) -> dict[str, Any]:
         """The settings of the case's row."""
-        return case_columns(self.source, self.config) | {
-            "mode": self.mode,
-            "warmup": self.warmup,
-            "steps": self.steps,
-            "repeat": self.repeat,
-        }
+        own = {"mode": self.mode, "warmup": self.warmup, "steps": self.steps, "repeat": self.repeat}
+        return case_columns(self.source, self.config) | own
 
 
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
     if config.checkpointing == "none":
         settings["checkpointing"] = None  # as in rows from before there was a choice
     if not source.is_builtin:
-        settings |= dict.fromkeys(FIXED_BY_WORKLOAD)
+        settings |= dict.fromkeys(("batch", "context", "loss"))
         for name in ("attention", "optimizer"):
             if settings[name] == getattr(StepConfig(), name):
                 settings[name] = None  # what the model itself calls, and the workload makes
@@ -89,13 +83,10 @@ def step_cases(
             f"nothing to run: {len(sources)} workloads, steps {steps}, repeat {repeat}, warm-ups {list(warmups)}; "
             "expected at least one workload, one step and one pass, and warm-ups of 0 or more"
         )
+    points = itertools.product(range(repeat), sources, expand(axes), modes, warmups)
     return [
         StepCase(source, StepConfig(**values), mode, warmup, steps, index)
-        for index in range(repeat)
-        for source in sources
-        for values in expand(axes)
-        for mode in modes
-        for warmup in warmups
+        for index, source, values, mode, warmup in points
     ]
 
 
@@ -140,39 +131,40 @@ def measure_step(
     return measure_training_step(build_step(source, config), source, mode, warmup, steps)
 
 
+class StepRunner:
+    """Takes a step on a batch that is ready, then makes the next one ready: every step trains on another batch."""
+
+    def __init__(self, step: TrainingStep, mode: StepMode = "step") -> None:
+        self.step, self.mode, self.batch = step, mode, step.next_batch()
+        self.losses: list[Tensor] = []
+        """One per step; none in mode "forward"."""
+
+    def run(self, phase: PhaseContext) -> None:
+        """One step on the batch that is ready."""
+        loss = self.step(self.batch, mode=self.mode, phase=phase)
+        if loss is not None:
+            self.losses.append(loss)
+
+    def prepare_next(self, *_: object) -> None:
+        """Make the next batch ready."""
+        self.batch = self.step.next_batch()
+
+
 def measure_training_step(
-    step: TrainingStep,
-    source: WorkloadSource,
-    mode: StepMode,
-    warmup: int,
-    steps: int,
-    on_sample: Callable[[Sample], object] | None = None,
+    step: TrainingStep, source: WorkloadSource, mode: StepMode, warmup: int, steps: int
 ) -> StepMeasurement:
     """Measure a step that is already built; every step takes the next batch, so it trains as it goes."""
-    batches = itertools.chain([step.next_batch()], iter(step.next_batch, None))
-    batch = next(batches)
-    losses: list[Tensor] = []
-
-    def run(phase: PhaseContext) -> None:
-        loss = step(batch, mode=mode, phase=phase)
-        if loss is not None:
-            losses.append(loss)
-
-    def prepare_next(sample: Sample) -> None:
-        nonlocal batch
-        batch = next(batches)
-        if on_sample is not None:
-            on_sample(sample)
-
-    timing = time_steps(run, device=device_clock(step.device), warmup=warmup, steps=steps, after_step=prepare_next)
+    runner = StepRunner(step, mode)
+    clock = device_clock(step.device)
+    timing = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     state = gpu_state(step.device)
     return StepMeasurement(
         timing=timing,
-        losses=tuple(float(loss) for loss in losses),
-        memory=step_peaks(step, batch, mode),
+        losses=tuple(map(float, runner.losses)),
+        memory=step_peaks(step, runner.batch, mode),
         optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
-        tokens=count_tokens(batch),
-        flops=_count_flops(step, source, batch, mode),
+        tokens=count_tokens(runner.batch),
+        flops=_count_flops(step, source, runner.batch, mode),
         device=step.device,
         gpu_state=state,
     )

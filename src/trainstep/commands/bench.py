@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
-from trainstep.bench.attention_cases import GRIDS, AttentionCase, GridName, ListName, grid_cases, listed_cases
-from trainstep.bench.collective_cases import DEFAULTS, CollectiveCase, collective_cases
+from trainstep.bench.cases import (
+    COLLECTIVE_AXES,
+    GRIDS,
+    AttentionCase,
+    CollectiveCase,
+    GridName,
+    ListName,
+    collective_cases,
+    grid_cases,
+    listed_cases,
+)
 from trainstep.commands.options import Common, OneModel, StepGrid, axes_of, commas, flags_of, shown, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
@@ -25,7 +34,7 @@ _OF_GRIDS = {
     for name, value in vars(AttentionCase()).items()
 }
 AttentionGrid: Any = flags_of(AttentionCase, several=True, defaults=_OF_GRIDS)
-CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=DEFAULTS)
+CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +135,7 @@ class BenchCollectives(Common):
         from trainstep.bench.collectives import run_cases
         from trainstep.parallel.process import join_group
 
-        axes = axes_of({**DEFAULTS, **self.axes}, CollectiveCase())
+        axes = axes_of({**COLLECTIVE_AXES, **self.axes}, CollectiveCase())
         with join_group(self.device, timeout_s=self.timeout) as process:
             cases = collective_cases(axes, process.world_size)
             records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
@@ -150,8 +159,8 @@ class BenchParallel(OneModel):
     """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
 
     def run(self) -> int:
+        from trainstep.bench.parallel import ParallelCase
         from trainstep.bench.parallel.run import run_cases
-        from trainstep.bench.parallel_case import ParallelCase
         from trainstep.parallel.process import join_group
 
         config = self.step_config()

@@ -34,8 +34,8 @@ class Dtypes(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
+        from trainstep.bench.cases import expand
         from trainstep.bench.dtypes import accumulation_records, dtype_records
-        from trainstep.bench.grid import expand
 
         if self.accumulation:
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")

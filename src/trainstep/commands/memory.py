@@ -68,8 +68,7 @@ class Memory(OneModel):
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
-        from trainstep.bench.checkpointing import checkpointing_records, default_policies
-        from trainstep.bench.peaks import peak_records
+        from trainstep.bench.memory import checkpointing_records, default_policies, peak_records
         from trainstep.bench.residuals import residual_records
 
         plain = self._configs()
@@ -90,7 +89,7 @@ class Memory(OneModel):
 
     def _configs(self, policies: Sequence[str] = ()) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""
-        from trainstep.bench.grid import expand
+        from trainstep.bench.cases import expand
 
         given = self.step | ({"checkpointing": policies} if policies else {})
         return [StepConfig(**values) for values in expand(axes_of(given, self.preset()[1]))]

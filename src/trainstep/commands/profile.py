@@ -62,8 +62,7 @@ class Profile(OneModel):
         return run_and_report(self._records(source), self.out, f"profile of {source.name}")
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
-        from trainstep.bench.ceilings import ceiling_records
-        from trainstep.bench.profile import profile_records
+        from trainstep.bench.profile import ceiling_records, profile_records
         from trainstep.workload import resolve_device
 
         config, trace, warmup = self.step_config(), self.out / "trace.json.gz", self.warmup

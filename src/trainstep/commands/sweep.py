@@ -24,7 +24,7 @@ from trainstep.commands.profile import Profile
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.bench.sweep.case import Place
+    from trainstep.bench.sweep.cases import Place
     from trainstep.records import Row, Status
 
 SWEPT: Any = Union[Analyze, Bench, Memory, Plan, Profile]  # noqa: UP007 - a value here, not an annotation
@@ -62,9 +62,9 @@ class Sweep(Common):
     """Folder for results.jsonl, tables/, report.html and cases/; by default results/sweep-NAME of NAME.toml."""
 
     def run(self) -> int:
-        from trainstep.bench.sweep.grid_file import load_grid
-        from trainstep.bench.sweep.jobs import require_slurm
+        from trainstep.bench.sweep.cases import load_grid
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
+        from trainstep.bench.sweep.run import require_slurm
         from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
@@ -95,8 +95,7 @@ class Sweep(Common):
                 return run_and_report(told, out, f"sweep {self.file.name}", total=len(places))
 
     def _execute(self, out: Path, timeout_s: float | None, pending: Sequence[Place]) -> Generator[Place, None, None]:
-        from trainstep.bench.sweep.jobs import Resources, run_jobs
-        from trainstep.bench.sweep.processes import run_here, visible_gpus
+        from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
-from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
 from trainstep.schemes import SCHEMES

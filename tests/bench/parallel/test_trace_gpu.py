@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.workers import Workers
+from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
-from trainstep.bench.parallel_case import ParallelCase
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.kinds import ParallelTraceRow
 from trainstep.records import of_kind

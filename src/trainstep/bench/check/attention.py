@@ -3,11 +3,10 @@
 The oracle is evaluated in float64 for slices of queries, so that only slice × keys scores exist at once. One or two
 heads of the batch are checked: heads do not mix.
 
-The plain computation of the error budget (see `budget`) is the eager formula in the same dtype at the same length. Its
-error depends on the order in which its matrix products sum, which cuBLAS chooses by shape: on an H200 eight heads of
-4,096 tokens in float32 exceed twice the error of one head. So no less is allowed than the float32 roundings of a sum
-over all keys add up to. Beyond 32,768 tokens, or where the eager formula does not fit, a shorter length sets the
-budget.
+The plain computation of the error budget is the eager formula in the same dtype at the same length. Its error depends
+on the order in which its matrix products sum, which cuBLAS chooses by shape: on an H200 eight heads of 4,096 tokens in
+float32 exceed twice the error of one head. So no less is allowed than the float32 roundings of a sum over all keys add
+up to. Beyond 32,768 tokens, or where the eager formula does not fit, a shorter length sets the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.eager import attention_eager
-from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
 from trainstep.precision import PRECISIONS
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -60,9 +59,7 @@ def check(
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., seq, head_dim) and compare."""
     found = _errors(implementation, shape, dtype, device, is_causal)
     plain = _plain_errors(min(shape[-2], BUDGET_LENGTH), shape[-1], dtype, device, is_causal)
-    summation = accumulated_rounding(
-        PRECISIONS["fp32"].unit_roundoff, shape[-2]
-    )  # every implementation sums in float32
+    summation = accumulated_rounding(PRECISIONS["fp32"].unit_roundoff, shape[-2])  # all implementations sum in float32
     return Errors(found, {name: allowed_error(plain[name], one_rounding(dtype), floor=summation) for name in NAMES})
 
 
@@ -71,18 +68,15 @@ def _plain_errors(
     seq: int, head_dim: int, dtype: torch.dtype, device: torch.device, is_causal: bool
 ) -> dict[str, float]:
     """The errors of the eager formula on one head of `seq` tokens, or of half as many while that does not fit."""
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_eager(q, k, v, is_causal, 1 / math.sqrt(head_dim))
+
     try:
-        return _errors(_eager(is_causal), (1, seq, head_dim), dtype, device, is_causal)
+        return _errors(eager, (1, seq, head_dim), dtype, device, is_causal)
     except torch.OutOfMemoryError:
         pass  # leave the handler first, so that what the failed attempt allocated is free
     return _plain_errors(seq // 2, head_dim, dtype, device, is_causal)
-
-
-def _eager(is_causal: bool) -> Implementation:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_eager(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1]))
-
-    return run
 
 
 def _errors(
@@ -92,10 +86,8 @@ def _errors(
     o = implementation(q, k, v)
     results = (o, *torch.autograd.grad(o, (q, k, v), do))
     inputs = [tensor.detach().reshape(-1, *shape[-2:]) for tensor in (q, k, v, do)]
-    square = dict.fromkeys(NAMES, 0.0)
-    norm = dict.fromkeys(NAMES, 0.0)
-    heads = inputs[0].shape[0]
-    for head in {0, heads - 1}:
+    square, norm = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+    for head in {0, inputs[0].shape[0] - 1}:
         expected = oracle(*(tensor[head].double() for tensor in inputs), is_causal=is_causal)
         for name, result, reference in zip(NAMES, results, expected, strict=True):
             own = result.detach().reshape(-1, *shape[-2:])[head].double()

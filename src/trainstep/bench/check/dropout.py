@@ -44,10 +44,9 @@ def eager_random() -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """What was seen while dropout was off."""
+    """Calls of functions that would have dropped something; those in compiled code once, when it was traced."""
 
     calls: int = 0
-    """Of functions that would have dropped something; those in compiled code once, when it was traced."""
 
 
 @contextmanager
@@ -84,11 +83,16 @@ def _identity(dropout: Callable[..., Tensor], seen: Seen) -> Callable[..., Tenso
 
 def _attention(sdpa: Callable[..., Tensor], seen: Seen) -> Callable[..., Tensor]:
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *rest: Any,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **more: Any,
+    ) -> Tensor:
         if dropout_p > 0:
             seen.calls += 1
-        return sdpa(query, key, value, attn_mask, 0.0, *rest, **options)
+        return sdpa(query, key, value, attn_mask, 0.0, *args, **more)
 
     return attention

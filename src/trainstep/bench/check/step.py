@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -71,9 +71,13 @@ class Deviation:
 def gradients_of(step: TrainingStep) -> Gradients:
     """Loss and gradients of the step's next batch; no gradient is left on the module."""
     loss = float(step.gradients(step.next_batch()))
-    gradients = Gradients(loss, _gradients_on_host(step.module))
+    by_name = {
+        name: _dense(parameter.grad).to("cpu", torch.float32, copy=True)
+        for name, parameter in step.module.named_parameters()
+        if parameter.grad is not None
+    }
     step.optimizer.zero_grad(set_to_none=True)
-    return gradients
+    return Gradients(loss, by_name)
 
 
 def check_finite(reference: Gradients, precision: PrecisionName) -> None:
@@ -91,9 +95,6 @@ def compare_gradients(reference: Gradients, loss: float, module: nn.Module, roun
     """Deviation of `loss` and of the module's `.grad`s; a gradient that is missing on one side only counts as 1.
 
     Args:
-        reference: what is right.
-        loss: of `module`.
-        module: its gradients are compared.
         rounding: the relative error that rounding makes. A parameter's error is held against the norm of its gradient,
             or against `rounding` times the norm of as many typical elements, where that is more: sums that cancel to
             zero leave only rounding, and no two computations agree on that.
@@ -129,14 +130,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64 if tensor.device.type == "cpu" else torch.float32)
-
-
-def _gradients_on_host(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: _dense(parameter.grad).to("cpu", torch.float32, copy=True)
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 @dataclass(frozen=True)
@@ -185,12 +178,10 @@ class GradientCheck:
         found = self._compare(step, self.reference)
         if not found.is_right and is_compiled and precision not in self.other_masks:
             with eager_random():
-                again = self._compare(build_step(self.source, step.config), self.reference)
-            found = _nearer(found, dataclasses.replace(again, compared="with eager code's random numbers"))
+                found = self._compare_again(found, step.config, self.reference, "with eager code's random numbers")
         if not found.is_right and self._reference_without_dropout is not None:
             with without_dropout():
-                again = self._compare(build_step(self.source, step.config), self._reference_without_dropout)
-            found = _nearer(found, dataclasses.replace(again, compared="without dropout"))
+                found = self._compare_again(found, step.config, self._reference_without_dropout, "without dropout")
             if found.is_right and not is_compiled:
                 self.other_masks.add(precision)
         if not found.is_right and found.deviation.loss <= found.loss_budget:
@@ -213,6 +204,11 @@ class GradientCheck:
         deviation = compare_gradients(reference, loss, step.module, rounding=budget)
         step.optimizer.zero_grad(set_to_none=True)
         return Verdict(deviation, budget, budget)
+
+    def _compare_again(self, found: Verdict, config: StepConfig, reference: Gradients, compared: Compared) -> Verdict:
+        """The nearer of `found` and the verdict on a step that is built anew."""
+        again = dataclasses.replace(self._compare(build_step(self.source, config), reference), compared=compared)
+        return again if again.deviation.gradient < found.deviation.gradient else found
 
     def _budget(self, precision: PrecisionName) -> float:
         plain_error = self.plain_error.get(precision)
@@ -246,10 +242,9 @@ def _round_at_random(module: nn.Module, unit: float) -> None:
     """Multiply every weight by 1 + δ, each δ from [-unit, unit]."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                random = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(parameter.double() * (1 + unit * (2 * random.to(parameter.device) - 1)))
+        for parameter in filter(torch.is_floating_point, module.parameters()):
+            random = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(parameter.double() * (1 + unit * (2 * random.to(parameter.device) - 1)))
 
 
 def error_budget(
@@ -258,8 +253,6 @@ def error_budget(
     """The relative error that a right computation may show against the reference.
 
     Args:
-        precision: of the step.
-        reference: precision of the reference.
         leaf_calls: leaf modules run in one forward pass.
         plain_error: the error that the first step in this precision made, once there is one.
     """
@@ -267,10 +260,6 @@ def error_budget(
         return allowed_error(plain_error, one_rounding(precision))
     both = PRECISIONS[precision].unit_roundoff + PRECISIONS[reference].unit_roundoff
     return accumulated_rounding(both, ROUNDINGS_PER_MODULE * max(leaf_calls, 1))
-
-
-def _nearer(found: Verdict, again: Verdict) -> Verdict:
-    return again if again.deviation.gradient < found.deviation.gradient else found
 
 
 class _LeafCalls:

@@ -1,1 +1,91 @@
-"""`trainstep bench parallel`: one workload under every scheme of data parallel training, on all ranks at once."""
+"""One case of `bench parallel`: a workload under a scheme, and the step that a rank takes on its share of each batch.
+
+A share is consecutive rows of every tensor, as many for each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from trainstep.bench.step import case_columns
+from trainstep.config import StepConfig
+from trainstep.errors import UsageError
+from trainstep.parallel.process import Process
+from trainstep.records import Scalar
+from trainstep.replicas import build
+from trainstep.schemes import Scheme
+from trainstep.training_step import TrainingStep
+from trainstep.workload import Workload, WorkloadSource, map_tensors
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    """One scheme."""
+
+    source: WorkloadSource
+    config: StepConfig
+    """The batch is one rank's, where the workload lets it be chosen; a user's own is divided among the ranks."""
+    scheme: Scheme
+    warmup: int = 5
+    steps: int = 10
+    allow_unused: bool = False
+    """Whether parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
+
+    def columns(self, world_size: int) -> dict[str, Scalar]:
+        """The columns that identify the case's row."""
+        return case_columns(self.source, self.config) | {"scheme": self.scheme.name, "world_size": world_size}
+
+    def whole(self, world_size: int) -> StepConfig:
+        """The configuration whose workload has the batch of all ranks."""
+        if not self.source.is_builtin:
+            return self.config
+        return dataclasses.replace(self.config, batch=self.config.batch * world_size)
+
+    def build(self, process: Process, change: Callable[[Workload], Workload] = lambda same: same) -> TrainingStep:
+        """The step on this rank, with its share of the batches; `change` may alter the workload before."""
+        config = dataclasses.replace(self.whole(process.world_size), device=str(process.device))
+        workload = change(part_of(self.source.build(config), process.rank, process.world_size))
+        parallelize = partial(build, self.scheme, process, config, allow_unused=self.allow_unused)
+        return TrainingStep(workload, config, parallelize)
+
+
+def part_of(workload: Workload, rank: int, world_size: int) -> Workload:
+    """The workload with a rank's share of its batches."""
+    return dataclasses.replace(workload, batches=_Shares(workload, rank, world_size))
+
+
+def share_of(batch: Any, rank: int, world_size: int) -> Any:
+    """A rank's rows of each tensor's first dimension.
+
+    Raises:
+        UsageError: there are not as many rows for each rank.
+    """
+
+    def rows(tensor: Tensor) -> Tensor:
+        count = tensor.shape[0] if tensor.dim() else 0
+        if count == 0 or count % world_size:
+            raise UsageError(
+                f"a batch with a tensor of shape {tuple(tensor.shape)} cannot be divided among {world_size} ranks; "
+                f"its first dimension must be a multiple of {world_size}"
+            )
+        return tensor.chunk(world_size)[rank]
+
+    return map_tensors(batch, rows)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """A rank's share of each batch of a workload, from the start whenever it is iterated."""
+
+    workload: Workload
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return (share_of(batch, self.rank, self.world_size) for batch in self.workload.batches)

@@ -2,26 +2,44 @@
 
 First every scheme trains a few steps and is compared with one process on the whole batch; no speed is shown of one that
 does not agree. Then each is timed. All ranks time the same steps, and a step lasts as long as on the slowest rank.
-What communication costs is the difference to the same step without any ("single"). When all are timed, one step of each
-may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
+What communication costs is the difference to the same step without any ("single"). Each rank's memory is taken at three
+moments, and its collectives are recorded, beside what `plan.communication` says of both. When all are timed, one step
+of each may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trainstep.bench.check.parallel import Agreement, compare_with_one_process
-from trainstep.bench.outcome import Failure, attempt_on_all_ranks
-from trainstep.bench.parallel.measure import Result, Timed, measure, parallel_row
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
+from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.trace import trace_row, traced_step
-from trainstep.bench.parallel_case import ParallelCase
+from trainstep.bench.step import count_tokens, phase_samples
+from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.errors import UsageError
 from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.measure.collectives import Collective, recorded_collectives
+from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.memory import GIB
+from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
-from trainstep.precision import PRECISIONS
+from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
+from trainstep.plan.strategies import largest_group
+from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.records import Scalar, Times, make_row
+from trainstep.replicas import local_gradients, local_state, uncounted_bytes
+from trainstep.schemes import Scheme
+from trainstep.stats import summarize
+from trainstep.training_step import TrainingStep
 
 
 def run_cases(
@@ -30,10 +48,7 @@ def run_cases(
     """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
 
     Args:
-        cases: the schemes.
-        process: this rank.
-        traces: folder for the traces of one step of each scheme that was timed, recorded after all are; None records
-            none.
+        traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
 
     Raises:
         UsageError: nothing to run, or a configuration that cannot be compared (fp16: its scaler skips steps).
@@ -47,36 +62,196 @@ def run_cases(
         )
     comparison = compare_with_one_process(cases, process)
     single_ms: float | None = None
-    timed: list[ParallelCase] = []
-    rows: dict[ParallelCase, ParallelRow] = {}  # on rank 0
+    timed: dict[ParallelCase, ParallelRow | None] = {}  # with their rows on rank 0
     for case in [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]:
-        result = _measured(case, comparison.schemes[case.scheme], process)
-        if isinstance(result, Timed):
-            timed.append(case)
+        result: Result
+        agreement = comparison.schemes[case.scheme]
+        if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
+            result = agreement
+        else:
+            ranks = attempt_on_all_ranks(partial(measure, case, process), process)
+            result = ranks if isinstance(ranks, Failure) else Timed(ranks, agreement)
+        row: ParallelRow | None = None
         if process.rank == 0:
             row = parallel_row(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
             if not case.scheme.communicates and isinstance(result, Timed):
                 single_ms = row.times["step"].median
-            rows[case] = row
             yield row
-    if traces is not None:
-        yield from _traced(timed, rows, process, traces)
-
-
-def _measured(case: ParallelCase, agreement: Agreement | Failure | None, process: Process) -> Result:
-    """Measure a scheme on all ranks, if it ran and agreed with one process."""
-    if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
-        return agreement
-    ranks = attempt_on_all_ranks(partial(measure, case, process), process)
-    return ranks if isinstance(ranks, Failure) else Timed(ranks, agreement)
-
-
-def _traced(
-    cases: Sequence[ParallelCase], rows: Mapping[ParallelCase, ParallelRow], process: Process, folder: Path
-) -> Iterator[ParallelTraceRow]:
-    """One step of each scheme under the profiler, beside its row."""
-    for case in cases:
-        file = folder / f"trace-{case.scheme.name}.json.gz"
+        if isinstance(result, Timed):
+            timed[case] = row
+    if traces is None:
+        return
+    for case, row in timed.items():
+        file = traces / f"trace-{case.scheme.name}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
-        if process.rank == 0:
-            yield trace_row(rows[case], found, trace=file.name)
+        if row is not None:
+            yield trace_row(row, found, trace=file.name)
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What one rank measured."""
+
+    timing: Timing
+    memory: Mapping[str, int]
+    """Bytes, at the moments start, before_step and after_step: `MOMENT_weights`, `MOMENT_gradients` and
+    `MOMENT_optimizer_state`; on a GPU also `MOMENT`, all that is allocated, and `peak`, the most of it in a step."""
+    collectives: Sequence[Collective]
+    """Of one step."""
+    tokens: int | None
+    """In this rank's batch; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A scheme that was measured."""
+
+    ranks: Sequence[RankMeasurement]
+    agreement: Agreement | None
+    """None for single, which has nothing to agree with."""
+
+
+Result = Timed | Agreement | Failure
+"""A scheme's measurement; or how far it is from one process, where that is too far; or why it failed."""
+
+
+def measure(case: ParallelCase, process: Process) -> RankMeasurement:
+    """Build the case's step, time it, and take one more step for memory and collectives. All ranks call it."""
+    on_gpu = process.device.type == "cuda"
+    step = case.build(process)
+    memory = _held("start", step, process.device)
+    batch = step.next_batch()
+    warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
+    clock = device_clock(process.device)
+    timing = time_steps(lambda phase: step(batch, phase=phase), device=clock, warmup=warmup, steps=case.steps)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(process.device)
+    hooks = [
+        step.optimizer.register_step_pre_hook(lambda *_: memory.update(_held("before_step", step, process.device))),
+        step.optimizer.register_step_post_hook(lambda *_: memory.update(_held("after_step", step, process.device))),
+    ]
+    with recorded_collectives() as collectives:
+        step(batch)
+    for hook in hooks:
+        hook.remove()
+    if on_gpu:
+        memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
+    return RankMeasurement(timing, memory, collectives, count_tokens(batch))
+
+
+def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
+    """Bytes on this rank now: by kind, and on a GPU all that is held."""
+    kinds = {
+        "weights": [*step.replica.module.parameters(), *step.replica.module.buffers()],
+        "gradients": local_gradients(step.replica),
+        "optimizer_state": local_state(step.replica),
+    }
+    found = {
+        f"{moment}_{kind}": sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
+        for kind, tensors in kinds.items()
+    }
+    if device.type == "cuda":
+        found[moment] = torch.cuda.memory_allocated(device) + uncounted_bytes(step.replica)
+    return found
+
+
+def parallel_row(
+    case: ParallelCase, process: Process, result: Result, *, num_parameters: int, single_ms: float | None
+) -> ParallelRow:
+    """The row of a scheme, on rank 0. One that does not agree shows by how much, and no speed.
+
+    `num_parameters` is the model's, and `single_ms` the step without communication, where it was timed before.
+    """
+    environment = describe(process.device)
+    columns: dict[str, Any] = case.columns(process.world_size)
+    if isinstance(result, Failure):
+        return failed_row(ParallelRow, columns, result, environment)
+    if isinstance(result, Agreement):
+        reason = (
+            f"after a few steps its loss is off by {result.loss_error:.3g} ({result.loss_allowed:.3g} allowed) and its "
+            f"parameters by {result.update_error:.3g} of their movement ({result.update_allowed:.3g} allowed)"
+        )
+        values = dataclasses.asdict(result)
+        return make_row(ParallelRow, columns, values, status="wrong", reason=reason, environment=environment)
+    slowest = max(result.ranks, key=lambda each: summarize([step.wall_ms for step in each.timing.samples]).median)
+    samples = phase_samples(slowest.timing)
+    times = {name: Times.of(summarize(milliseconds), spread=False) for name, milliseconds in samples.items()}
+    step, tokens = times["step"].median, [each.tokens for each in result.ranks if each.tokens is not None]
+    communicates, collectives = case.scheme.communicates, result.ranks[0].collectives
+    plan = planned_bytes(
+        case.scheme,
+        num_parameters,
+        process.world_size,
+        precision=case.config.precision,
+        optimizer=case.config.optimizer,
+        model=case.source.model,
+        peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
+    )
+    measured: dict[str, Any] = {
+        **({} if result.agreement is None else dataclasses.asdict(result.agreement)),
+        "n": len(samples["step"]),
+        "exposed_ms": None if single_ms is None or not communicates else step - single_ms,
+        "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
+        "collectives": len(collectives),
+        "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / process.world_size / GIB,
+        "sent_floor_gib": plan.sent / GIB if communicates else 0.0,
+        **_memory(result.ranks),
+        **(moments(plan) if case.source.is_builtin else {}),  # a user's own optimizer may keep any state
+        **gpu_state(process.device),
+    }
+    return ParallelRow(**columns, times=times, **measured, samples=samples, environment=environment)
+
+
+def _sent(call: Collective, world_size: int) -> int:
+    """By all ranks together, over a ring."""
+    name = "reduce-scatter" if call.name == "all-to-all" else call.name  # of each buffer, all but the own share
+    return bytes_sent(name, call.bytes, world_size) if name in COLLECTIVES else 0
+
+
+def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
+    """On the rank that holds most."""
+    names = dict.fromkeys(name for each in ranks for name in each.memory)
+    return {f"{name}_gib": max(each.memory[name] for each in ranks) / GIB for name in names}
+
+
+def planned_bytes(
+    scheme: Scheme,
+    num_parameters: int,
+    world_size: int,
+    *,
+    precision: PrecisionName,
+    optimizer: OptimizerImpl,
+    model: ModelConfig | None = None,
+    peer_copies: bool = False,
+) -> RankBytes:
+    """Memory and traffic of a rank.
+
+    Args:
+        precision: of the step; under autocast FSDP gathers and sends in 16 bits.
+        optimizer: its state is two moments per parameter, or nothing.
+        model: the built-in model's shape, for the size of its largest group; None for a user's.
+        peer_copies: FSDP's transport.
+    """
+    entry = PRECISIONS[precision]
+    narrow = entry.computed_bytes if scheme.shards_weights and entry.is_autocast else None
+    return rank_bytes(
+        scheme.planned_as or "ddp",
+        num_parameters,
+        world_size,
+        state_per_parameter=0 if optimizer == "sgd" else 8,
+        compute_bytes=narrow,
+        reduce_bytes=narrow,
+        largest_group=0 if model is None else largest_group(model),
+        scattered=not scheme.copies_gradients,
+        copies=scheme.copies_gradients,
+        peer_copies=peer_copies,
+    )
+
+
+def moments(plan: RankBytes) -> dict[str, Scalar]:
+    """The three moments at which a rank's memory is measured, as columns."""
+    return {
+        "predicted_start_gib": plan.start / GIB,
+        "predicted_before_step_gib": plan.before_step / GIB,
+        "predicted_after_step_gib": plan.after_step / GIB,
+    }

@@ -38,17 +38,10 @@ class TracedStep:
 
 
 def traced_step(build: Callable[[], TrainingStep], process: Process, file: Path) -> TracedStep | None:
-    """Build the step anew, warm it up and record one. All ranks run the profiler, so that none waits for another's.
+    """Build the step anew, warm it up and record one into `file` (`.json.gz`); what rank 0 recorded, None elsewhere.
 
-    Modules and shapes are left out, which keeps the profiler's cost small.
-
-    Args:
-        build: makes the step on this rank.
-        process: this rank.
-        file: where rank 0 keeps its trace (`.json.gz`).
-
-    Returns:
-        On rank 0 what was recorded; None elsewhere.
+    All ranks run the profiler, so that none waits for another's. Modules and shapes are left out, which keeps its cost
+    small.
     """
     step = build()
     batch = step.next_batch()
@@ -90,10 +83,7 @@ def phases_of(trace: Trace, profile: KernelProfile) -> dict[str, Span]:
 def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *, trace: str) -> ParallelTraceRow:
     """The row of a traced step: its overlap in milliseconds, and its bars as series.
 
-    Args:
-        row: of the same scheme, timed without the profiler.
-        found: what each rank recorded; the first one's is shown.
-        trace: name of the trace's file.
+    `row` is of the same scheme, timed without the profiler; of what the ranks recorded, rank 0's is shown.
     """
     if isinstance(found, Failure):
         return failed_row(ParallelTraceRow, row.case, found, row.environment)
@@ -102,7 +92,13 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
     profile = shown.profile
     overlap = overlap_of(profile.kernels)
     communication = length(overlap.communication)
-    values: dict[str, Scalar] = {
+    drawn, series = timeline_values(profile, profile.step_names[0] if profile.kernels else None, LONGEST)
+    kept = {name: column for name, column in series.items() if not name.startswith("module")}
+    start = min((each.start_us for each in profile.kernels), default=0.0)
+    shortest = overlap.span_us * SHORTEST_SHARE
+    kept |= _spans("exposed", [(first, last) for first, last in overlap.exposed if last - first >= shortest], start)
+    kept |= _spans("phase_span", list(shown.phases.values()), start) | {"phase_span_names": list(shown.phases)}
+    values: dict[str, Scalar] = drawn | {
         "on_cpu": profile.is_cpu,
         "step_ms": row.times["step"].median,
         "profiled_step_ms": shown.wall_ms,
@@ -114,14 +110,8 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
         "hidden_share": length(overlap.hidden) / communication if communication else None,
         "idle_ms": overlap.idle_us / 1e3,
         "trace": trace,
+        "exposed_from_us": shortest,
     }
-    drawn, series = timeline_values(profile, profile.step_names[0] if profile.kernels else None, LONGEST)
-    kept = {name: column for name, column in series.items() if not name.startswith("module")}
-    start = min((each.start_us for each in profile.kernels), default=0.0)
-    shortest = overlap.span_us * SHORTEST_SHARE
-    kept |= _spans("exposed", [(first, last) for first, last in overlap.exposed if last - first >= shortest], start)
-    kept |= _spans("phase_span", list(shown.phases.values()), start) | {"phase_span_names": list(shown.phases)}
-    values |= drawn | {"exposed_from_us": shortest}
     return make_row(ParallelTraceRow, row.case, values, series=kept, environment=row.environment)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainstep.bench.sweep.case import ROW_KINDS, Case, Place
+from trainstep.bench.sweep.cases import ROW_KINDS, Case, Place
 from trainstep.errors import UsageError
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
@@ -30,22 +30,20 @@ def rows_of(
     """The rows of a case whose process has ended.
 
     Args:
-        case: what was run.
         folder: holds what it wrote: results.jsonl, stdout.txt, stderr.txt.
-        code: its exit code, below 0 for a signal; None where it was ended for lasting too long.
+        code: its exit code, below 0 for a signal; None where it was ended for lasting longer than `timeout_s`.
         seconds: how long it ran.
-        timeout_s: how long it was allowed to.
     """
     found = _written(case, folder)
     values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
-    rows = [
-        make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, samples=row.samples,
-                 status=row.status, reason=row.reason, environment=row.environment)
-        for row, told in zip(found, _told_apart(found), strict=True)
-    ]  # fmt: skip
+    rows = []
+    for row, told in zip(found, _told_apart(found), strict=True):
+        same = {"samples": row.samples, "status": row.status, "reason": row.reason, "environment": row.environment}
+        rows.append(make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, **same))
     is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
-    if not rows or (code != 0 and not (is_told and not _errors(folder / "stderr.txt"))):
-        failed = failed_row(case, *_failure(folder, code, timeout_s), values)
+    last, has_error = _said(folder / "stderr.txt")
+    if not rows or (code != 0 and (has_error or not is_told)):
+        failed = failed_row(case, *_failure(code, last.removeprefix("trainstep: "), timeout_s), values)
         rows.append(replace(failed, row="end") if rows else failed)
     return rows
 
@@ -74,8 +72,7 @@ def _told_apart(rows: Sequence[Row]) -> list[str | None]:
     return [", ".join(str(row.case.get(name)) for name in short) or str(index) for index, row in enumerate(rows)]
 
 
-def _failure(folder: Path, code: int | None, timeout_s: float | None) -> tuple[Status, str]:
-    last = _last_words(folder / "stderr.txt").removeprefix("trainstep: ")
+def _failure(code: int | None, last: str, timeout_s: float | None) -> tuple[Status, str]:
     if code is None:
         return "failed", f"not done after {timeout_s:g} s, and ended"
     if code == 0:
@@ -89,22 +86,16 @@ def _failure(folder: Path, code: int | None, timeout_s: float | None) -> tuple[S
     return "failed", last or f"ended with exit code {code} and no word"
 
 
-def _last_words(path: Path) -> str:
-    """The line of standard error that says what happened, or its last line."""
-    found = (_errors(path) or _lines(path) or [""])[-1]
-    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1]}…"
-
-
-def _errors(path: Path) -> list[str]:
-    return [line for line in _lines(path) if _ERROR.match(line) and "ChildFailedError" not in line]
-
-
-def _lines(path: Path) -> list[str]:
+def _said(path: Path) -> tuple[str, bool]:
+    """The line of standard error that says what happened, or its last line; and whether it tells of an error."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
-    return [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+        return "", False
+    lines = [_RANK.sub("", line).strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    last = (errors or lines or [""])[-1]
+    return last if len(last) <= _LONGEST else f"{last[: _LONGEST - 1]}…", bool(errors)
 
 
 Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]

@@ -1,7 +1,7 @@
 """Does a scheme train what one process would? Loss and parameters after some steps, beside one on the whole batch.
 
 The one process takes the ranks' batches one after another and adds up their gradients. It is the plain computation of
-the error budget (see `budget`), its error measured against the next wider precision: the schemes sum in other orders
+the error budget, its error measured against the next wider precision: the schemes sum in other orders
 and round elsewhere, but no more often.
 
 A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, which
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.bench.check.budget import allowed_error, one_rounding
+from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel_case import ParallelCase, share_of
+from trainstep.bench.parallel import ParallelCase, share_of
 from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -41,20 +41,27 @@ STEPS = 5
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Losses and parameters that one process trains, and how far a scheme may be from them."""
+class Trained:
+    """What `STEPS` steps in one process give."""
 
     losses: tuple[float, ...]
     parameters: dict[str, Tensor]
-    """After `STEPS` steps."""
+    """Afterwards."""
     moved: float
     """‖parameters − initial ones‖."""
+    unused: bool
+    """Whether some share of a batch gave some parameter no gradient."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process trains, and how far a scheme may be from it."""
+
+    trained: Trained
     loss_allowed: float
     """How far a scheme's losses may be off."""
     update_allowed: float
     """How far its parameters may be off, relative to how far they moved."""
-    unused: bool
-    """Whether some share of a batch gave some parameter no gradient."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         tried = dataclasses.replace(case, allow_unused=allow_unused)
         found = attempt_on_all_ranks(functools.partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
-    count = 0 if wanted is None else sum(value.numel() for value in wanted.parameters.values())
+    count = 0 if wanted is None else sum(value.numel() for value in wanted.trained.parameters.values())
     return Comparison(schemes, count, allow_unused)
 
 
@@ -108,7 +115,7 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
     found: Expected | Failure | None = None
     if process.rank == 0:
         found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
-    known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.unused]
+    known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.trained.unused]
     dist.broadcast_object_list(known, group=process.group, group_src=0)
     if isinstance(known[0], Failure):
         raise UsageError(f"one process could not train on the whole batch, to compare with: {known[0].reason}")
@@ -120,17 +127,17 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
     """Train in one process on the whole batch, in the precision at hand and in a wider one."""
     plain_config = dataclasses.replace(config, compile="off")
     wide_config = dataclasses.replace(plain_config, precision="fp32")
-    double = config.precision == wide_config.precision
+    double = config.precision == "fp32"
     with without_dropout() as dropout:
-        wide_losses, wide, _, _ = _train(source, wide_config, world_size, double=double)
-        losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
-    own = _distance(parameters, wide) / moved
+        wide = _train(source, wide_config, world_size, double=double)
+        plain = _train(source, plain_config, world_size, double=False)
+    own = _distance(plain.parameters, wide.parameters) / plain.moved
     rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
-    off = max(abs(a - b) for a, b in zip(losses, wide_losses, strict=True))
+    off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
     if dropout.calls:
-        losses, parameters, moved, unused = _train(source, plain_config, world_size, double=False)
-    loss_allowed = allowed_error(off, rounding * max(map(abs, losses)))
-    return Expected(losses, parameters, moved, loss_allowed, allowed_error(own, rounding), unused)
+        plain = _train(source, plain_config, world_size, double=False)
+    loss_allowed = allowed_error(off, rounding * max(map(abs, plain.losses)))
+    return Expected(plain, loss_allowed, allowed_error(own, rounding))
 
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
@@ -147,22 +154,20 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
     mean /= process.world_size
     squares: dict[str, float] = {}
     for name, value in full_parameters(step.replica, step.module):
-        if wanted is not None and name in wanted.parameters:  # a tied parameter may come once more, by another name
-            squares[name] = float((value.double() - wanted.parameters[name].double()).square().sum())
+        if wanted is not None and name in wanted.trained.parameters:  # a tied one may come again, by another name
+            squares[name] = float((value.double() - wanted.trained.parameters[name].double()).square().sum())
     result: list[Agreement | None] = [None]
     if wanted is not None:
-        off = max(abs(a - b) for a, b in zip(mean.tolist(), wanted.losses, strict=True))
-        total = sum(squares.get(name, math.inf) for name in wanted.parameters)
-        result = [Agreement(off, math.sqrt(total) / wanted.moved, wanted.loss_allowed, wanted.update_allowed)]
+        off = max(abs(a - b) for a, b in zip(mean.tolist(), wanted.trained.losses, strict=True))
+        moved_apart = math.sqrt(sum(squares.get(name, math.inf) for name in wanted.trained.parameters))
+        update_error = moved_apart / wanted.trained.moved
+        result = [Agreement(off, update_error, wanted.loss_allowed, wanted.update_allowed)]
     dist.broadcast_object_list(result, group=process.group, group_src=0)
     assert result[0] is not None, "rank 0 knows what is wanted"
     return result[0]
 
 
-def _train(
-    source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool
-) -> tuple[tuple[float, ...], dict[str, Tensor], float, bool]:
-    """The losses, the parameters, how far they moved, and whether one of them got no gradient in some forward."""
+def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool) -> Trained:
     workload = _seeded(source.build(config), 0, 1)
     if double:
         workload.module.double()
@@ -185,7 +190,7 @@ def _train(
         losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)])[0])
     after = {name: value.detach() for name, value in step.module.named_parameters()}
     unused = gradients < len(trained) * STEPS * world_size
-    return tuple(float(loss) for loss in losses), after, _distance(after, before), unused
+    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), unused)
 
 
 def _seeded(workload: Workload, first: int, stride: int) -> Workload:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainstep.bench.parallel_case import part_of
+from trainstep.bench.parallel import part_of
 from trainstep.errors import UsageError
 from trainstep.workload import Workload
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.bench import peaks
-from trainstep.bench.checkpointing import checkpointing_records, default_policies
-from trainstep.bench.peaks import peak_records
+from trainstep.bench import memory
+from trainstep.bench.memory import checkpointing_records, default_policies, peak_records
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.workload import builtin_source, factory_source
@@ -40,7 +39,7 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 42 GiB")
 
-    monkeypatch.setattr(peaks, "measure_peaks", no_room)
+    monkeypatch.setattr(memory, "measure_peaks", no_room)
     (row,) = peak_records(TOY, [STEP], ["step"])
     assert (row.status, row.reason) == ("out of memory", "CUDA out of memory. Tried to allocate 42 GiB")
     assert row.predicted_gib > 0

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainstep.bench.check.budget import accumulated_rounding, allowed_error, one_rounding
+from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
 from trainstep.precision import PRECISIONS
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainstep.bench.check.parallel import Agreement
 from trainstep.bench.outcome import Failure
-from trainstep.bench.parallel.measure import RankMeasurement, Timed, moments, parallel_row, planned_bytes
-from trainstep.bench.parallel_case import ParallelCase
+from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.check import Agreement
+from trainstep.bench.parallel.run import RankMeasurement, Timed, moments, parallel_row, planned_bytes
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.measure.collectives import Collective
 from trainstep.measure.memory import GIB

@@ -1,0 +1,166 @@
+"""Which cases of attention and of collectives there are to measure: grids and named lists. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from trainstep.config import AttentionImpl
+from trainstep.errors import UsageError
+from trainstep.plan.communication import COLLECTIVES, CollectiveName
+
+GridName = Literal["naive", "flash"]
+ListName = Literal["leaderboard", "peers"]
+ElementDtype = Literal["fp32", "fp16", "bf16"]
+ITEM_BYTES: Mapping[ElementDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def expand(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Every combination of the axes' values, as keyword arguments of a case, the last axis varying fastest."""
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One cell of the grid: self-attention, as many keys as queries."""
+
+    impl: AttentionImpl = "flash-triton"
+    """Attention implementation; an explicit one never falls back."""
+    batch: int = 1
+    """Sequences."""
+    heads: int = 16
+    """Heads; 0 for tensors without a head dimension, (batch, seq, head_dim)."""
+    seq: int = 4096
+    """Tokens per sequence."""
+    head_dim: int = 64
+    """Features per head."""
+    causal: Literal["yes", "no"] = "yes"
+    """Whether query i sees only the keys up to i."""
+    dtype: ElementDtype = "bf16"
+    """Type of q, k and v."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of q, k and v."""
+        heads = (self.heads,) if self.heads else ()
+        return (self.batch, *heads, self.seq, self.head_dim)
+
+    @property
+    def is_causal(self) -> bool:
+        """`causal` as a truth value."""
+        return self.causal == "yes"
+
+
+GRIDS: Mapping[GridName, Mapping[str, Sequence[Any]]] = {
+    "naive": {
+        "head_dim": (16, 32, 64, 128),
+        "seq": (256, 1024, 4096, 8192, 16384),
+        "impl": ("eager", "eager-compiled"),
+        "batch": (8,),
+        "heads": (0,),
+        "causal": ("no",),
+        "dtype": ("fp32",),
+    },
+    "flash": {
+        "dtype": ("bf16", "fp32"),
+        "head_dim": (16, 32, 64, 128),
+        "seq": tuple(2**power for power in range(7, 17)),
+        "impl": (
+            *("eager", "eager-compiled", "flash-reference", "sdpa-efficient"),
+            *("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex"),
+        ),
+        "batch": (1,),
+        "heads": (1,),
+        "causal": ("yes",),
+    },
+}
+"""The two studies of CS336's assignment 2: what the eager formula costs, and from which length flash attention wins."""
+
+LISTS: Mapping[ListName, Sequence[tuple[int, int, int, int, Literal["yes", "no"]]]] = {
+    "leaderboard": ((1, 16, 16384, 64, "yes"),),
+    "peers": (
+        (1, 16, 16384, 64, "yes"),
+        (1, 32, 32768, 128, "yes"),
+        (16, 16, 1024, 128, "yes"),
+        (4, 16, 4096, 128, "yes"),
+        (1, 16, 16384, 128, "no"),
+        (4, 32, 4096, 64, "yes"),
+        (4, 32, 4096, 64, "no"),
+        (4, 8, 4096, 256, "yes"),
+    ),
+}
+"""Lists of (batch, heads, seq, head_dim, causal): CS336's leaderboard case, and the shapes we compare ourselves on."""
+
+
+def grid_cases(axes: Mapping[str, Sequence[Any]]) -> list[AttentionCase]:
+    """Every combination of the axes.
+
+    Raises:
+        UsageError: a size that is not positive.
+    """
+    cases = [AttentionCase(**values) for values in expand(axes)]
+    for case in cases:
+        if min(case.batch, case.seq, case.head_dim) < 1 or case.heads < 0:
+            values = ", ".join(f"{name} {value}" for name, value in asdict(case).items())
+            raise UsageError(
+                f"impossible attention case ({values}); batch, seq and head_dim must be at least 1, heads 0"
+            )
+    return cases
+
+
+def listed_cases(name: ListName, impls: Sequence[AttentionImpl], dtypes: Sequence[ElementDtype]) -> list[AttentionCase]:
+    """The shapes of a named list, each with every implementation and dtype."""
+    shapes = itertools.product(LISTS[name], dtypes, impls)
+    return [AttentionCase(impl, *shape, dtype) for shape, dtype, impl in shapes]
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """One cell of the grid."""
+
+    collective: CollectiveName = "all-reduce"
+    """What the ranks do together."""
+    world_size: int = 0
+    """Ranks that take part, the others waiting; 0 for all that torchrun started."""
+    dtype: ElementDtype = "fp32"
+    """Type of the elements."""
+    size_mb: float = 100.0
+    """Megabytes (10^6 bytes) of the full tensor: what is reduced or sent, or comes out of a gather."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the full tensor: the largest number within the size that every rank gets an equal part of."""
+        return int(self.size_mb * 10**6) // ITEM_BYTES[self.dtype] // self.world_size * self.world_size
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of the full tensor."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+COLLECTIVE_AXES: Mapping[str, Sequence[Any]] = {"collective": COLLECTIVES, "size_mb": (1.0, 10.0, 100.0, 1000.0)}
+"""Axes whose defaults have several values."""
+
+
+def collective_cases(axes: Mapping[str, Sequence[Any]], started: int) -> list[CollectiveCase]:
+    """Every combination of the axes' values, for as many ranks as torchrun started.
+
+    Raises:
+        UsageError: more ranks than were started, or a size too small to divide.
+    """
+    cases = [CollectiveCase(**values | {"world_size": values["world_size"] or started}) for values in expand(axes)]
+    for case in cases:
+        if not 1 <= case.world_size <= started:
+            raise UsageError(
+                f"world-size is {case.world_size}, and torchrun started {started} process"
+                f"{'' if started == 1 else 'es'}; start as many as the largest (torchrun --nproc-per-node)"
+            )
+        if case.elements < 1:
+            raise UsageError(
+                f"size-mb is {case.size_mb:g}, less than one element for each of {case.world_size} ranks; "
+                "give megabytes, such as 1,10,100"
+            )
+    return cases

@@ -1,0 +1,132 @@
+"""The peak memory of a step, predicted and measured: `trainstep memory --peaks` (phase by phase) and `--checkpointing`
+(with its time, policy by policy)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.step import case_columns, measure_step, memory_values, step_peaks
+from trainstep.blocks import find_blocks
+from trainstep.config import StepConfig, StepMode
+from trainstep.errors import UnsupportedError
+from trainstep.kinds import CheckpointingRow, PeakRow
+from trainstep.measure.environment import describe
+from trainstep.measure.memory import GIB, MemoryPeaks
+from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
+from trainstep.records import Scalar, make_row
+from trainstep.stats import summarize
+from trainstep.training_step import build_step
+from trainstep.workload import WorkloadSource, resolve_device
+
+WARMUP = 2
+"""Steps before the one that is measured: the optimizer has its state and libraries their workspaces."""
+UNFOLLOWED = "compiled code on a CPU allocates where nothing can follow it; use --compile off"
+
+
+def measure_peaks(source: WorkloadSource, config: StepConfig, mode: StepMode) -> MemoryPeaks:
+    """Build the workload and return the peaks of one step after `WARMUP`.
+
+    Raises:
+        UnsupportedError: compiled code on a CPU, whose allocations cannot be followed.
+    """
+    step = build_step(source, config)
+    for _ in range(WARMUP):
+        step(step.next_batch(), mode=mode)
+    peaks = step_peaks(step, step.next_batch(), mode)
+    if peaks is None:
+        raise UnsupportedError(UNFOLLOWED)
+    return peaks
+
+
+def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: Sequence[StepMode]) -> Iterator[PeakRow]:
+    """One row per configuration and mode; one that does not fit is a row too."""
+    for config in configs:
+        environment = describe(resolve_device(config.device))
+        for mode in modes:
+            case = case_columns(source, config) | {"mode": mode}
+            predicted = _predicted_peak(source, config) if mode == "step" else None
+            found = attempt(partial(measure_peaks, source, config, mode))
+            if isinstance(found, Failure):
+                yield failed_row(PeakRow, case, found, environment, _peak_values(predicted, None))
+            else:
+                values = memory_values(found) | _peak_values(predicted, found)
+                yield make_row(PeakRow, case, values, environment=environment)
+
+
+def default_policies(source: WorkloadSource, config: StepConfig) -> list[str]:
+    """none, every-K for K = 1, 2, 4 … and for the predicted best K with its neighbours, selective and recursive."""
+    layers = source.model.num_layers if source.model is not None else len(find_blocks(source.build(config).module))
+    if layers == 0:
+        raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList, so nothing to checkpoint by block")
+    sizes = {1 << power for power in range(layers.bit_length())} | {layers}
+    if source.model is not None:
+        on_cuda = resolve_device(config.device).type == "cuda"
+        with contextlib.suppress(UnsupportedError):  # where there is no formula
+            best = best_blocks_per_checkpoint(source.model, config, on_cuda=on_cuda)
+            sizes |= {best - 1, best, best + 1} & set(range(1, layers + 1))
+    return ["none", *(f"every-{size}" for size in sorted(sizes)), "selective", "recursive"]
+
+
+def checkpointing_records(
+    source: WorkloadSource,
+    config: StepConfig,
+    names: Sequence[str],
+    *,
+    memory_gib: float | None = None,
+    warmup: int = 2,
+    steps: int = 10,
+) -> Iterator[CheckpointingRow]:
+    """One row per policy, in the order given.
+
+    Args:
+        memory_gib: what the step may take, for naming the best policy; None: the GPU's memory, on a CPU no limit.
+    """
+    device = resolve_device(config.device)
+    environment = describe(device)
+    if memory_gib is None and device.type == "cuda":
+        memory_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+    configs = [dataclasses.replace(config, checkpointing=name) for name in names]  # so that a wrong name costs no run
+    for each in configs:
+        case = case_columns(source, each) | {"checkpointing": each.checkpointing}
+        predicted = _predicted_peak(source, each)
+        values: dict[str, Scalar] = {
+            "memory_gib": memory_gib,
+            "predicted_moment": None if predicted is None else predicted.moment,
+        }
+        found = attempt(partial(measure_step, source, each, "step", warmup, steps))
+        if isinstance(found, Failure):
+            values |= _peak_values(predicted, None)
+            yield failed_row(CheckpointingRow, case, found, environment, values)
+            continue
+        step_ms = [sample.wall_ms for sample in found.timing.samples]
+        values |= summarize(step_ms).columns("step") | _peak_values(predicted, found.memory)
+        yield make_row(CheckpointingRow, case, values, samples={"step": step_ms}, environment=environment)
+
+
+def _predicted_peak(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:
+    """The predicted peak of a full step, where there is a formula."""
+    if source.model is None:
+        return None
+    try:
+        return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda")
+    except UnsupportedError:
+        return None
+
+
+def _peak_values(predicted: PeakBytes | None, measured: MemoryPeaks | None) -> dict[str, Scalar]:
+    """The predicted peak and the measured one as columns, and by how much the prediction is off."""
+    values: dict[str, Scalar] = {}
+    if predicted is not None:
+        values["predicted_gib"] = predicted.peak / GIB
+    if measured is not None:
+        values["peak_gib"] = measured.peak / GIB
+        values["peak_phase"] = max(measured.by_phase, key=measured.by_phase.__getitem__)
+        if predicted is not None:
+            values["prediction_error"] = predicted.peak / measured.peak - 1
+    return values

@@ -1,0 +1,252 @@
+"""A sweep's cases run: as processes of this machine, or as jobs of submitit.
+
+Here each case is started with a folder and GPUs of its own, watched, and ended. Jobs are an array on Slurm, or local
+processes, by which the same path is tried and tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from trainstep.bench.sweep.cases import Place
+from trainstep.bench.sweep.rows import failed_row, rows_of
+from trainstep.errors import UsageError
+from trainstep.records import Status
+
+if TYPE_CHECKING:
+    import submitit
+
+POLL_S = 0.05
+GRACE_S = 10.0
+"""Between asking a process to end and ending it; torchrun uses it to end its workers."""
+SETTLE_S = 30.0
+"""How long a file written on a node may take to show here, on a network file system."""
+
+
+class Child:
+    """The running process of one case. Its output goes to stdout.txt and stderr.txt in the case's folder."""
+
+    def __init__(
+        self, place: Place, *, gpus: Sequence[str] | None, threads: int | None, timeout_s: float | None
+    ) -> None:
+        self.place, self.gpus, self._timeout_s = place, gpus, timeout_s
+        place.folder.mkdir(parents=True, exist_ok=True)
+        place.clear()
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # so that a crash says where
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if threads is not None:
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+        self._start = time.monotonic()
+        with (place.folder / "stdout.txt").open("wb") as out, (place.folder / "stderr.txt").open("wb") as err:
+            self._process = subprocess.Popen(
+                command_of(place),
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a group that can be ended as one, and that Ctrl-C here does not reach
+            )
+
+    def poll(self) -> bool:
+        """Whether the case has ended, by itself or because its time was up. If so, its rows are kept."""
+        code = self._process.poll()
+        seconds = time.monotonic() - self._start
+        if code is None and (self._timeout_s is None or seconds <= self._timeout_s):
+            return False
+        self.end()  # also what a crash left running
+        self.place.keep(rows_of(self.place.case, self.place.folder, code, seconds, self._timeout_s))
+        return True
+
+    def end(self) -> None:
+        """End the process and whatever it started."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def command_of(place: Place) -> list[str]:
+    """The command line of a case."""
+    words = ["-m", "trainstep", *place.case.words, "--out", str(place.folder)]
+    if place.case.processes is not None:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={place.case.processes}", *words]
+    return [sys.executable, *words]
+
+
+def run_here(
+    places: Sequence[Place], *, jobs: int = 1, gpus: Sequence[str] = (), timeout_s: float | None = None
+) -> Generator[Place, None, None]:
+    """Run the cases, `jobs` at once, and yield each as it ends. Left early, it ends what still runs.
+
+    Args:
+        jobs: cases at once. With more than one they share the cores (as OMP_NUM_THREADS, where that is not set), and
+            every case that may use a GPU sees only its own.
+        gpus: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
+        timeout_s: seconds after which a case is ended.
+
+    Raises:
+        UsageError: fewer GPUs than cases at once need.
+    """
+    free = list(gpus)
+    threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
+    waiting = [(place, _gpus_needed(place) if jobs > 1 and gpus else None) for place in places]
+    most = max((needed or 0 for _, needed in waiting), default=0)
+    if jobs * most > len(free):
+        raise UsageError(
+            f"{jobs} jobs of {most} GPUs each need {jobs * most}, and {len(free)} are visible; give fewer --jobs"
+        )
+    running: list[Child] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                place, needed = waiting.pop(0)
+                own = None if needed is None else [free.pop(0) for _ in range(needed)]
+                running.append(Child(place, gpus=own, threads=threads, timeout_s=timeout_s))
+            ended = [child for child in running if child.poll()]
+            running = [child for child in running if child not in ended]
+            free += [gpu for child in ended for gpu in child.gpus or ()]
+            yield from (child.place for child in ended)
+            if not ended:
+                time.sleep(POLL_S)
+    finally:
+        for child in running:
+            child.end()
+
+
+def _gpus_needed(place: Place) -> int:
+    return 0 if place.case.settings.get("device") == "cpu" else place.case.processes or 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a process started now would see; none without a driver."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [each.strip() for each in chosen.split(",") if each.strip()]
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each case's job asks of the cluster."""
+
+    partition: str | None = None
+    account: str | None = None
+    minutes: int = 60
+    gpus: int = 0
+    cpus: int = 8
+
+
+def run_jobs(
+    places: Sequence[Place],
+    folder: Path,
+    cluster: Literal["slurm", "local"],
+    resources: Resources,
+    *,
+    jobs: int | None = None,
+    timeout_s: float | None = None,
+) -> Generator[Place, None, None]:
+    """Submit the cases and yield each as its job ends. Left early, it cancels what waits and runs.
+
+    Args:
+        places: the cases; their folders must be on a file system that the nodes share.
+        folder: for submitit's own files.
+        cluster: slurm, or local for processes here.
+        jobs: jobs at once; None leaves it to Slurm.
+        timeout_s: seconds after which a case is ended.
+
+    Raises:
+        UsageError: Slurm's commands are not there.
+    """
+    import submitit
+
+    if cluster == "slurm":
+        require_slurm()
+    executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster)
+    executor.update_parameters(
+        name="trainstep-sweep",
+        timeout_min=resources.minutes,
+        gpus_per_node=resources.gpus,
+        cpus_per_task=resources.cpus,
+        tasks_per_node=1,
+        nodes=1,
+    )
+    if cluster == "slurm":
+        wanted = {"partition": resources.partition, "account": resources.account, "array_parallelism": jobs}
+        executor.update_parameters(**{f"slurm_{name}": value for name, value in wanted.items() if value is not None})
+    waiting, running = list(places), list[tuple[Place, "submitit.Job[None]"]]()
+    try:
+        while waiting or running:
+            room = len(waiting) if cluster == "slurm" else min(len(waiting), (jobs or 1) - len(running))
+            batch, waiting = waiting[:room], waiting[room:]
+            for place in batch:
+                place.folder.mkdir(parents=True, exist_ok=True)
+                place.clear()
+            if batch:  # as one array
+                started = executor.map_array(run_alone, batch, [timeout_s] * len(batch))
+                running += zip(batch, started, strict=True)
+            ended = [each for each in running if each[1].done()]
+            running = [each for each in running if each not in ended]
+            for place, job in ended:
+                _settle(place, job, SETTLE_S)
+                yield place
+            if not ended:
+                time.sleep(0.1 if cluster == "local" else 2.0)
+    finally:
+        for _, job in running:
+            job.cancel(check=False)
+        for place, job in running:  # here we can wait; Slurm sees to its own
+            if cluster == "local":
+                with contextlib.suppress(Exception):
+                    job.wait()
+            place.clear()
+
+
+def run_alone(place: Place, timeout_s: float | None) -> None:
+    """Run one case: what a job of a cluster does."""
+    list(run_here([place], timeout_s=timeout_s))
+
+
+def require_slurm() -> None:
+    """Raise `UsageError` where Slurm's commands are not there."""
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            "Slurm is not on this machine (no sbatch on the PATH); run on a login node, or leave --executor out to "
+            "run here"
+        )
+
+
+def _settle(place: Place, job: submitit.Job[None], wait_s: float) -> None:
+    """See to it that a case whose job has ended has rows: a job that died itself left none."""
+    deadline = time.monotonic() + wait_s
+    while place.finished() is None:
+        is_well = job.state.upper().startswith("COMPLETED")
+        if is_well and time.monotonic() < deadline:
+            os.listdir(place.folder)  # makes a network file system look again
+            time.sleep(0.2)
+            continue
+        words = (job.stderr() or "").strip().splitlines()
+        status: Status = "out of memory" if job.state.upper().startswith("OUT_OF_ME") else "failed"
+        reason = f"job {job.job_id} ended as {job.state}" + (f": {words[-1]}" if words else "")
+        place.keep([failed_row(place.case, status, reason[:240], {"folder": place.folder.name})])
