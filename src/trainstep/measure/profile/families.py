@@ -87,7 +87,7 @@ _CPU: tuple[tuple[Family, str], ...] = (
 )  # fmt: skip
 _GPU_PATTERNS = [(family, re.compile(pattern)) for family, pattern in _GPU]
 _CPU_PATTERNS = [(family, re.compile(pattern)) for family, pattern in _CPU]
-_GENERIC_TRITON = re.compile(r"^(forward_kernel|dq_kernel|dkdv_kernel|delta_kernel)$")
+_GENERIC_TRITON = re.compile(r"^(forward_kernel|backward_kernel|((prepare_|finish_)?dq|dkdv|delta)_kernel)$")
 
 
 def kernel_family(name: str, operator: str = "") -> Family:
