@@ -8,7 +8,8 @@ A group of several blocks is run by the call of its first block; the calls of th
 the same computation only if the model passes each block's output straight to the next, with the same further arguments.
 Each call checks it (compiled code excepted, where tensors have no identity to check).
 
-Random numbers are drawn again as they were, so dropout gives the same loss and gradients, bit for bit.
+Random numbers are drawn again as they were, so dropout gives the same loss and gradients, bit for bit where the
+kernels are deterministic.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False,
     lengths and strides. Copied first are a last dimension that is not contiguous, leading dimensions beyond (batch,
     heads) that do not merge and, for the kernels that Hopper runs on 16-bit inputs, rows that are not 16-byte aligned
     or that share memory (expanded tensors). float32 is multiplied as `torch.set_float32_matmul_precision` says.
-    Forward and backward are deterministic: the same inputs give the same bits.
+
+    The same inputs give the same bits, under `torch.use_deterministic_algorithms(True)` always. Otherwise the backward
+    that Hopper runs on 16-bit inputs up to head_dim 128 adds up dq in whatever order its programs finish: the last bits
+    of dq may then differ from run to run.
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
@@ -122,7 +125,12 @@ def _gradients(
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        if runs_hopper_kernels(q):
+        if sums_dq_in_any_order(q):
+            from trainstep.attention.hopper import backward as hopper_backward
+
+            q, k, v, do = map(for_copy_engine, (q, k, v, do))
+            hopper_backward.launch_backward((q, k, v, o, do, lse, d_q, d_k, d_v), is_causal, magnitude)
+        elif runs_hopper_kernels(q):
             from trainstep.attention.hopper import dkdv as hopper_dkdv
             from trainstep.attention.hopper import dq as hopper_dq
 
@@ -143,6 +151,11 @@ def _gradients(
 def runs_hopper_kernels(q: Tensor) -> bool:
     """Whether the Hopper kernels take these inputs; up to head_dim 32 their tiles would be mostly padding."""
     return q.dtype != torch.float32 and q.shape[-1] > 32 and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def sums_dq_in_any_order(q: Tensor) -> bool:
+    """Whether the backward for these inputs is Hopper's single kernel, rather than the pair with one owner for dq."""
+    return runs_hopper_kernels(q) and q.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled()
 
 
 def for_copy_engine(t: Tensor) -> Tensor:

@@ -243,7 +243,8 @@ class AttentionMemory:
     scaled ones, and masks of a byte per score of one head are alive too.
 
     Flash. No score matrix exists. Backward needs o and the log-sum-exp (one float32 per query), and adds the three
-    gradients and one more float32 per query (the row sums of dO ∘ O).
+    gradients and one more float32 per query (the row sums of dO ∘ O). Left out is the float32 sum of dQ that our
+    backward holds on Hopper where it need not be deterministic.
     """
 
     before_backward: int

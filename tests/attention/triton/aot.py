@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from trainstep.attention.hopper import backward as hopper_backward
 from trainstep.attention.hopper import dkdv as hopper_dkdv
 from trainstep.attention.hopper import dq as hopper_dq
 from trainstep.attention.hopper import forward as hopper_forward
@@ -29,7 +30,24 @@ FLOAT32 = ("lse_ptr", "delta_ptr", "stat_ptr")
 class Compiled:
     ptx: str
     shared_bytes: int
-    spilled_bytes: int  # local memory per thread
+    cubin: bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Local memory per thread."""
+        usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", self._listing("-res-usage")))
+        return int(usage["STACK"]) + int(usage["LOCAL"])
+
+    @property
+    def instructions(self) -> list[str]:
+        return re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", self._listing("-sass"))
+
+    def _listing(self, option: str) -> str:
+        cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            return subprocess.run([cuobjdump, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compile_portable(
@@ -63,13 +81,38 @@ def compile_hopper(kernel: str, tile: HopperTile, head_dim: int, is_causal: bool
         "OWN_REGS": tile.own_in_registers,
         "REGISTERS": tile.registers,
     }
-    descriptors = {}
-    for tensor in ("q", "k", "v", "do"):
-        shape = [1, 1, tile.block if tensor in STREAMED[kernel] else 64, head_dim]
-        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)
-        descriptors[f"{tensor}_desc"] = f"tensordesc<bf16{shape},{layout!r}>"
-    signature, attributes = _arguments(HOPPER[kernel], constants, descriptors, "bf16")
-    return _compile(GluonASTSource(HOPPER[kernel], signature, constants, attributes), 90, {"num_warps": 4})
+    rows = {tensor: tile.block if tensor in STREAMED[kernel] else 64 for tensor in ("q", "k", "v", "do")}
+    return _compile_gluon(HOPPER[kernel], constants, _descriptors(rows, head_dim))
+
+
+def compile_fused(head_dim: int, is_causal: bool) -> Compiled:
+    """Hopper's single backward kernel, as it is for ordinary multi-head attention in bfloat16."""
+    stages, own_in_registers = hopper_backward.TILES[head_dim]
+    constants = {
+        "group": 1,
+        "IS_CAUSAL": is_causal,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": head_dim,
+        "STAGES": stages,
+        "OWN_REGS": own_in_registers,
+    }
+    descriptors = _descriptors({"q": 64, "k": 128, "v": 128, "do": 64}, head_dim)
+    for name, box in {"lse": [64], "delta": [64], "acc": [16, 256]}.items():
+        descriptors[f"{name}_desc"] = f"tensordesc<fp32{box},{gl.NVMMASharedLayout(0, 32, len(box))!r}>"
+    return _compile_gluon(hopper_backward.backward_kernel, constants, descriptors)
+
+
+def _descriptors(rows: dict[str, int], head_dim: int) -> dict[str, str]:
+    shapes = {tensor: [1, 1, n_rows, head_dim] for tensor, n_rows in rows.items()}
+    return {
+        f"{tensor}_desc": f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+        for tensor, shape in shapes.items()
+    }
+
+
+def _compile_gluon(kernel: Any, constants: dict[str, Any], descriptors: dict[str, str]) -> Compiled:
+    signature, attributes = _arguments(kernel, constants, descriptors, "bf16")
+    return _compile(GluonASTSource(kernel, signature, constants, attributes), 90, {"num_warps": 4})
 
 
 def _arguments(
@@ -93,14 +136,4 @@ def _arguments(
 
 def _compile(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, _spilled_bytes(compiled.asm["cubin"]))
-
-
-def _spilled_bytes(cubin: bytes) -> int:
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", report))
-    return int(usage["STACK"]) + int(usage["LOCAL"])
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, compiled.asm["cubin"])

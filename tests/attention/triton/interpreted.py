@@ -1,5 +1,5 @@
-"""The portable kernels in Triton's interpreter, which must be chosen before they are imported: `test_interpreter` runs
-this file in a process of its own."""
+"""The portable kernels, and those around Hopper's single backward kernel, in Triton's interpreter, which must be chosen
+before they are imported: `test_interpreter` runs this file in a process of its own."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.attention.budget import (
     assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
     assert_within_budget,
 )
+from trainstep.attention.hopper.backward import launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
 from trainstep.attention.tuned import Tile
@@ -77,6 +78,34 @@ def test_nan_and_infinity(precision: PrecisionName, allowed: float) -> None:
         assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
             lambda q, k, v: run(q, k, v, q, False, 0.2, SQUARE)["o"], allowed
         )
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_what_comes_before_hoppers_single_backward_kernel(head_dim: int) -> None:
+    o, do = torch.randn(2, 2, 3, 200, head_dim).half()
+    lse, scale, rows = torch.randn(2, 3, 200), 0.3, 256
+    block_d = 64 if head_dim <= 64 else 128
+    lse_out, delta, acc = (torch.full((6 * rows * n,), float("nan")) for n in (1, 1, block_d))
+    launch_prepare((o, do, lse, lse_out, delta, acc), scale)
+    lse_out, delta = lse_out.view(2, 3, rows), delta.view(2, 3, rows)
+    torch.testing.assert_close(lse_out[..., :200], -lse / scale)
+    torch.testing.assert_close(delta[..., :200], -(o.float() * do.float()).sum(-1))
+    assert (lse_out[..., 200:] == -float("inf")).all()
+    assert not delta[..., 200:].any()
+    assert not acc.any()
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_what_comes_after_hoppers_single_backward_kernel(head_dim: int) -> None:
+    block_d = 64 if head_dim <= 64 else 128
+    sums = torch.randn(2, 3, 256, block_d)
+    blocks = sums.reshape(6, 4, 64, block_d // 64, 64).transpose(2, 3)  # of 64 queries and 64 columns
+    # A warp has 16 rows, a thread two neighbours of row r and of row r + 8 in each chunk of eight columns.
+    parts = blocks.reshape(-1, 4, 2, 8, 8, 4, 2)  # block; warp, half, row; chunk, column pair, column
+    acc = parts.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256)  # block, chunk, warp, lane (row, pair), register
+    dq = torch.full((2, 3, 200, head_dim), float("nan"), dtype=torch.float16)
+    launch_finish((dq, acc), 0.3)
+    assert torch.equal(dq, (sums[:, :, :200, :head_dim] * 0.3).half())
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

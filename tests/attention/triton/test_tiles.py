@@ -1,11 +1,13 @@
 """Every configuration that is shipped, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
 
+import itertools
 import re
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.attention.triton.aot import Compiled, compile_hopper, compile_portable
+from tests.attention.triton.aot import Compiled, compile_fused, compile_hopper, compile_portable
+from trainstep.attention.hopper.backward import TILES as FUSED_TILES
 from trainstep.attention.tuned import HOPPER_TILES, TILES, HopperTileCase, TileCase
 
 # Shared memory that one program may use, bytes (CUDA C++ Programming Guide, table of compute capabilities; "other" is
@@ -52,8 +54,10 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
 
 def test_every_hopper_configuration_compiles_and_fits() -> None:
     with ProcessPoolExecutor(2) as pool:
-        compiled = dict(zip(HOPPER, pool.map(_hopper, HOPPER), strict=True))
-    for row, result in compiled.items():
+        compiled = list(zip(HOPPER, pool.map(_hopper, HOPPER), strict=True))
+        fused = list(itertools.product(FUSED_TILES, (False, True)))
+        compiled += zip(fused, pool.map(compile_fused, *zip(*fused, strict=True)), strict=True)
+    for row, result in compiled:
         assert result.shared_bytes <= LIMITS["sm_90"], row
         assert "wgmma.mma_async" in result.ptx, row
         assert "cp.async.bulk.tensor" in result.ptx, row

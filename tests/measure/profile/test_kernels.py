@@ -233,6 +233,8 @@ KERNELS = {
         "triton_tem_fused_flex_attention_0",
         "forward_kernel",
         "dkdv_kernel",
+        "prepare_dq_kernel",
+        "backward_kernel",
     ],
     "softmax": [
         f"{AT}(anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, int)",

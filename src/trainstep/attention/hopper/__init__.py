@@ -1,4 +1,6 @@
-"""The same three kernels for Hopper in Gluon, with explicit warp roles, for 16-bit inputs; here, what they share.
+"""The same kernels for Hopper in Gluon, with explicit warp roles, for 16-bit inputs; here, what they share.
+
+The gradients are made by one kernel (`backward`) or, the same bits every time, by two (`dq`, `dkdv`).
 
 One producer warp streams tiles of two tensors (keys and values, or queries and output gradients) through a ring of
 slots in shared memory; every consumer warpgroup reads every tile. A slot has two barriers: `full` completes when its
@@ -124,7 +126,7 @@ class HopperLauncher(Launcher):
         options: dict[str, Any] = {"BLOCK_Q" if by_key else "BLOCK_K": tile.block}
         for name in {"q", "k", "v", "do"} & named.keys():
             rows = 64 if (name in ("k", "v")) == by_key else tile.block  # a consumer's own, or streaming past it
-            options[f"{name}_desc"] = _tiles_of(named[name], rows, block_d)
+            options[f"{name}_desc"] = tiles_of(named[name], rows, block_d)
         if "stat" in named:
             options["stat_rows"] = named["stat"].shape[-1]
         consumers = 1 if by_key and block_d > 128 else tile.consumers  # there, two work on the same keys
@@ -134,7 +136,7 @@ class HopperLauncher(Launcher):
         )  # fmt: skip
 
 
-def _tiles_of(t: Tensor, rows: int, block_d: int) -> TensorDescriptor:
+def tiles_of(t: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """A descriptor of (batch, heads, length, head_dim) in tiles of [1, 1, rows, block_d]."""
     shape, element = [1, 1, rows, block_d], gl.float16 if t.dtype == torch.float16 else gl.bfloat16
     return TensorDescriptor(t, t.shape, t.stride(), shape, gl.NVMMASharedLayout.get_default_for(shape, element))

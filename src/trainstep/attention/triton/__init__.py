@@ -101,28 +101,36 @@ def owns_keys(kernel: Any) -> bool:
     return "kv_heads" in kernel.arg_names
 
 
+def pointers_and_strides(kernel: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Of a tensor called "q": q_ptr, stride_qb, stride_qh and stride_qn, those that `kernel` has arguments for."""
+    values: dict[str, Any] = {}
+    for name, t in tensors.items():
+        values[f"{name}_ptr"] = t
+        values |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhn", t.stride(), strict=False)}
+    return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+
 def kernel_arguments(
-    kernel: Any, tensors: dict[str, Tensor], own_rows: int, is_causal: bool, scale: float, **named: Any
-) -> Launch:
+    kernel: Any, tensors: dict[str, Tensor], own_rows: int, is_causal: bool, scale: float, *, sum_bytes: int = 0,
+    **named: Any,
+) -> Launch:  # fmt: skip
     """`named`, and what else `kernel` has arguments for: pointers, strides, sizes and scales.
 
     A program owns `own_rows` rows of a head. Programs that run at the same time share the other side's tensors through
     the L2 cache: heads are started in sections whose shared tensors fill about half of it, and within a section the
-    tiles with the most work come first, so that the last programs to start are the short ones.
+    tiles with the most work come first, so that the last programs to start are the short ones. sum_bytes: of a sum that
+    they share too, for each of its rows.
     """
     batch, heads, n_queries, head_dim = tensors["q"].shape
     kv_heads, n_keys = tensors["k"].shape[1:3]
     group = heads // kv_heads
     owners, owned, shared = (kv_heads, n_keys, n_queries * group) if owns_keys(kernel) else (heads, n_queries, n_keys)
     tiles_per_head = triton.cdiv(owned, own_rows)
-    bytes_per_head = 2 * shared * head_dim * tensors["q"].element_size()
+    bytes_per_head = shared * (2 * head_dim * tensors["q"].element_size() + sum_bytes)
     device = tensors["q"].device  # Triton's interpreter runs on the CPU, for which any size of the cache will do
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
     heads_per_section = max(1, min(batch * owners, l2_bytes // 2 // bytes_per_head))
-    values: dict[str, Any] = {}
-    for name, t in tensors.items():
-        values[f"{name}_ptr"] = t
-        values |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhn", t.stride(), strict=False)}
+    values = pointers_and_strides(kernel, tensors)
     values |= {"tiles_per_head": tiles_per_head, "heads": heads, "kv_heads": kv_heads, "group": group}
     values |= {"all_heads": batch * heads, "all_kv_heads": batch * kv_heads, "heads_per_section": heads_per_section}
     values |= {"n_queries": n_queries, "n_keys": n_keys, "scale": scale, "scale_log2": scale * math.log2(math.e)}
