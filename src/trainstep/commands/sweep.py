@@ -68,10 +68,8 @@ class Sweep(Common):
         from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
-            raise UsageError(
-                f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}; expected jobs and minutes "
-                "from 1 up"
-            )
+            given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
+            raise UsageError(f"{given}; expected jobs and minutes from 1 up")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words))

@@ -66,10 +66,8 @@ def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelC
     for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
         if count % tensor_parallel:
             fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
-            raise UsageError(
-                f"a mesh with tensor parallelism of {tensor_parallel} is impossible: it does not divide "
-                f"{count} {what}; choose among {fit}"
-            )
+            mesh = f"a mesh with tensor parallelism of {tensor_parallel} is impossible"
+            raise UsageError(f"{mesh}: it does not divide {count} {what}; choose among {fit}")
     return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
 
 
@@ -181,9 +179,7 @@ def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     def too_few(ranks: int) -> bool:
         return not fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
 
-    if layout.strategy in ("single", "ddp"):
-        return None if too_few(1) else 1
-    most = MOST_GPUS // layout.tensor
+    most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // layout.tensor
     ranks = _last(too_few, most) + 1
     return ranks * layout.tensor if ranks <= most else None
 
