@@ -156,7 +156,7 @@ def loaded_after(statement):
             {"torch", "submitit", "pynvml", "numpy", "pandas", "bokeh"},
         ),
         (
-            "import trainstep.plan.rows, trainstep.plan.measured, trainstep.plan.measured",
+            "import trainstep.plan.rows, trainstep.plan.measured",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),

@@ -213,10 +213,8 @@ def _checked(loss: Any) -> Tensor:
         shape = tuple(loss.shape)
         raise UsageError(f"the workload's loss returned a tensor of shape {shape}; expected one element, as its mean")
     if not loss.requires_grad:
-        raise UsageError(
-            "the workload's loss depends on no parameter that takes a gradient: its graph was detached, or all "
-            "parameters are frozen"
-        )
+        why = "its graph was detached, or all parameters are frozen"
+        raise UsageError(f"the workload's loss depends on no parameter that takes a gradient: {why}")
     return loss
 
 

@@ -99,11 +99,9 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
 
     Raises `UsageError` where the step's context is longer than the model takes.
     """
-    if step.context > model.max_context:
-        raise UsageError(
-            f"context {step.context} is longer than the model's max_context {model.max_context}; "
-            f"choose a context up to {model.max_context}"
-        )
+    if step.context > (most := model.max_context):
+        too_long = f"context {step.context} is longer than the model's max_context {most}"
+        raise UsageError(f"{too_long}; choose a context up to {most}")
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
     torch.manual_seed(step.seed)

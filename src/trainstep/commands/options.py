@@ -49,16 +49,14 @@ def commas(item: Any) -> Any:
             check_value(item, value, where="a value")
         return values
 
-    return Annotated[
-        tuple[item, ...],
-        PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=f"{one}[,…]",
-            instance_from_str=parse,
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=lambda values: [shown(values)],
-        ),
-    ]
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{one}[,…]",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [shown(values)],
+    )
+    return Annotated[tuple[item, ...], spec]
 
 
 def shown(value: object) -> str:
@@ -145,11 +143,9 @@ class BuiltinModel(Common):
         return preset(self.size, self.config)
 
     def model_config(self) -> ModelConfig:
-        """The model, checked."""
         return dataclasses.replace(self.preset()[0], **self.model)
 
     def step_config(self) -> StepConfig:
-        """How a step is taken, checked."""
         return dataclasses.replace(self.preset()[1], **self.step)
 
     def model_name(self) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainstep.bench.sweep.case import Place
     from trainstep.records import Row, Status
 
-SWEPT: Any = Union[Analyze, Bench, Memory, Plan, Profile]  # noqa: UP007 - a value here, not an annotation
+SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
 """The commands that a sweep's file may name."""
 
 

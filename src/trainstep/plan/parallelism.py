@@ -96,7 +96,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
         compute = dataclasses.replace(compute, backward=backward)
-    sent = shared_bytes(model, step, layout, precision.stored_bytes, 0).sent
+    sent = shared_bytes(model, step, layout).sent
     if t > 1:
         calls = model.num_layers * (4 + 6 + (4 if step.checkpointing != "none" else 0)) + 4
         payload = shared.batch * step.context * model.d_model * precision.computed_bytes
