@@ -15,21 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Workload", "analyze"]
 
-_HOME = {
-    "SIZES": "trainstep.config",
-    "ModelConfig": "trainstep.config",
-    "Report": "trainstep.report.page",
-    "StepConfig": "trainstep.config",
-    "UsageError": "trainstep.errors",
-    "Workload": "trainstep.workload",
-    "analyze": "trainstep.analysis",
-}
+_HOME = dict.fromkeys(("SIZES", "ModelConfig", "StepConfig"), "config")
+_HOME |= {"Report": "report.page", "UsageError": "errors", "Workload": "workload", "analyze": "analysis"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -42,8 +42,7 @@ def apply(module: nn.Module, policy: str) -> None:
     size = blocks_per_checkpoint(policy)
     if policy == "none":
         return
-    blocks = find_blocks(module)
-    if not blocks:
+    if not (blocks := find_blocks(module)):
         missing = "needs blocks in an nn.ModuleList, and this module has none; use none"
         raise UnsupportedError(f"checkpointing={policy} {missing}")
     if policy == "selective":
@@ -73,8 +72,7 @@ class _Group:
     """Blocks that are run together, by the call of the first."""
 
     def __init__(self, blocks: Sequence[nn.Module], run: Callable[[Sequence[Forward], Any], Any]) -> None:
-        self._forwards = [block.forward for block in blocks]
-        self._run = run
+        self._forwards, self._run = [block.forward for block in blocks], run
         self._expected: tuple[Any, ...] = ()
         blocks[0].forward = self._first
         for index, block in enumerate(blocks[1:], start=1):

@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 from trainstep.commands.analyze import Analyze
 from trainstep.commands.bench import Bench
@@ -25,9 +25,7 @@ from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
 from trainstep.errors import UsageError
 
-COMMANDS: Any = Union[  # noqa: UP007 - a value here, not an annotation
-    Analyze, Bench, Dtypes, Memory, Plan, Profile, Sweep, Compare, Train, Tune, Info
-]
+COMMANDS: Any = Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
 
 
 def parse(words: Sequence[str]) -> Common:

@@ -127,11 +127,7 @@ class StepConfig:
 
 
 def blocks_per_checkpoint(policy: str) -> int | None:
-    """K of the checkpointing policy `every-K`; None for none, selective and recursive.
-
-    Raises:
-        UsageError: no such policy.
-    """
+    """K of the checkpointing policy `every-K`; None for none, selective and recursive; else `UsageError`."""
     if policy in ("none", "selective", "recursive"):
         return None
     word, _, count = policy.partition("-")
@@ -194,11 +190,7 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 
 def replace_checked(base: Config, values: Mapping[str, Any], where: str) -> Config:
-    """`base`, a configuration, with `values`, each checked against its field's type.
-
-    Raises:
-        UsageError: an unknown key, or a value of the wrong type or out of range.
-    """
+    """The configuration `base` with `values`; `UsageError` for an unknown key, a wrong type, or one out of range."""
     hints = typing.get_type_hints(type(base))
     for name, value in values.items():
         if name not in hints:

@@ -21,9 +21,7 @@ LOCK = ".lock"
 def held_folder(folder: Path, other: str) -> Iterator[None]:
     """Make the folder, and hold it against every other process that would. It is let go however this one ends.
 
-    Args:
-        folder: where to work.
-        other: what another process that holds it is doing: `another sweep is running`.
+    `other` is what another process that holds it is doing, for the message: `another sweep is running`.
 
     Raises:
         UsageError: another process holds it, or it cannot be written or locked.

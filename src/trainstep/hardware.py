@@ -89,5 +89,5 @@ def require_device(name: str) -> DeviceSpec:
     if len(matches) == 1:
         return matches[0]
     found = "matches more than one device" if matches else "is not a known device"
-    names = ", ".join(spec.name for spec in matches) if matches else ", ".join(DEVICES)
+    names = ", ".join(spec.name for spec in matches or DEVICES.values())
     raise UsageError(f"{name!r} {found}; expected one of: {names}")

@@ -99,10 +99,8 @@ def read_records(path: Path) -> list[Row]:
         try:
             rows += rows_of(**_parsed(line))
         except ValueError as error:
-            raise UsageError(
-                f"{path}, line {number}: {error}; expected a row of a trainstep run. "
-                "If the file was cut short, delete that line to use the rest"
-            ) from error
+            advice = "If the file was cut short, delete that line to use the rest"
+            raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
     if not rows:
         raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
     return rows

@@ -35,15 +35,10 @@ def build(
     *,
     allow_unused: bool = False,
 ) -> Replica:
-    """The module and its optimizer on this rank, under a scheme.
+    """The module, the same on all ranks, and its optimizer on this rank, under a scheme.
 
-    Args:
-        scheme: which, with its settings.
-        process: this rank.
-        config: the step's; FSDP gathers weights in the dtype that they compute in.
-        module: of this rank, the same on all.
-        make_optimizer: called once, on the parameters that this rank has.
-        allow_unused: whether parameters may get no gradient, as for `DistributedDataParallel`.
+    `make_optimizer` is called once, on the parameters that this rank has. With `allow_unused` parameters may get no
+    gradient, as for `DistributedDataParallel`.
 
     Raises:
         UnsupportedError: sharded weights with the chunked loss.

@@ -21,7 +21,6 @@ DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp"]
 Strategy = Literal["single", DataParallel, "fsdp + tp"]
 """What the planner predicts; fsdp + tp has tensor parallelism beside FSDP and is planned only."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-
 Wrapper = Literal["none", "ddp", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2"]
 """What a module and its optimizer are wrapped in. torch-*: PyTorch's own DistributedDataParallel, the same with
 ZeroRedundancyOptimizer, and fully_shard."""

@@ -78,25 +78,14 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def summarize(samples: Sequence[float]) -> Summary:
     """Summarise at least one sample."""
     assert samples, "a summary needs at least one sample"
-    n = len(samples)
-    return Summary(
-        n=n,
-        median=statistics.median(samples),
-        interval=median_interval(samples),
-        mean=statistics.fmean(samples),
-        std=statistics.stdev(samples) if n > 1 else math.nan,
-        min=min(samples),
-        max=max(samples),
-        outliers=_count_outliers(samples),
-    )
-
-
-def _count_outliers(samples: Sequence[float]) -> int:
-    if len(samples) < 4:
-        return 0
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-    reach = 1.5 * (third - first)
-    return sum(not first - reach <= sample <= third + reach for sample in samples)
+    n, outliers = len(samples), 0
+    if n >= 4:
+        first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+        reach = 1.5 * (third - first)
+        outliers = sum(not first - reach <= sample <= third + reach for sample in samples)
+    median, mean = statistics.median(samples), statistics.fmean(samples)
+    std = statistics.stdev(samples) if n > 1 else math.nan
+    return Summary(n, median, median_interval(samples), mean, std, min(samples), max(samples), outliers)
 
 
 @dataclass(frozen=True)
@@ -123,10 +112,7 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float], spread: float = RUN
     return Ratio(value, Interval(over.low / under.high / (1 + spread), over.high / under.low * (1 + spread)))
 
 
-Verdict = Literal["faster", "slower", "inconclusive"]
-
-
-def verdict(speedup: Ratio) -> Verdict:
+def verdict(speedup: Ratio) -> Literal["faster", "slower", "inconclusive"]:
     """Judge a speed-up (old time / new time): a call is made only when the whole interval lies on one side of 1."""
     if speedup.interval is None or 1 in speedup.interval:
         return "inconclusive"

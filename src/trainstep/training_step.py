@@ -209,14 +209,11 @@ def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise UsageError(f"the workload's loss returned a {type(loss).__name__}; expected a tensor of one element")
     if loss.numel() != 1:
-        raise UsageError(
-            f"the workload's loss returned a tensor of shape {tuple(loss.shape)}; expected one element, as its mean"
-        )
+        shape = tuple(loss.shape)
+        raise UsageError(f"the workload's loss returned a tensor of shape {shape}; expected one element, as its mean")
     if not loss.requires_grad:
-        raise UsageError(
-            "the workload's loss depends on no parameter that takes a gradient: its graph was detached, or all "
-            "parameters are frozen"
-        )
+        why = "its graph was detached, or all parameters are frozen"
+        raise UsageError(f"the workload's loss depends on no parameter that takes a gradient: {why}")
     return loss
 
 
@@ -252,12 +249,9 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _compile(module: nn.Module, config: StepConfig) -> None:
-    if config.compile == "model":
-        module.compile()
-        return
-    blocks = find_blocks(module)
-    if not blocks:
+    parts = [module] if config.compile == "model" else find_blocks(module)
+    if not parts:
         missing = "needs blocks in an nn.ModuleList, and this module has none; use --compile model"
         raise UnsupportedError(f"compile=blocks {missing}")
-    for block in blocks:
-        block.compile()
+    for part in parts:
+        part.compile()

@@ -49,7 +49,7 @@ class Workload:
     """(module, batch) → what the loss takes; by default module(batch[0])."""
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` if a part is of another kind, such as an optimizer that is made already."""
+        """Raise `UsageError` where a part is of another kind, such as an optimizer that is made already."""
         if not isinstance(self.module, nn.Module):
             raise UsageError(f"a Workload's module is a {type(self.module).__name__}; expected an nn.Module")
         if not hasattr(self.batches, "__iter__") and not hasattr(self.batches, "__getitem__"):
@@ -91,14 +91,11 @@ def _build_builtin(model: ModelConfig, data: Path | None, step: StepConfig) -> W
 def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tuple[Tensor, Tensor]]) -> Workload:
     """The built-in Transformer, its weights from the step's seed, on batches of (inputs, targets).
 
-    Raises:
-        UsageError: the step's context is longer than the model takes.
+    Raises `UsageError` where the step's context is longer than the model takes.
     """
-    if step.context > model.max_context:
-        raise UsageError(
-            f"context {step.context} is longer than the model's max_context {model.max_context}; "
-            f"choose a context up to {model.max_context}"
-        )
+    if step.context > (most := model.max_context):
+        too_long = f"context {step.context} is longer than the model's max_context {most}"
+        raise UsageError(f"{too_long}; choose a context up to {most}")
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
     torch.manual_seed(step.seed)
@@ -176,43 +173,33 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
     except Exception as error:
         raise UsageError(f"--workload {spec}: the factory failed: {_last_line(error)}") from error
     if not isinstance(workload, Workload):
-        raise UsageError(
-            f"--workload {spec}: the factory returned a {type(workload).__name__}, expected a trainstep.Workload"
-        )
+        kind = type(workload).__name__
+        raise UsageError(f"--workload {spec}: the factory returned a {kind}, expected a trainstep.Workload")
     if not PRECISIONS[step.precision].is_stored_half:
-        _check_float32(spec, workload.module)
+        # Precision is applied from outside: trained weights of another dtype would be measured under a false name.
+        for name, parameter in workload.module.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise UsageError(
+                    f"--workload {spec}: parameter {name} is {dtype}; expected float32, which --precision bf16-pure "
+                    "casts to bf16, and bf16 and fp16 compute with under autocast"
+                )
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)
     return workload
 
 
-def _check_float32(spec: str, module: nn.Module) -> None:
-    """Precision is applied from outside, so trained weights of another dtype would be measured under a false name."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise UsageError(
-                f"--workload {spec}: parameter {name} is {dtype}; expected float32, which --precision bf16-pure casts "
-                "to bf16, and bf16 and fp16 compute with under autocast"
-            )
-
-
-def _forward_with_attention(
-    forward: Callable[[nn.Module, Any], Any], impl: AttentionImpl, module: nn.Module, batch: Any
-) -> Any:
+def _forward_with_attention(forward: Callable[..., Any], impl: AttentionImpl, module: nn.Module, batch: Any) -> Any:
     """The user's forward, with the model's own calls of scaled_dot_product_attention sent to `impl`."""
     from trainstep.attention.api import sdpa_replaced
 
     with sdpa_replaced(impl) as seen:
         outputs = forward(module, batch)
-    if not seen.calls and not torch.compiler.is_compiling() and not _is_compiled(module):
+    if seen.calls or torch.compiler.is_compiling():
+        return outputs
+    if all(child._compiled_call_impl is None for child in module.modules()):  # else a call is seen while traced only
         raise UnsupportedError("the model never calls torch.nn.functional.scaled_dot_product_attention")
     return outputs
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether any part is compiled; then a call is seen only while it is traced."""
-    return any(child._compiled_call_impl is not None for child in module.modules())
 
 
 def _last_line(error: Exception) -> str:
@@ -221,7 +208,7 @@ def _last_line(error: Exception) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of `StepConfig.device`; `UsageError` if this machine has it not."""
+    """The torch device of `StepConfig.device`; raises `UsageError` where this machine has no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -232,8 +219,7 @@ def resolve_device(name: str) -> torch.device:
         return device
     if device.type != "cuda":
         raise UsageError(f"device is {name!r}; trainstep measures on cpu and cuda")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
+    if (device.index or 0) >= (count := torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise UsageError(f"device is {name!r}, but this machine has {found}; use --device auto")
     return device

@@ -30,8 +30,7 @@ DESCRIPTION = "Shows where a Transformer training step spends its time and memor
 def parse_as(commands: Any, words: Sequence[str]) -> Common:
     """The words as an instance of one of the commands' classes, given as their union.
 
-    Raises:
-        SystemExit: words that cannot be parsed; what is wrong was printed. Also after --help.
+    Raises SystemExit for words that cannot be parsed, when what is wrong was printed, and after --help.
     """
     config = (OmitArgPrefixes, DisallowNone)
     parsed: Any = tyro.cli(commands, args=words, prog="trainstep", description=DESCRIPTION, config=config)
@@ -50,16 +49,14 @@ def commas(item: Any) -> Any:
             check_value(item, value, where="a value")
         return values
 
-    return Annotated[
-        tuple[item, ...],
-        PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=f"{one}[,…]",
-            instance_from_str=parse,
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=lambda values: [shown(values)],
-        ),
-    ]
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{one}[,…]",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [shown(values)],
+    )
+    return Annotated[tuple[item, ...], spec]
 
 
 def shown(value: object) -> str:
@@ -82,15 +79,11 @@ def field_docs(cls: type) -> dict[str, str]:
 def flags_of(
     config: type, *, several: bool = False, defaults: Mapping[str, object] | None = None, without: Sequence[str] = ()
 ) -> Any:
-    """Flags with the names, types and docstrings of a configuration's fields.
+    """Flags with the names, types and docstrings of a configuration's fields, except those in `without`.
 
-    They parse to a dictionary of those that were given; the command that takes them knows what the others are.
-
-    Args:
-        config: a dataclass.
-        several: each flag takes several values with commas: the axes of a grid.
-        defaults: what the help says of flags whose default is not the field's.
-        without: fields that are no flags.
+    They parse to a dictionary of those that were given; the command that takes them knows what the others are. With
+    `several` each takes values with commas: the axes of a grid. `defaults` is what the help says of flags whose default
+    is not the field's.
     """
     types, docs = typing.get_type_hints(config), field_docs(config)
     values = {each.name: each.default for each in dataclasses.fields(config)} | dict(defaults or {})
@@ -150,11 +143,9 @@ class BuiltinModel(Common):
         return preset(self.size, self.config)
 
     def model_config(self) -> ModelConfig:
-        """The model, checked."""
         return dataclasses.replace(self.preset()[0], **self.model)
 
     def step_config(self) -> StepConfig:
-        """How a step is taken, checked."""
         return dataclasses.replace(self.preset()[1], **self.step)
 
     def model_name(self) -> str:
@@ -196,8 +187,7 @@ def sources(
 ) -> list[WorkloadSource]:
     """Our models of these sizes, by default the tiny one, or the user's own workload.
 
-    Raises:
-        UsageError: an unknown size; or a size, data or flags of a model beside a workload, which brings its own.
+    A size, data or flags (`model`) of a model beside a workload, which brings its own, are a `UsageError`.
     """
     from trainstep.workload import builtin_source, factory_source
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainstep.bench.sweep.cases import Place
     from trainstep.records import Row, Status
 
-SWEPT: Any = Union[Analyze, Bench, Memory, Plan, Profile]  # noqa: UP007 - a value here, not an annotation
+SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
 """The commands that a sweep's file may name."""
 
 
@@ -68,10 +68,8 @@ class Sweep(Common):
         from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
-            raise UsageError(
-                f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}; expected jobs and minutes "
-                "from 1 up"
-            )
+            given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
+            raise UsageError(f"{given}; expected jobs and minutes from 1 up")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words))

@@ -50,7 +50,7 @@ class Train(BuiltinModel):
         if outcome.is_finished:
             return 0
         by = outcome.stopped_by
-        why = "another rank was told to stop" if by is None else by.name
+        why = by.name if by else "another rank was told to stop"
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return INTERRUPTED if by is signal.SIGINT else 0
 

@@ -86,12 +86,8 @@ def exposed_seconds(
 ) -> float:
     """By how much averaging gradients makes a step longer, when it is overlapped with backward.
 
-    Args:
-        gradient_bytes: of all gradients.
-        buckets: calls that they are cut into, at least 1.
-        world_size: ranks.
-        link: what a call costs.
-        backward_s: how long backward takes alone; None for as long as communication without overheads.
+    `buckets` are the calls that they are cut into, and `backward_s` is how long backward takes alone, by default as
+    long as communication without overheads.
     """
     if buckets < 1:
         raise UsageError(f"buckets is {buckets}; expected at least 1")
@@ -182,8 +178,6 @@ def rank_bytes(
     Args:
         scheme: ddp: everything on every rank. sharded optimizer (ZeRO-1): state divided. zero-2: gradients too. fsdp
             (ZeRO-3): weights too (Rajbhandari et al. 2020, section 5).
-        num_parameters: of the model.
-        world_size: ranks.
         bytes_per_parameter: of weights and gradients as they are kept.
         state_per_parameter: of the optimizer; AdamW has two moments of 4.
         compute_bytes: of a parameter as it is gathered (fsdp); as kept, by default.

@@ -25,12 +25,9 @@ NVLink as measured on H200s; of the network's nothing was measured, and 0.8 is a
 OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
 """Of a copy's bandwidth, reached by the optimizer: measured on an H200 (sgd as foreach)."""
 
-LINK_OVERHEAD_S = 30e-6
-"""Of a call within a node, as between two H200s."""
-NETWORK_OVERHEAD_S = 50e-6
-"""Of a call that leaves the node: an assumption."""
-LINK_HOP_S = 1e-6
-NETWORK_HOP_S = 5e-6
+LINK_OVERHEAD_S, NETWORK_OVERHEAD_S = 30e-6, 50e-6
+"""Of a call within a node, as between two H200s, and of one that leaves it, an assumption."""
+LINK_HOP_S, NETWORK_HOP_S = 1e-6, 5e-6
 """What each further hand-over from rank to rank adds: assumptions."""
 
 INTERFERENCE = 0.42

@@ -56,9 +56,8 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
             raise UsageError("the calibration names no device; say which with --device")
         spec = require_device(devices.pop())
     elif other := devices - {spec.name}:
-        raise UsageError(
-            f"the calibration is of {other.pop()}, not of {spec.name}; leave out --device, or give its own"
-        )
+        wrong = f"the calibration is of {other.pop()}, not of {spec.name}"
+        raise UsageError(f"{wrong}; leave out --device, or give its own")
     rates = _ceilings(records, machine_of(spec))
     machine = dataclasses.replace(machine_of(spec), **rates)
     found = {

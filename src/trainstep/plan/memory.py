@@ -37,7 +37,6 @@ Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint
@@ -95,7 +94,7 @@ def block_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> Block
     """
     sizes = _Sizes(model, step, on_cuda)
     e, tokens, stream, wide, scores = sizes.element, sizes.tokens, sizes.stream, sizes.wide, sizes.scores
-    copies = 1 if sizes.autocast else 0  # further casts of the same input
+    copies, casts = (1, 2) if sizes.autocast else (0, 0)  # further casts of the same input, bytes of a weight's
     per_query = 4 * tokens * model.num_heads
     if step.attention == "eager":
         in_float32 = sizes.autocast and on_cuda
@@ -109,7 +108,6 @@ def block_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> Block
         raise UnsupportedError(
             f"no memory formula for attention={step.attention}; there is one for eager, {', '.join(FUSED_ATTENTION)}"
         )
-    casts = 2 if sizes.autocast else 0
     d, f = model.d_model, model.d_ff
     return BlockBytes(
         attention_half=sizes.norm + (1 + 2 * copies) * e * stream + attention + e * stream + casts * 4 * d * d,
@@ -187,32 +185,22 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
         "head": before + e * (logits + sizes.stream + head) + (sizes.weight * head if sizes.autocast else 0),
     }
     gradients = {"loss": 0, "log-softmax": 0, "head": sizes.weight * head}
-    for index, alive, held in _block_moments(model, sizes, block, size):
-        moments[f"block {index}"], gradients[f"block {index}"] = rest + alive, held
+    d, f = model.d_model, model.d_ff
+    attention_gradients, feed_forward_gradients = sizes.weight * (4 * d * d + d), sizes.weight * (3 * d * f + d)
+    made = sizes.weight * (head + d)  # gradients of what comes after the block
+    for index in reversed(range(layers)):
+        group, in_group = (0, index) if size is None else divmod(index, size)
+        inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
+        earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
+        feed_forward = block.kept + block.feed_forward_worst
+        attention = block.attention_half + block.attention_worst + feed_forward_gradients
+        moments[f"block {index}"] = rest + earlier + made + max(feed_forward, attention)
+        gradients[f"block {index}"] = made + (feed_forward_gradients if attention > feed_forward else 0)
+        made += attention_gradients + feed_forward_gradients
     gradients |= {"embedding": static.gradients, "optimizer": static.gradients}
     moments["embedding"] = rest + static.gradients + sizes.residual * sizes.stream
     moments["optimizer"] = rest + static.gradients + (static.weights if step.optimizer == "adamw-foreach" else 0)
     return PeakBytes(static, moments, gradients)
-
-
-def _block_moments(
-    model: ModelConfig, sizes: _Sizes, block: BlockBytes, size: int | None
-) -> Iterator[tuple[int, int, int]]:
-    """(block, bytes alive beyond those at rest, of these gradients) at each block's worst, in the order of backward."""
-    d, f = model.d_model, model.d_ff
-    attention_weights, feed_forward_weights = 4 * d * d + d, 3 * d * f + d
-    gradients = sizes.weight * (model.vocab_size * d + d)
-    for index in reversed(range(model.num_layers)):
-        group = index // size if size is not None else 0
-        in_group = index - group * size if size is not None else index
-        inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
-        earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
-        feed_forward = block.kept + block.feed_forward_worst
-        made = sizes.weight * feed_forward_weights
-        attention = block.attention_half + block.attention_worst + made
-        held = gradients + (made if attention > feed_forward else 0)
-        yield index, earlier + gradients + max(feed_forward, attention), held
-        gradients += sizes.weight * (attention_weights + feed_forward_weights)
 
 
 def best_blocks_per_checkpoint(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> int:

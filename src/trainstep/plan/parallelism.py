@@ -85,13 +85,9 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     shared = dataclasses.replace(step, batch=step.batch * t)
     is_fsdp = layout.scheme == "fsdp" and layout.strategy != "single"
     precision = PRECISIONS[step.precision]
+    casts, updated = False if is_fsdp else None, 1.0 if layout.strategy in ("single", "ddp") else 1 / n
     compute = step_seconds(
-        model,
-        shared,
-        cluster.machine,
-        tensor_parallel=t,
-        casts_weights=False if is_fsdp else None,
-        optimizer_share=1 / n if layout.strategy not in ("single", "ddp") else 1.0,
+        model, shared, cluster.machine, tensor_parallel=t, casts_weights=casts, optimizer_share=updated
     )
     parameters = model.num_parameters / t
     busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, precision, model)
@@ -100,9 +96,10 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
         backward = dataclasses.replace(compute.backward, traffic=compute.backward.traffic + copied)
         compute = dataclasses.replace(compute, backward=backward)
-    sent = shared_bytes(model, step, layout, precision.stored_bytes, 0).sent
+    sent = shared_bytes(model, step, layout).sent
     if t > 1:
-        calls, payload = _tensor_parallel_calls(model, shared)
+        calls = model.num_layers * (4 + 6 + (4 if step.checkpointing != "none" else 0)) + 4
+        payload = shared.batch * step.context * model.d_model * precision.computed_bytes
         link = cluster.group_link("all-gather", t)
         seconds = calls * collective_seconds("all-gather", payload, t, link)
         busy, exposed = busy + seconds, exposed + seconds
@@ -129,20 +126,17 @@ def _data_parallel_seconds(
         exchanged = part * parameters * width / scatter.bus_bytes_per_s
         both = gather.overhead_s + scatter.overhead_s
         busy = 2 * gathered + exchanged + groups * (gather.overhead_s + both)
-        return busy, (
-            sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
-            + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
-        )
+        exposed = sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
+        return busy, exposed + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
     kept = parameters * precision.stored_bytes
     backward_s, optimizer_s = compute.backward.total, compute.optimizer.total
     if layout.scheme == "ddp":
         reduce = cluster.group_link("all-reduce", n, stride)
         return _in_best_calls(backward_s, 2 * part * kept / reduce.bus_bytes_per_s, reduce.overhead_s, kept)
-    behind_backward = _in_best_calls(backward_s, part * kept / scatter.bus_bytes_per_s, scatter.overhead_s, kept)
-    behind_optimizer = _in_best_calls(
-        optimizer_s, part * kept / gather.bus_bytes_per_s, gather.overhead_s, kept, least=GATHER_BYTES
-    )
-    return behind_backward[0] + behind_optimizer[0], behind_backward[1] + behind_optimizer[1]
+    reduced, gathered = part * kept / scatter.bus_bytes_per_s, part * kept / gather.bus_bytes_per_s
+    busy, exposed = _in_best_calls(backward_s, reduced, scatter.overhead_s, kept)
+    busy_too, exposed_too = _in_best_calls(optimizer_s, gathered, gather.overhead_s, kept, least=GATHER_BYTES)
+    return busy + busy_too, exposed + exposed_too
 
 
 def _in_best_calls(
@@ -154,19 +148,12 @@ def _in_best_calls(
     return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s)
 
 
-def _tensor_parallel_calls(model: ModelConfig, step: StepConfig) -> tuple[int, int]:
-    """(calls in a step, payload bytes of each); `step.batch` is the group's."""
-    per_block = 4 + 6 + (4 if step.checkpointing != "none" else 0)
-    width = model.d_model * PRECISIONS[step.precision].computed_bytes
-    return model.num_layers * per_block + 4, step.batch * step.context * width
-
-
 def scaled(cluster: Cluster, gpus: int) -> Cluster:
     """The same kind of cluster with another number of GPUs; a node that is not full where there are few."""
     here = min(gpus, cluster.gpus_per_node)
     return dataclasses.replace(cluster, gpus_per_node=here, nodes=-(-gpus // here))
 
 
-def gpu_counts(most: int = MOST_GPUS) -> Sequence[int]:
-    """Powers of two from 1 on."""
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+def gpu_counts() -> Sequence[int]:
+    """Powers of two from 1 to `MOST_GPUS`."""
+    return [1 << power for power in range(MOST_GPUS.bit_length())]

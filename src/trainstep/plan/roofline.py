@@ -117,7 +117,6 @@ def step_seconds(
     Args:
         model: the whole model.
         step: batch is that of all `tensor_parallel` GPUs together.
-        machine: the GPU.
         tensor_parallel: GPUs that share heads, feed-forward and vocabulary; the rest is divided by tokens.
         casts_weights: whether each product's weights are converted first; by default under autocast.
         optimizer_share: the fraction of the GPU's parameters that its optimizer updates.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from trainstep.plan.machine import GIB, Cluster
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import (
-    MOST_GPUS,
     Layout,
     MemorySplit,
     fits,
@@ -76,7 +76,11 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
             f"context is {request.step.context}; the model accepts at most {model.max_context} (max_context)"
         )
     layouts = _layouts(request)
-    policies = request.policies or _default_policies(request)
+    policies = request.policies
+    if not policies:
+        eager = dataclasses.replace(request.step, compile="off")
+        best = f"every-{best_blocks_per_checkpoint(model, eager, on_cuda=True)}"
+        policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
     plans = [request.plan(layout) for layout in layouts]
     for policy in policies:
         blocks_per_checkpoint(policy)
@@ -84,8 +88,10 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
-    for layout in layouts:
-        yield from (_memory_row(request, layout, policy) for policy in policies)
+    for layout, policy in itertools.product(layouts, policies):
+        stepped = dataclasses.replace(request.step, checkpointing=policy)
+        memory = strategy_memory(model, stepped, layout)
+        yield PlanMemoryRow(**_memory_columns(request, stepped, layout, memory))
     yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_rows(request, layouts)
 
@@ -98,12 +104,6 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     plans = [request.plan(mesh) for mesh in meshes if mesh.tensor > 1]
     fastest = sorted(plans, key=lambda plan: (not fits(plan.memory, request.cluster), -plan.tokens_per_s))[:1]
     return [layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]] + [plan.layout for plan in fastest]
-
-
-def _default_policies(request: PlanRequest) -> list[str]:
-    model, step = request.model, dataclasses.replace(request.step, compile="off")
-    best = best_blocks_per_checkpoint(model, step, on_cuda=True)
-    return list(dict.fromkeys(["none", "every-1", f"every-{best}", step.checkpointing]))
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
@@ -164,11 +164,6 @@ def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
     )
 
 
-def _memory_row(request: PlanRequest, layout: Layout, policy: str) -> PlanMemoryRow:
-    step = dataclasses.replace(request.step, checkpointing=policy)
-    return PlanMemoryRow(**_memory_columns(request, step, layout, strategy_memory(request.model, step, layout)))
-
-
 def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimitRow]:
     """For each axis and connection: where communication takes as long as the matrix products that it hides behind.
 
@@ -184,10 +179,8 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
     for connection, rate in connections:
         narrow = limits.intensity(flops, rate, precision.computed_bytes)
         wide = limits.intensity(flops, rate, precision.stored_bytes)
-        least: dict[str, float | None] = {
-            "data (gradients as kept)": limits.data_axis_tokens(wide),
-            "fsdp": limits.data_axis_tokens(narrow),
-        }
+        at_data, at_fsdp = limits.data_axis_tokens(wide), limits.data_axis_tokens(narrow)
+        least: dict[str, float | None] = {"data (gradients as kept)": at_data, "fsdp": at_fsdp}
         if with_tensor:
             least |= {
                 "tensor": None,
@@ -210,7 +203,7 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
 
 def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[PlanScalingRow]:
     """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs and strategy."""
-    for gpus in gpu_counts(MOST_GPUS):
+    for gpus in gpu_counts():
         cluster = scaled(request.cluster, gpus)
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):

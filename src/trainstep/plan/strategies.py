@@ -66,10 +66,8 @@ def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelC
     for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
         if count % tensor_parallel:
             fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
-            raise UsageError(
-                f"a mesh with tensor parallelism of {tensor_parallel} is impossible: it does not divide "
-                f"{count} {what}; choose among {fit}"
-            )
+            mesh = f"a mesh with tensor parallelism of {tensor_parallel} is impossible"
+            raise UsageError(f"{mesh}: it does not divide {count} {what}; choose among {fit}")
     return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
 
 
@@ -125,8 +123,7 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     computed = dataclasses.replace(shared, precision="bf16-pure") if in_bf16 else shared
     peak = peak_bytes(model, computed, on_cuda=True)
     kept_width, made_width = PRECISIONS[step.precision].stored_bytes, PRECISIONS[computed.precision].stored_bytes
-    state_width = 0 if step.optimizer == "sgd" else 2 * kept_width
-    kept = shared_bytes(model, step, layout, kept_width, state_width)
+    kept = shared_bytes(model, step, layout)
     gradient_ranks = n if layout.scheme in ("zero-2", "fsdp") else 1
     split: list[MemorySplit] = []
     for moment, alive in peak.moments.items():
@@ -142,15 +139,15 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     return max(split, key=lambda each: each.total)
 
 
-def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout, kept_width: int, state_width: int) -> RankBytes:
+def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBytes:
     """What the data parallel ranks keep and send, by `rank_bytes`."""
     precision = PRECISIONS[step.precision]
     found = rank_bytes(
         layout.scheme,
         -(-model.num_parameters // layout.tensor),
         layout.data,
-        bytes_per_parameter=kept_width,
-        state_per_parameter=state_width,
+        bytes_per_parameter=precision.stored_bytes,
+        state_per_parameter=0 if step.optimizer == "sgd" else 2 * precision.stored_bytes,
         compute_bytes=precision.computed_bytes,
         reduce_bytes=2 if precision.is_half and layout.scheme == "fsdp" else None,
         largest_group=-(-largest_group(model) // layout.tensor),
@@ -181,9 +178,7 @@ def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     def too_few(ranks: int) -> bool:
         return not fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
 
-    if layout.strategy in ("single", "ddp"):
-        return None if too_few(1) else 1
-    most = MOST_GPUS // layout.tensor
+    most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // layout.tensor
     ranks = _last(too_few, most) + 1
     return ranks * layout.tensor if ranks <= most else None
 

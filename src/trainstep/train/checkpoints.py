@@ -13,6 +13,7 @@ parameters by their memory instead of by rows and keeps its state in a form of i
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -39,10 +40,6 @@ from trainstep.training_step import Replica
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
 _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
-
-
-StateForm = Literal["by name", "in slices"]
-"""How the optimizer's state is kept."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,9 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     """
     path = folder / name_of(step)
     older = [name_of(each) for each in steps_in(folder) if each < step]
-    instead = (
-        f"to go on from an older one, give --resume-from {older[-1]}"
-        if older
-        else "there is no older checkpoint; start anew with another --out"
-    )
+    instead = "there is no older checkpoint; start anew with another --out"
+    if older:
+        instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
         note = json.loads((path / NOTE).read_text(encoding="utf-8"))
         files = dict(note["files"])
@@ -106,9 +101,8 @@ def set_aside(folder: Path, steps: Iterable[int]) -> list[str]:
     """Rename the checkpoints of these steps, so that training may come there again; returns their new names."""
     renamed = []
     for step in steps:
-        number = 1
-        while (target := folder / f"aside-{number}-{name_of(step)}").exists():
-            number += 1
+        names = (folder / f"aside-{number}-{name_of(step)}" for number in itertools.count(1))
+        target = next(name for name in names if not name.exists())
         (folder / name_of(step)).rename(target)
         renamed.append(target.name)
     return renamed
@@ -157,9 +151,9 @@ class CheckpointWriter:
             if self.group.rank() == 0:
                 self._complete(step, note)
         except (Exception, CheckpointException) as error:
-            before = (
-                "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
-            )
+            before = "there is none before it"
+            if self.last is not None:
+                before = f"the last complete one is {name_of(self.last)}"
             raise UsageError(
                 f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
                 f"room in {self.folder}, then give the same command again to go on"
@@ -185,14 +179,14 @@ class CheckpointWriter:
         return self.folder / f".{name_of(step)}.writing"
 
 
-def form_of(replica: Replica) -> StateForm:
-    """The form in which this replica's optimizer state is written and read."""
+def form_of(replica: Replica) -> str:
+    """How this replica's optimizer state is written and read: "by name" or "in slices"."""
     return "in slices" if isinstance(replica.optimizer, ShardedOptimizer) else "by name"
 
 
 def training_state(replica: Replica) -> dict[str, Any]:
     """Weights, buffers and optimizer state, for torch.distributed.checkpoint. Tensors share memory with the replica."""
-    model = _model_state(replica)
+    model = _plain(replica.module).state_dict()
     if isinstance(replica.optimizer, ShardedOptimizer):
         return {"model": model, "optimizer": replica.optimizer}
     state = state_by_name(replica.optimizer, _trained(replica), model)
@@ -202,22 +196,16 @@ def training_state(replica: Replica) -> dict[str, Any]:
 def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
     """Read into the replica what `training_state` was when it was written, by this or another number of ranks.
 
-    Args:
-        checkpoint: a complete one.
-        replica: of the same model, by any scheme that keeps the optimizer's state in the same form.
-        process: this rank; all call it.
-        group: a Gloo group of all ranks.
+    All ranks call it; `group` is a Gloo group of them. The replica is of the same model, by any scheme that keeps the
+    optimizer's state in the same form.
 
     Raises:
         UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
     """
     kept, wanted = checkpoint.note.get("form"), form_of(replica)
     if kept != wanted:
-        alike = [
-            each.name
-            for each in SCHEMES.values()
-            if each.in_train and (each.wrapper == "sharded-optimizer") == (kept == "in slices")
-        ]
+        offered = [each for each in SCHEMES.values() if each.in_train]
+        alike = [each.name for each in offered if (each.wrapper == "sharded-optimizer") == (kept == "in slices")]
         raise AgreedError(
             f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
             f"{' or '.join(alike)}"
@@ -226,8 +214,7 @@ def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Proce
 
 
 def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
-    """Read weights, buffers and optimizer state in place."""
-    model = _model_state(replica)
+    model = _plain(replica.module).state_dict()
     in_slices = isinstance(replica.optimizer, ShardedOptimizer)
     try:
         state: Any = replica.optimizer
@@ -237,9 +224,8 @@ def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
         if not in_slices:
             _give_state(replica, state["state"])
     except (Exception, CheckpointException) as error:
-        raise UsageError(
-            f"{path} cannot be read: {_last_line(error)}; name an older checkpoint with --resume-from"
-        ) from error
+        why = f"{_last_line(error)}; name an older checkpoint with --resume-from"
+        raise UsageError(f"{path} cannot be read: {why}") from error
 
 
 def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> None:
@@ -257,10 +243,6 @@ def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> No
 def _plain(module: nn.Module) -> nn.Module:
     """What DistributedDataParallel wraps; FSDP answers for the module itself."""
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _model_state(replica: Replica) -> dict[str, Any]:
-    return _plain(replica.module).state_dict()
 
 
 def _trained(replica: Replica) -> dict[str, nn.Parameter]:

@@ -133,16 +133,14 @@ class RunConfig:
         """
         at_once = self.step.batch * world_size
         if self.train.global_batch % at_once:
+            ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
             raise UsageError(
-                f"global_batch {self.train.global_batch} does not divide into passes of {at_once} sequences: "
-                f"{world_size} rank{'s' if world_size > 1 else ''} × batch {self.step.batch}; "
-                f"choose --global-batch among the multiples of {at_once}, or another --batch"
+                f"global_batch {self.train.global_batch} does not divide into passes of {at_once} sequences: {ranks} × "
+                f"batch {self.step.batch}; choose --global-batch among the multiples of {at_once}, or another --batch"
             )
-        if self.step.context > self.model.max_context:
-            raise UsageError(
-                f"context {self.step.context} is longer than the model's max_context {self.model.max_context}; "
-                f"choose a context up to {self.model.max_context}"
-            )
+        if self.step.context > (most := self.model.max_context):
+            too_long = f"context {self.step.context} is longer than the model's max_context {most}"
+            raise UsageError(f"{too_long}; choose a context up to {most}")
         if self.train.scheme == "single" and world_size > 1:
             raise UsageError(
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "

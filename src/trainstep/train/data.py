@@ -60,15 +60,14 @@ class TokenData:
                 digest.update(np.ascontiguousarray(tokens[start : start + _PIECE_TOKENS]).tobytes())
         return {"tokens": len(self.training) + len(self.validation), "sha256": digest.hexdigest()[:16]}
 
-    def check_ids(self, rank: int, world_size: int) -> None:
-        """Look at a rank's part of all tokens.
+    def check_ids(self, rank: int, world_size: int) -> TokenData:
+        """Look at a rank's part of all tokens; returns the data.
 
         Raises:
             UsageError: one is outside the vocabulary.
         """
-        if self.is_text:
-            return  # bytes; that the vocabulary has them was seen when they were read
-        for tokens in (self.training, self.validation):
+        # Text is bytes; that the vocabulary has them was seen when they were read.
+        for tokens in () if self.is_text else (self.training, self.validation):
             part = np.array_split(tokens, world_size)[rank]
             for start in range(0, len(part), _CHECKED_TOKENS):
                 if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.config.model.vocab_size:
@@ -76,6 +75,7 @@ class TokenData:
                         f"the data holds token id {largest}, beyond the vocabulary of {self.config.model.vocab_size}; "
                         "give the data that fits the model, or --vocab-size"
                     )
+        return self
 
     def _parts(
         self, tokens: Tokens, starts: npt.NDArray[np.integer], rank: int, world_size: int, batch: int

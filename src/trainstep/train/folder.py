@@ -109,12 +109,11 @@ class Start:
         """A run's first lines for the terminal: what is trained how, and from where."""
         if self.is_finished:
             return f"the run in {out} is finished: all {config.train.steps} updates are made; nothing to do"
-        passes, batch, context = config.passes(world_size), config.step.batch, config.step.context
+        train, passes, batch = config.train, config.passes(world_size), config.step.batch
         how = f"{_counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''} × batch {batch}"
         told = (
-            f"{config.name}: {config.model.num_parameters:,} parameters, {config.train.steps} updates of "
-            f"{config.train.global_batch} × {context} tokens ({how}), {config.scheme(world_size).name}, "
-            f"{config.step.precision} → {out}"
+            f"{config.name}: {config.model.num_parameters:,} parameters, {train.steps} updates of {train.global_batch} "
+            f"× {config.step.context} tokens ({how}), {config.scheme(world_size).name}, {config.step.precision} → {out}"
         )
         if self.checkpoint is not None:
             writers = _counted(self.checkpoint.note.get("world_size"), "rank")

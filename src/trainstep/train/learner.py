@@ -23,7 +23,7 @@ from trainstep.parallel.process import Process
 from trainstep.replicas import build, uncounted_bytes
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData
-from trainstep.training_step import Replica, TrainingStep
+from trainstep.training_step import TrainingStep
 from trainstep.workload import builtin_workload, make_optimizer
 
 PROMPT = 48
@@ -46,11 +46,6 @@ class Learner:
         self.step = TrainingStep(workload, step, parallelize)
         self._part = process.rank, process.world_size, step.batch
         """Which part of a global batch is this rank's, in passes of how many sequences."""
-
-    @property
-    def replica(self) -> Replica:
-        """The module and its optimizer, under the run's scheme."""
-        return self.step.replica
 
     def update(self, number: int) -> tuple[Tensor, Tensor]:
         """Update number `number` of the weights, from 1 on.
@@ -78,7 +73,7 @@ class Learner:
         device = self._process.device
         mine = 0
         if device.type == "cuda":
-            mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.replica)
+            mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica)
         peaks: list[int] = [0] * self._process.world_size
         dist.all_gather_object(peaks, mine, group=self._process.group)
         return max(peaks) or None
@@ -94,7 +89,7 @@ class Learner:
         prompts = np.stack([validation[start : start + length] for start in starts]).astype(np.int64)
         with self.step.inference():
             tokens = generate(
-                self.replica.module,
+                self.step.replica.module,
                 torch.from_numpy(prompts).to(self._process.device),
                 new_tokens=train.sample_tokens,
                 context=context,
@@ -116,10 +111,8 @@ def generate(
     Args:
         module: tokens (B, S) → logits (B, S, V), causal.
         prompts: (B, P) token ids, P at least 1.
-        new_tokens: how many to add.
         context: the longest sequence the module takes; beyond it the oldest tokens are forgotten.
-        temperature: of the sampling; 0 takes the likeliest token.
-        seed: of the draws.
+        temperature: of the draws; 0 takes the likeliest token.
 
     Returns:
         Token ids (B, P + new_tokens).

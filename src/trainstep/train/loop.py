@@ -24,7 +24,7 @@ from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_
 from trainstep.records import write_whole
 from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
 from trainstep.train.config import RunConfig
-from trainstep.train.data import TokenData, open_data
+from trainstep.train.data import open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, Asked, check_not_of_others, check_shared, open_folder
 from trainstep.train.learner import Learner, Reading, Readings
 from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
@@ -48,11 +48,9 @@ def train(
     """Train, or go on training, in the folder `out`. Every rank calls it with the same arguments.
 
     Args:
-        config: the run.
+        config, process, show: the run, this rank, and the terminal (silent on all ranks but the first).
         data: text, a folder of text, or a `.bin` of token ids; None: the standard library's source.
         out: the run's folder, seen by all ranks.
-        process: this rank.
-        show: the terminal; silent on all ranks but the first.
         resume_from: a checkpoint's name to go on from instead of the newest; later ones are set aside.
 
     Raises:
@@ -61,7 +59,7 @@ def train(
     """
     on_first_rank(process, lambda: config.check(process.world_size))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
-    tokens = on_all_ranks(process, lambda: _checked_data(data, config, process))
+    tokens = on_all_ranks(process, lambda: open_data(data, config).check_ids(process.rank, process.world_size))
     identity = config.identity(on_first_rank(process, tokens.describe))
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
@@ -73,11 +71,11 @@ def train(
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
         learner = Learner(config, tokens, process)
-        last = None if start.checkpoint is None else start.step
+        last = start.step if start.checkpoint else None
         gloo = dist.new_group(backend="gloo")
         checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
-            load_training_state(start.checkpoint, learner.replica, process, gloo)
+            load_training_state(start.checkpoint, learner.step.replica, process, gloo)
         meter = Meter(config, process, start.step)
         if meter.peak_flops is None:
             show.line(f"utilisation is left out: no peak is known of {device_name(process.device)}")
@@ -86,7 +84,7 @@ def train(
         stack.enter_context(metrics)
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
-        note: dict[str, Any] = {"identity": identity, "form": form_of(learner.replica)}
+        note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
         done = _Run(config, process, learner, checkpoints, note, meter, metrics, show).go(start.step, signals)
         is_finished = done == config.train.steps
@@ -106,12 +104,6 @@ def train(
                 show.line(f"{as_summary(record)} → {out}")
         checkpoints.close()
     return Outcome(done, is_finished, signals.received)
-
-
-def _checked_data(path: Path | None, config: RunConfig, process: Process) -> TokenData:
-    tokens = open_data(path, config)
-    tokens.check_ids(process.rank, process.world_size)
-    return tokens
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,7 @@ class _Run:
                 stopping = stopping or reading.stop
                 if save or stopping:
                     note = {**self.note, "tokens": done * self.config.tokens_per_update}
-                    self.checkpoints.save(done, training_state(self.learner.replica), note)
+                    self.checkpoints.save(done, training_state(self.learner.step.replica), note)
                 readings.restart()
             self.checkpoints.poll()
         self.checkpoints.wait()
@@ -170,8 +162,9 @@ class _Run:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
         last = self.checkpoints.last
-        where = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}" if last is not None else ""
-        good = where or "there is no checkpoint yet"
+        good = "there is no checkpoint yet"
+        if last is not None:
+            good = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
         return AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
             f"learning rate {self.config.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "

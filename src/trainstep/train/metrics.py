@@ -77,11 +77,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsWriter(contextlib.ExitStack):
     """Appends rows to `metrics.jsonl`, each flushed at once, and to TensorBoard's files; a context, which closes them.
 
-    Args:
-        out: the run's folder; rows after `step` are removed from what is there. None, as on all ranks but the first,
-            writes nothing.
-        step: the update that the run goes on from; 0 at its start.
-        tensorboard: whether to write event files too.
+    Rows after update `step`, from which the run goes on, are removed from what is there. With `out` None, as on all
+    ranks but the first, nothing is written.
 
     Raises:
         UsageError: `tensorboard`, and the package is not installed.
@@ -184,11 +181,8 @@ def run_record(
 
     Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
 
-    Args:
-        config, process: of the last start.
-        rows: the metrics, every update once.
-        first: the update from which the last start went on; if it was the last one, there is no speed and no memory.
-        peak_bytes: the most memory that a rank held since; None where it is not counted.
+    `rows` has every update once. `first` is the update from which the last start went on; if it was the last one, there
+    is no speed and no memory. `peak_bytes` is the most that a rank held since; None where it is not counted.
     """
     mine = [row for row in rows if row["step"] > first]
     steady = [row for row in mine if row["since_start"] > WARMUP] or mine

@@ -34,10 +34,7 @@ MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 _Maths = Literal["fused attention", "softmax", "normalisation", "elementwise", "reduction", "optimizer"]
 Family = Matmul | _Maths | Literal["copy", "communication", "other"]
 
-_OUR_KERNELS = (
-    *("forward_kernel", "dq_kernel", "dkdv_kernel", "delta_kernel"),
-    *("backward_kernel", "prepare_dq_kernel", "finish_dq_kernel"),
-)
+_OUR_KERNELS = {f"{each}_kernel" for each in ["forward", "delta", "dq", "dkdv", "backward", "prepare_dq", "finish_dq"]}
 
 _TRITON_COPIES = "to_copy|copy|clone|unsafe_view|view|transpose|t|permute|expand|cat|slice|unsqueeze|squeeze"
 _CPU_LIBRARY = "(aten|mkldnn|mkl|onednn)::_?"
