@@ -22,10 +22,7 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
 )
-"""Optimizers of torch that treat each element alone, so that updating slices is the same as updating the whole.
-
-Subclasses are not among them: what they change is not known.
-"""
+"""Optimizers that treat each element alone, so that slices can be updated. What a subclass changes is not known."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Piece:
     group: int
     parameter: nn.Parameter
     owner: int | None  # the rank that updates all of it; None where every rank updates its slice
-    mine: nn.Parameter | None
-    """What this rank's optimizer updates: its slice, sharing the parameter's memory, or the parameter, or nothing."""
+    mine: nn.Parameter | None  # what this rank updates: its slice, sharing memory, or the parameter, or nothing
 
 
 def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
@@ -72,8 +68,7 @@ def cut(
         loads: bytes that each rank has as whole parameters; added to.
         sliced: whether parameters may be cut.
     """
-    parameters = list(parameters)
-    world_size = len(loads)
+    parameters, world_size = list(parameters), len(loads)
     owners: dict[int, int | None] = {}  # None: sliced
     whole = []
     for number, _, parameter in parameters:

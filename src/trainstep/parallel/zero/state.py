@@ -101,14 +101,14 @@ def restore(buckets: list[ParameterBucket], groups: Groups, state_dict: Mapping[
 def _numbered(groups: Groups) -> Groups:
     """The groups with numbers in place of parameters, as in every optimizer's state dict."""
     numbers = itertools.count()
-    numbered = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    for of_group, group in zip(numbered, groups, strict=True):
-        of_group["params"] = list(itertools.islice(numbers, len(group["params"])))
-    return numbered
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": list(itertools.islice(numbers, len(group["params"])))}
+        for group in groups
+    ]
 
 
 def _is_elementwise(value: Any, piece: Piece) -> bool:
-    """Whether a value of the state has an element for each of this rank's part of the parameter."""
     assert piece.mine is not None
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.mine.shape
 
@@ -119,9 +119,8 @@ def _portable(value: Any, piece: Piece, mesh: DeviceMesh | None) -> Any:
     if piece.owner is not None:
         return flat(value)
     assert mesh is not None
-    return DTensor.from_local(
-        value, mesh, [Shard(0)], run_check=False, shape=torch.Size([piece.parameter.numel()]), stride=(1,)
-    )
+    shape = torch.Size([piece.parameter.numel()])
+    return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
@@ -142,22 +141,16 @@ def _own_part(value: Any, piece: Piece) -> Any:
         return value
     if value.numel() != piece.parameter.numel():
         return value  # not one element per element, such as a factored second moment
-    row = _in_memory_order(value, piece)
+    row = value
+    if value.dim() > 1:  # to the order that the parameter has its elements in memory
+        row = torch.empty_like(piece.parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+        row = flat(row.copy_(value.view(piece.parameter.shape)))
     if piece.owner is None:
         start = piece.mine.storage_offset() - piece.parameter.storage_offset()
         return row[start : start + piece.mine.numel()].clone()
     shaped = torch.empty_like(piece.mine, dtype=value.dtype, device=value.device, requires_grad=False)
     flat(shaped).copy_(row)
     return shaped
-
-
-def _in_memory_order(value: Tensor, piece: Piece) -> Tensor:
-    """All elements in the order that the parameter has them in memory."""
-    if value.dim() == 1:
-        return value
-    ordered = torch.empty_like(piece.parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    ordered.copy_(value.view(piece.parameter.shape))
-    return flat(ordered)
 
 
 def _on_cpu(value: Any) -> Any:
