@@ -24,14 +24,10 @@ OMISSIONS = (
 class ForwardFlops:
     """FLOPs of one forward pass over a batch, by part."""
 
-    projections: int
-    """Query, key, value and output projections of all blocks."""
-    feed_forward: int
-    """The three SwiGLU matrices of all blocks."""
-    attention: int
-    """QKᵀ and PV of all blocks, causal half."""
-    head: int
-    """The projection to the vocabulary."""
+    projections: int  # query, key, value and output projections of all blocks
+    feed_forward: int  # the three SwiGLU matrices of all blocks
+    attention: int  # QKᵀ and PV of all blocks, causal half
+    head: int  # the projection to the vocabulary
 
     @property
     def total(self) -> int:
@@ -60,8 +56,7 @@ def attention_flops(batch: int, heads: int, n_queries: int, n_keys: int, head_di
     return full // 2 if is_causal else full
 
 
-BACKWARD_OVER_FORWARD = 2
-"""Each product y = x·W has two in backward: one for the gradient of x, one for that of W."""
+BACKWARD_OVER_FORWARD = 2  # each product y = x·W has two in backward: one for the gradient of x, one for that of W
 
 
 def step_flops(model: ModelConfig, batch: int, context: int, mode: StepMode) -> int:

@@ -33,8 +33,7 @@ from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, make_row, of_kind
 from trainstep.schemes import SCHEMES
 
-LAUNCH_BOUND = 0.97
-"""Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
+LAUNCH_BOUND = 0.97  # of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)
 
 
 def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machine:
@@ -49,8 +48,9 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
     """
     devices = {str(row.environment["device"]) for row in records if row.environment.get("device")}
     if len(devices) > 1:
-        names = ", ".join(sorted(devices))
-        raise UsageError(f"the calibration is of several devices: {names}; give one device's files")
+        raise UsageError(
+            f"the calibration is of several devices: {', '.join(sorted(devices))}; give one device's files"
+        )
     if spec is None:
         if not devices:
             raise UsageError("the calibration names no device; say which with --device")
@@ -107,14 +107,9 @@ def _link(records: Sequence[Row]) -> dict[str, Any]:
 
 def _timed(records: Sequence[Row]) -> list[MeasuredStep]:
     """Full steps of named sizes on a GPU."""
-    return [
-        row
-        for row in of_kind(records, MeasuredStep)
-        if row.status == "ok"
-        and not (isinstance(row, StepRow) and row.mode != "step")
-        and row.workload in SIZES
-        and "forward_issue" in row.times
-    ]
+    rows = [row for row in of_kind(records, MeasuredStep) if row.status == "ok" and row.workload in SIZES]
+    full = [row for row in rows if not (isinstance(row, StepRow) and row.mode != "step")]
+    return [row for row in full if "forward_issue" in row.times]
 
 
 def _launches(records: Sequence[Row]) -> dict[str, Any]:

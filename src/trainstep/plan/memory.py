@@ -72,14 +72,10 @@ def static_bytes(num_parameters: int, precision: PrecisionName, optimizer: Optim
 class BlockBytes:
     """What one block keeps for backward, and what its backward needs besides."""
 
-    attention_half: int
-    """Kept by the attention and its norm, weights' casts included."""
-    feed_forward_half: int
-    """Kept by the feed-forward and its norm, weights' casts included."""
-    feed_forward_worst: int
-    """Beyond what is kept, at the worst moment of the feed-forward's backward."""
-    attention_worst: int
-    """Beyond what the attention half keeps, at the worst moment of its backward."""
+    attention_half: int  # kept by the attention and its norm, weights' casts included
+    feed_forward_half: int  # kept by the feed-forward and its norm, weights' casts included
+    feed_forward_worst: int  # beyond what is kept, at the worst moment of the feed-forward's backward
+    attention_worst: int  # beyond what the attention half keeps, at the worst moment of its backward
 
     @property
     def kept(self) -> int:
@@ -106,11 +102,9 @@ def block_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> Block
         attention = 4 * e * stream + per_query
         worst = 3 * e * stream + per_query
     else:
-        raise UnsupportedError(
-            f"no memory formula for attention={step.attention}; there is one for eager, {', '.join(FUSED_ATTENTION)}"
-        )
-    casts = 2 if sizes.autocast else 0
-    d, f = model.d_model, model.d_ff
+        there_is = f"there is one for eager, {', '.join(FUSED_ATTENTION)}"
+        raise UnsupportedError(f"no memory formula for attention={step.attention}; {there_is}")
+    casts, d, f = 2 * copies, model.d_model, model.d_ff
     return BlockBytes(
         attention_half=sizes.norm + (1 + 2 * copies) * e * stream + attention + e * stream + casts * 4 * d * d,
         feed_forward_half=sizes.norm + (1 + copies) * e * stream + 4 * e * wide + casts * 3 * d * f,
@@ -140,10 +134,8 @@ class PeakBytes:
     """A step's memory, moment by moment."""
 
     static: StaticBytes
-    moments: dict[str, int]
-    """Bytes alive at each moment that may be the peak."""
-    gradients: dict[str, int]
-    """How many of them are gradients of parameters."""
+    moments: dict[str, int]  # bytes alive at each moment that may be the peak
+    gradients: dict[str, int]  # how many of them are gradients of parameters
 
     @property
     def peak(self) -> int:
@@ -203,8 +195,7 @@ def _block_moments(
     attention_weights, feed_forward_weights = 4 * d * d + d, 3 * d * f + d
     gradients = sizes.weight * (model.vocab_size * d + d)
     for index in reversed(range(model.num_layers)):
-        group = index // size if size is not None else 0
-        in_group = index - group * size if size is not None else index
+        group, in_group = (0, index) if size is None else divmod(index, size)
         inputs = group + 1 if size is not None and sizes.residual == 2 else group  # else the first norm keeps its own
         earlier = inputs * sizes.residual * sizes.stream + in_group * block.kept
         feed_forward = block.kept + block.feed_forward_worst
@@ -246,12 +237,9 @@ class AttentionMemory:
     gradients and one more float32 per query (the row sums of dO ∘ O).
     """
 
-    before_backward: int
-    """Alive between forward and backward."""
-    peak: int
-    """The most alive at once."""
-    score_matrices: int
-    """How many of them are alive at the peak."""
+    before_backward: int  # alive between forward and backward
+    peak: int  # the most alive at once
+    score_matrices: int  # how many of them are alive at the peak
 
 
 def eager_memory(

@@ -29,12 +29,10 @@ from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, shared_bytes, strategy_memory
 from trainstep.precision import PRECISIONS, Precision
 
-BUCKET_BYTES = 25e6
-"""Of gradients reduced in one call at least: the default of our DistributedDataParallel. More, where calls cost more
-than waiting for a larger bucket."""
-
-GATHER_BYTES = 256e6
-"""Of updated parameters gathered in one call by the sharded optimizer, at least."""
+BUCKET_BYTES = (
+    25e6  # of gradients reduced in one call at least, as by our DDP; more, where calls cost more than waiting
+)
+GATHER_BYTES = 256e6  # of updated parameters gathered in one call by the sharded optimizer, at least
 
 
 @dataclass(frozen=True)
@@ -43,17 +41,12 @@ class StepPlan:
 
     layout: Layout
     memory: MemorySplit
-    sent: int
-    """Bytes that each GPU sends in a step."""
+    sent: int  # bytes that each GPU sends in a step
     compute: StepSeconds
-    communication_s: float
-    """For which a GPU's connections are busy."""
-    exposed_s: float
-    """By how much it makes the step longer: what sticks out, and what hidden communication slows."""
-    tokens: int
-    """Of all GPUs."""
-    flops: int
-    """Of the model, for all GPUs."""
+    communication_s: float  # for which a GPU's connections are busy
+    exposed_s: float  # by how much it makes the step longer: what sticks out, and what hidden communication slows
+    tokens: int  # of all GPUs
+    flops: int  # of the model, for all GPUs
 
     @property
     def step_s(self) -> float:
@@ -102,9 +95,9 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         compute = dataclasses.replace(compute, backward=backward)
     sent = shared_bytes(model, step, layout, precision.stored_bytes, 0).sent
     if t > 1:
-        calls, payload = _tensor_parallel_calls(model, shared)
-        link = cluster.group_link("all-gather", t)
-        seconds = calls * collective_seconds("all-gather", payload, t, link)
+        calls = model.num_layers * (4 + 6 + (4 if step.checkpointing != "none" else 0)) + 4
+        payload = shared.batch * shared.context * model.d_model * precision.computed_bytes
+        seconds = calls * collective_seconds("all-gather", payload, t, cluster.group_link("all-gather", t))
         busy, exposed = busy + seconds, exposed + seconds
         sent += calls * passes("all-gather", t) * payload // t
     tokens = layout.gpus * step.batch * step.context
@@ -123,26 +116,22 @@ def _data_parallel_seconds(
     scatter = cluster.group_link("reduce-scatter", n, stride)
     part = (n - 1) / n
     if layout.scheme == "fsdp":
-        width = precision.computed_bytes
-        groups = model.num_layers + 2
+        width, groups = precision.computed_bytes, model.num_layers + 2
         gathered = part * parameters * width / gather.bus_bytes_per_s
         exchanged = part * parameters * width / scatter.bus_bytes_per_s
         both = gather.overhead_s + scatter.overhead_s
         busy = 2 * gathered + exchanged + groups * (gather.overhead_s + both)
-        return busy, (
-            sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
-            + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
-        )
+        exposed = sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
+        return busy, exposed + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
     kept = parameters * precision.stored_bytes
     backward_s, optimizer_s = compute.backward.total, compute.optimizer.total
     if layout.scheme == "ddp":
         reduce = cluster.group_link("all-reduce", n, stride)
         return _in_best_calls(backward_s, 2 * part * kept / reduce.bus_bytes_per_s, reduce.overhead_s, kept)
-    behind_backward = _in_best_calls(backward_s, part * kept / scatter.bus_bytes_per_s, scatter.overhead_s, kept)
-    behind_optimizer = _in_best_calls(
-        optimizer_s, part * kept / gather.bus_bytes_per_s, gather.overhead_s, kept, least=GATHER_BYTES
-    )
-    return behind_backward[0] + behind_optimizer[0], behind_backward[1] + behind_optimizer[1]
+    scatter_s, gather_s = part * kept / scatter.bus_bytes_per_s, part * kept / gather.bus_bytes_per_s
+    busy, exposed = _in_best_calls(backward_s, scatter_s, scatter.overhead_s, kept)
+    gathering, sticking_out = _in_best_calls(optimizer_s, gather_s, gather.overhead_s, kept, least=GATHER_BYTES)
+    return busy + gathering, exposed + sticking_out
 
 
 def _in_best_calls(
@@ -152,13 +141,6 @@ def _in_best_calls(
     most = max(1, math.ceil(payload / least))
     calls = min(most, max(1, round(max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s))))
     return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s)
-
-
-def _tensor_parallel_calls(model: ModelConfig, step: StepConfig) -> tuple[int, int]:
-    """(calls in a step, payload bytes of each); `step.batch` is the group's."""
-    per_block = 4 + 6 + (4 if step.checkpointing != "none" else 0)
-    width = model.d_model * PRECISIONS[step.precision].computed_bytes
-    return model.num_layers * per_block + 4, step.batch * step.context * width
 
 
 def scaled(cluster: Cluster, gpus: int) -> Cluster:

@@ -45,11 +45,8 @@ TILES = {
 }
 """(rows, columns, speed against the best) of tensor cores and of ordinary float32 units. The speeds are assumptions."""
 
-FUSED_ATTENTION = 0.5
-"""Of the rate of a large product, reached by fused attention: on an H200 0.55 in long sequences, less in short ones."""
-
-OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "sgd": 20}
-"""Read and written per float32 parameter."""
+FUSED_ATTENTION = 0.5  # of a large product's rate, by fused attention: on an H200 0.55 in long sequences, less in short
+OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "sgd": 20}  # read and written per float32 parameter
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,8 @@ class PhaseSeconds:
 class StepSeconds:
     """What one GPU computes in a step, without any communication."""
 
-    forward: PhaseSeconds
-    """The loss included."""
-    backward: PhaseSeconds
-    """What checkpointing computes again included."""
+    forward: PhaseSeconds  # the loss included
+    backward: PhaseSeconds  # what checkpointing computes again included
     optimizer: PhaseSeconds
 
     @property
@@ -170,17 +165,12 @@ class _Block:
         attention_in, feed_forward_in = product(tokens, own, d), product(tokens, inner, d)
         attention_out, feed_forward_out = product(tokens, d, own), product(tokens, d, inner)
         self.forward_products = 3 * attention_in + attention_out + 2 * feed_forward_in + feed_forward_out
-        self.backward_products = (
-            3 * (attention_out + product(own, d, tokens))
-            + attention_in
-            + product(d, own, tokens)
-            + 2 * (feed_forward_out + product(inner, d, tokens))
-            + feed_forward_in
-            + product(d, inner, tokens)
-        )
-        groups = step.batch * -(-heads // t)
+        of_attention = 3 * (attention_out + product(own, d, tokens)) + attention_in + product(d, own, tokens)
+        of_feed_forward = 2 * (feed_forward_out + product(inner, d, tokens)) + feed_forward_in
+        self.backward_products = of_attention + of_feed_forward + product(d, inner, tokens)
         is_eager = step.attention == "eager"
         if is_eager:
+            groups = step.batch * -(-heads // t)
             pair = product(s, s, k, groups) + product(s, k, s, groups)
             self.forward_products += pair
             self.backward_products += 2 * pair

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,13 +41,10 @@ class PlanRequest:
 
     name: str
     model: ModelConfig
-    step: StepConfig
-    """The batch is what each GPU brings."""
+    step: StepConfig  # the batch is what each GPU brings
     cluster: Cluster
-    tensor_parallel: int | None = None
-    """None: the one with the highest predicted throughput."""
-    policies: Sequence[str] = ()
-    """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
+    tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
+    policies: Sequence[str] = ()  # of checkpointing, whose memory is shown; by default none, every-1 and the best K
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,16 +74,20 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
             f"context is {request.step.context}; the model accepts at most {model.max_context} (max_context)"
         )
     layouts = _layouts(request)
-    policies = request.policies or _default_policies(request)
+    policies = request.policies
+    if not policies:
+        best = best_blocks_per_checkpoint(model, dataclasses.replace(request.step, compile="off"), on_cuda=True)
+        policies = list(dict.fromkeys(["none", "every-1", f"every-{best}", request.step.checkpointing]))
     plans = [request.plan(layout) for layout in layouts]
-    for policy in policies:
-        blocks_per_checkpoint(policy)
-        strategy_memory(model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+    steps = [dataclasses.replace(request.step, checkpointing=policy) for policy in policies]
+    for step in steps:
+        blocks_per_checkpoint(step.checkpointing)
+        strategy_memory(model, step, layouts[0])
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
-    for layout in layouts:
-        yield from (_memory_row(request, layout, policy) for policy in policies)
+    for layout, step in itertools.product(layouts, steps):
+        yield PlanMemoryRow(**_memory_columns(request, step, layout, strategy_memory(model, step, layout)))
     yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_rows(request, layouts)
 
@@ -98,12 +100,6 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     plans = [request.plan(mesh) for mesh in meshes if mesh.tensor > 1]
     fastest = sorted(plans, key=lambda plan: (not fits(plan.memory, request.cluster), -plan.tokens_per_s))[:1]
     return [layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]] + [plan.layout for plan in fastest]
-
-
-def _default_policies(request: PlanRequest) -> list[str]:
-    model, step = request.model, dataclasses.replace(request.step, compile="off")
-    best = best_blocks_per_checkpoint(model, step, on_cuda=True)
-    return list(dict.fromkeys(["none", "every-1", f"every-{best}", step.checkpointing]))
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
@@ -128,7 +124,6 @@ def _machine_row(request: PlanRequest) -> PlanMachineRow:
 
 
 def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
-    """What rows of a strategy and rows of a checkpointing policy have in common."""
     kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
     return {
         **request.settings,
@@ -162,11 +157,6 @@ def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
         tokens_per_s=plan.tokens_per_s,
         utilisation=plan.utilisation(cluster.machine.peak_flops[step.precision]),
     )
-
-
-def _memory_row(request: PlanRequest, layout: Layout, policy: str) -> PlanMemoryRow:
-    step = dataclasses.replace(request.step, checkpointing=policy)
-    return PlanMemoryRow(**_memory_columns(request, step, layout, strategy_memory(request.model, step, layout)))
 
 
 def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimitRow]:

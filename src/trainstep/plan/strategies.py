@@ -66,10 +66,8 @@ def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelC
     for what, count in (("GPUs", gpus), ("heads", model.num_heads), ("columns of d_ff", model.d_ff)):
         if count % tensor_parallel:
             fit = ", ".join(map(str, _divisors(math.gcd(gpus, model.num_heads, model.d_ff))))
-            raise UsageError(
-                f"a mesh with tensor parallelism of {tensor_parallel} is impossible: it does not divide "
-                f"{count} {what}; choose among {fit}"
-            )
+            mesh = f"a mesh with tensor parallelism of {tensor_parallel}"
+            raise UsageError(f"{mesh} is impossible: it does not divide {count} {what}; choose among {fit}")
     return Layout(strategy, gpus // tensor_parallel, tensor_parallel)
 
 
@@ -82,9 +80,7 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-RESERVED_BYTES = GIB
-"""Of a GPU's memory that no tensor gets: the CUDA context and the libraries' workspaces. An assumption."""
-
+RESERVED_BYTES = GIB  # of a GPU's memory, for the CUDA context and the libraries' workspaces: an assumption
 MOST_GPUS = 16_384
 
 
@@ -95,10 +91,8 @@ class MemorySplit:
     weights: int
     gradients: int
     optimizer_state: int
-    activations: int
-    """Everything else that computing keeps or makes, casts of weights included."""
-    buffers: int
-    """For communication."""
+    activations: int  # everything else that computing keeps or makes, casts of weights included
+    buffers: int  # for communication
     moment: str
 
     @property
@@ -128,7 +122,7 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     state_width = 0 if step.optimizer == "sgd" else 2 * kept_width
     kept = shared_bytes(model, step, layout, kept_width, state_width)
     gradient_ranks = n if layout.scheme in ("zero-2", "fsdp") else 1
-    split: list[MemorySplit] = []
+    split = []
     for moment, alive in peak.moments.items():
         made, buffers = peak.gradients[moment], kept.buffers
         other = alive - peak.static.at_rest - made
@@ -170,7 +164,6 @@ def fits(memory: MemorySplit, cluster: Cluster) -> bool:
 
 def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int:
     """The most sequences per GPU that fit; 0 if not even one does."""
-
     steps = functools.partial(dataclasses.replace, step)
     return _last(lambda batch: fits(strategy_memory(model, steps(batch=batch), layout), cluster), 1 << 20)
 

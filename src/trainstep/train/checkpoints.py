@@ -13,6 +13,7 @@ parameters by their memory instead of by rows and keeps its state in a form of i
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -40,9 +41,7 @@ NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
 _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
 
-
-StateForm = Literal["by name", "in slices"]
-"""How the optimizer's state is kept."""
+StateForm = Literal["by name", "in slices"]  # how the optimizer's state is kept
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Checkpoint:
     """A complete checkpoint."""
 
     path: Path
-    step: int
-    """Updates made when it was taken."""
+    step: int  # updates made when it was taken
     note: Mapping[str, Any]
     """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
     was told to go back to; `files` with their sizes."""
@@ -77,11 +75,9 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     """
     path = folder / name_of(step)
     older = [name_of(each) for each in steps_in(folder) if each < step]
-    instead = (
-        f"to go on from an older one, give --resume-from {older[-1]}"
-        if older
-        else "there is no older checkpoint; start anew with another --out"
-    )
+    instead = "there is no older checkpoint; start anew with another --out"
+    if older:
+        instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
         note = json.loads((path / NOTE).read_text(encoding="utf-8"))
         files = dict(note["files"])
@@ -105,11 +101,9 @@ def tidy(folder: Path) -> None:
 def set_aside(folder: Path, steps: Iterable[int]) -> list[str]:
     """Rename the checkpoints of these steps, so that training may come there again; returns their new names."""
     renamed = []
-    for step in steps:
-        number = 1
-        while (target := folder / f"aside-{number}-{name_of(step)}").exists():
-            number += 1
-        (folder / name_of(step)).rename(target)
+    for name in map(name_of, steps):
+        targets = (folder / f"aside-{number}-{name}" for number in itertools.count(1))
+        target = (folder / name).rename(next(path for path in targets if not path.exists()))
         renamed.append(target.name)
     return renamed
 
@@ -127,8 +121,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup, last: int | None) -> None:
         self.folder, self._keep, self.group = folder, keep, group
         self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
-        self.last = last
-        """Step of the last checkpoint that is complete, as far as this process has seen."""
+        self.last = last  # step of the last checkpoint that is complete, as far as this process has seen
 
     def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
         """Copy `state` to the host and start writing it; waits for the checkpoint before, if it is still under way."""
@@ -150,18 +143,15 @@ class CheckpointWriter:
         """
         if self._underway is None:
             return
-        step, saved, note = self._underway
-        self._underway = None
+        (step, saved, note), self._underway = self._underway, None
         try:
             saved.result()
             if self.group.rank() == 0:
                 self._complete(step, note)
         except (Exception, CheckpointException) as error:
-            before = (
-                "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
-            )
+            last = "there is none before it" if self.last is None else f"the last complete one is {name_of(self.last)}"
             raise UsageError(
-                f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
+                f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {last}. See that there is "
                 f"room in {self.folder}, then give the same command again to go on"
             ) from error
         self.last = step
@@ -192,11 +182,10 @@ def form_of(replica: Replica) -> StateForm:
 
 def training_state(replica: Replica) -> dict[str, Any]:
     """Weights, buffers and optimizer state, for torch.distributed.checkpoint. Tensors share memory with the replica."""
-    model = _model_state(replica)
+    model = _plain(replica.module).state_dict()
     if isinstance(replica.optimizer, ShardedOptimizer):
         return {"model": model, "optimizer": replica.optimizer}
-    state = state_by_name(replica.optimizer, _trained(replica), model)
-    return {"model": model, "optimizer": {"state": state}}
+    return {"model": model, "optimizer": {"state": state_by_name(replica.optimizer, _trained(replica), model)}}
 
 
 def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
@@ -211,23 +200,16 @@ def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Proce
     Raises:
         UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
     """
-    kept, wanted = checkpoint.note.get("form"), form_of(replica)
+    kept, wanted, in_train = checkpoint.note.get("form"), form_of(replica), (s for s in SCHEMES.values() if s.in_train)
     if kept != wanted:
-        alike = [
-            each.name
-            for each in SCHEMES.values()
-            if each.in_train and (each.wrapper == "sharded-optimizer") == (kept == "in slices")
-        ]
-        raise AgreedError(
-            f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
-            f"{' or '.join(alike)}"
-        )
+        alike = [s.name for s in in_train if (s.wrapper == "sharded-optimizer") == (kept == "in slices")]
+        states = f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}"
+        raise AgreedError(f"{states}; go on with --scheme {' or '.join(alike)}")
     on_all_ranks(process, functools.partial(_load, checkpoint.path, replica, group))
 
 
 def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
-    """Read weights, buffers and optimizer state in place."""
-    model = _model_state(replica)
+    model = _plain(replica.module).state_dict()
     in_slices = isinstance(replica.optimizer, ShardedOptimizer)
     try:
         state: Any = replica.optimizer
@@ -237,9 +219,8 @@ def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
         if not in_slices:
             _give_state(replica, state["state"])
     except (Exception, CheckpointException) as error:
-        raise UsageError(
-            f"{path} cannot be read: {_last_line(error)}; name an older checkpoint with --resume-from"
-        ) from error
+        what = f"{path} cannot be read: {_last_line(error)}"
+        raise UsageError(f"{what}; name an older checkpoint with --resume-from") from error
 
 
 def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> None:
@@ -247,20 +228,14 @@ def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> No
     optimizer, trained = replica.optimizer, _trained(replica)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    state = {
-        numbers[id(trained[name])]: {key: local_part(value) for key, value in values.items()}
-        for name, values in loaded.items()
-    }
+    parts = {name: {key: local_part(value) for key, value in values.items()} for name, values in loaded.items()}
+    state = {numbers[id(trained[name])]: values for name, values in parts.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _plain(module: nn.Module) -> nn.Module:
     """What DistributedDataParallel wraps; FSDP answers for the module itself."""
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _model_state(replica: Replica) -> dict[str, Any]:
-    return _plain(replica.module).state_dict()
 
 
 def _trained(replica: Replica) -> dict[str, nn.Parameter]:

@@ -19,22 +19,18 @@ from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, se
 from trainstep.train.config import RunConfig, differences
 from trainstep.train.metrics import METRICS, read_metrics
 
-RUN = "run.json"
-"""What the run is: written once, at its start."""
+RUN = "run.json"  # what the run is: written once, at its start
 _DRAFT = f".{RUN}"
 CHECKPOINTS = "checkpoints"
-RESULTS = "results.jsonl"
-"""Written at the run's end, and so the sign of it."""
+RESULTS = "results.jsonl"  # written at the run's end, and so the sign of it
 
 
 @dataclass(frozen=True)
 class Asked:
     """What the command says."""
 
-    steps: int
-    """Updates in all."""
-    resume_from: str | None = None
-    """A checkpoint's name to go back to; None for the newest."""
+    steps: int  # updates in all
+    resume_from: str | None = None  # a checkpoint's name to go back to; None for the newest
     is_restart: bool = False
     """Whether torchrun gives the command a second time, because a worker died. If it went back to `resume_from` before,
     it does not again, and what was saved since is gone on from."""
@@ -44,24 +40,19 @@ class Asked:
 class Found:
     """What a folder holds of a run that has made an update."""
 
-    steps: tuple[int, ...] = ()
-    """The updates that its checkpoints were taken after, oldest first."""
+    steps: tuple[int, ...] = ()  # the updates that its checkpoints were taken after, oldest first
     resumed_from: str | None = None
     """What the command that wrote the newest checkpoint had been told to go back to; None where that one is damaged."""
-    has_results: bool = False
-    """Whether the run came to its end."""
+    has_results: bool = False  # whether the run came to its end
 
 
 @dataclass(frozen=True)
 class Choice:
     """Where to go on."""
 
-    step: int | None
-    """The update that the checkpoint to load was taken after; None: begin with the first update."""
-    later: tuple[int, ...] = ()
-    """Those of newer checkpoints, which are in the way."""
-    is_finished: bool = False
-    """Everything is there already: nothing to do."""
+    step: int | None  # the update that the checkpoint to load was taken after; None: begin with the first update
+    later: tuple[int, ...] = ()  # those of newer checkpoints, which are in the way
+    is_finished: bool = False  # everything is there already: nothing to do
 
 
 def choose(found: Found | None, asked: Asked, out: Path) -> Choice:
@@ -95,11 +86,9 @@ class Start:
     """Where a run starts or goes on."""
 
     is_new: bool
-    checkpoint: Checkpoint | None
-    """None: from the first step."""
+    checkpoint: Checkpoint | None  # None: from the first step
     is_finished: bool = False
-    aside: tuple[str, ...] = ()
-    """Later checkpoints, by the names that they were given."""
+    aside: tuple[str, ...] = ()  # later checkpoints, by the names that they were given
 
     @property
     def step(self) -> int:
@@ -168,9 +157,8 @@ def check_not_of_others(out: Path) -> None:
     if (out / RUN).exists() or not out.is_dir():
         return
     if others := sorted({path.name for path in out.iterdir()} - {LOCK, _DRAFT, CHECKPOINTS}):
-        raise UsageError(
-            f"{out} holds no run but other files ({', '.join(others[:3])}); choose a new folder with --out"
-        )
+        files = ", ".join(others[:3])
+        raise UsageError(f"{out} holds no run but other files ({files}); choose a new folder with --out")
 
 
 def check_shared(out: Path) -> None:

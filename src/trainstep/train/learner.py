@@ -26,10 +26,8 @@ from trainstep.train.data import TokenData
 from trainstep.training_step import Replica, TrainingStep
 from trainstep.workload import builtin_workload, make_optimizer
 
-PROMPT = 48
-"""Tokens of validation text that a sample begins with."""
-BYTES = 256
-"""Text has no other ids than these, so no other is drawn."""
+PROMPT = 48  # tokens of validation text that a sample begins with
+BYTES = 256  # text has no other ids than these, so no other is drawn
 
 
 class Learner:
@@ -39,17 +37,14 @@ class Learner:
         self._config, self._tokens, self._process = config, tokens, process
         step = dataclasses.replace(config.step, device=str(process.device))
         workload = builtin_workload(config.model, step, batches=())
-        workload.optimizer = functools.partial(
-            make_optimizer, step.optimizer, step.learning_rate, weight_decay=config.train.weight_decay
-        )
+        decay = config.train.weight_decay
+        workload.optimizer = functools.partial(make_optimizer, step.optimizer, step.learning_rate, weight_decay=decay)
         parallelize = functools.partial(build, config.scheme(process.world_size), process, step)
         self.step = TrainingStep(workload, step, parallelize)
-        self._part = process.rank, process.world_size, step.batch
-        """Which part of a global batch is this rank's, in passes of how many sequences."""
+        self._part = process.rank, process.world_size, step.batch  # which part of a global batch is this rank's
 
     @property
     def replica(self) -> Replica:
-        """The module and its optimizer, under the run's scheme."""
         return self.step.replica
 
     def update(self, number: int) -> tuple[Tensor, Tensor]:
@@ -75,8 +70,7 @@ class Learner:
 
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
-        device = self._process.device
-        mine = 0
+        device, mine = self._process.device, 0
         if device.type == "cuda":
             mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.replica)
         peaks: list[int] = [0] * self._process.world_size
@@ -149,18 +143,13 @@ class Reading:
     """One update, as all ranks see it."""
 
     step: int
-    loss: float
-    """Mean over the global batch."""
-    gradient_norm: float
-    """Before clipping."""
-    stop: bool
-    """Whether some rank was told to stop by the end of this update."""
-    seconds: float
-    """From the end of the update before, or from `restart`, to this one's end."""
+    loss: float  # mean over the global batch
+    gradient_norm: float  # before clipping
+    stop: bool  # whether some rank was told to stop by the end of this update
+    seconds: float  # from the end of the update before, or from `restart`, to this one's end
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither the loss nor the gradient is infinite or NaN."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
@@ -180,8 +169,7 @@ class Readings:
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = there.copy_(values, non_blocking=True)
         end = self._now()
-        before = self.take()
-        self._pending = (step, values, end)
+        before, self._pending = self.take(), (step, values, end)
         return before
 
     def take(self) -> Reading | None:

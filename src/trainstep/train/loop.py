@@ -34,12 +34,9 @@ from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summ
 class Outcome:
     """How a run ended."""
 
-    step: int
-    """Updates made; the newest checkpoint is of this one."""
-    is_finished: bool
-    """Whether it was the last."""
-    stopped_by: signal.Signals | None = None
-    """The signal that this rank got, if it got one."""
+    step: int  # updates made; the newest checkpoint is of this one
+    is_finished: bool  # whether it was the last
+    stopped_by: signal.Signals | None = None  # the signal that this rank got, if it got one
 
 
 def train(
@@ -122,8 +119,7 @@ class _Run:
     process: Process
     learner: Learner
     checkpoints: CheckpointWriter
-    note: Mapping[str, Any]
-    """What goes into every checkpoint beside the state."""
+    note: Mapping[str, Any]  # what goes into every checkpoint beside the state
     meter: Meter
     metrics: MetricsWriter
     show: Show
@@ -134,9 +130,7 @@ class _Run:
         Returns:
             Updates made.
         """
-        train = self.config.train
-        readings = Readings(self.process)
-        stopping = False
+        train, readings, stopping = self.config.train, Readings(self.process), False
         while done < train.steps and not stopping:
             done += 1
             loss, norm = self.learner.update(done)
@@ -159,7 +153,6 @@ class _Run:
         return done
 
     def _account(self, reading: Reading, *, validate: bool = False) -> None:
-        """Check an update, validate if that is due, and write and show its row."""
         if not reading.is_finite:
             raise self._not_finite(reading)
         row = self.meter.row(reading, self.learner.validate() if validate else None)
@@ -169,9 +162,9 @@ class _Run:
     def _not_finite(self, reading: Reading) -> AgreedError:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
-        last = self.checkpoints.last
-        where = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}" if last is not None else ""
-        good = where or "there is no checkpoint yet"
+        last, good = self.checkpoints.last, "there is no checkpoint yet"
+        if last is not None:
+            good = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
         return AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
             f"learning rate {self.config.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "

@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-METRICS = "metrics.jsonl"
-"""The file's name in the run's folder."""
+METRICS = "metrics.jsonl"  # the file's name in the run's folder
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
 """What TensorBoard draws."""
-WARMUP = 10
-"""Updates after a start whose speed is not counted: compilation and first allocations are in them."""
-POINTS = 50
-"""Updates whose losses are kept in the record; metrics.jsonl has all."""
+WARMUP = 10  # updates after a start whose speed is not counted: compilation and first allocations are in them
+POINTS = 50  # updates whose losses are kept in the record; metrics.jsonl has all
 
 
 class Meter:
@@ -97,10 +94,8 @@ class MetricsWriter(contextlib.ExitStack):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise UsageError(
-                    "TensorBoard's files need the package tensorboard (pip install tensorboard); or leave them out "
-                    "with --no-tensorboard"
-                ) from error
+                need = "TensorBoard's files need the package tensorboard (pip install tensorboard)"
+                raise UsageError(f"{need}; or leave them out with --no-tensorboard") from error
             self._events = self.enter_context(SummaryWriter(str(out / "tensorboard"), purge_step=step + 1))
         kept = [row for row in read_metrics(out / METRICS) if row["step"] <= step]
         draft = out / f".{METRICS}"
@@ -109,7 +104,6 @@ class MetricsWriter(contextlib.ExitStack):
         self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
             self._file.flush()
@@ -127,7 +121,6 @@ class Show:
         self._bar: tuple[Progress, TaskID] | None = None
 
     def line(self, text: str) -> None:
-        """One line."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
