@@ -251,10 +251,8 @@ class DistributedDataParallel(nn.Module):
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad
         if gradient is None:
-            raise UsageError(
-                f"the gradient of {self._names[number]} is gone: it was set to None between backward and "
-                "finish_gradient_synchronization()"
-            )
+            when = "between backward and finish_gradient_synchronization()"
+            raise UsageError(f"the gradient of {self._names[number]} is gone: it was set to None {when}")
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
         return gradient.detach()
@@ -273,8 +271,7 @@ class DistributedDataParallel(nn.Module):
         """After the first step: fill buckets in the order in which rank 0's gradients came."""
         if not self.overlap or self._order is not None:
             return
-        seen = list(self._came)
-        order: list[Any] = [seen + [number for number in range(len(self._trained)) if number not in self._came]]
+        order: list[Any] = [list(dict.fromkeys([*self._came, *range(len(self._trained))]))]
         dist.broadcast_object_list(order, group=self.process_group, group_src=0)
         self._order = order[0]
         self._make_buckets(order[0])
@@ -286,12 +283,10 @@ class DistributedDataParallel(nn.Module):
         ours, theirs = {id(parameter) for parameter in self._trained}, {id(parameter) for parameter in now}
         gone = [name for name, parameter in zip(self._names, self._trained, strict=True) if id(parameter) not in theirs]
         new = [name for name, parameter in self.module.named_parameters() if id(parameter) in theirs - ours]
-        changes = [f"{', '.join(names)} {what}" for names, what in
-                   ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen")) if names]  # fmt: skip
-        raise UsageError(
-            f"the module's parameters changed since it was wrapped ({'; '.join(changes) or 'their order'}); wrap it "
-            "again after such a change"
-        )
+        parts = ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen"))
+        changes = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names) or "their order"
+        what = f"the module's parameters changed since it was wrapped ({changes})"
+        raise UsageError(f"{what}; wrap it again after such a change")
 
     def _unused_message(self, absent: list[int]) -> str:
         if len(absent) == len(self._trained):

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -63,16 +63,12 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
         yield process
 
 
-@contextmanager
-def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
+def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> AbstractContextManager[Process]:
     """`join_group` where torchrun started this process; else a group of this process alone, on the first GPU if any."""
     if "RANK" in os.environ:
-        with join_group(device, timeout_s=timeout_s) as process:
-            yield process
-        return
+        return join_group(device, timeout_s=timeout_s)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with joined(bind_device(device, 0), rank=0, world_size=1, store=store, timeout_s=timeout_s) as process:
-        yield process
+    return joined(bind_device(device, 0), rank=0, world_size=1, store=store, timeout_s=timeout_s)
 
 
 @contextmanager

@@ -84,13 +84,12 @@ class Schedule:
         self._under_way: list[BufferReduction] = []
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
-        self._replicated = ReplicatedGradients([p for group in groups for p in group.parameters], process_group)
-        this = weakref.ref(self)
-        for group_number, group in enumerate(groups):
-            for number, parameter in enumerate(group.parameters):
-                if parameter.trainable:
-                    assert parameter.full is not None
-                    parameter.full.register_post_accumulate_grad_hook(_hook(this, group_number, number))
+        self._members = [(group, parameter) for group in groups for parameter in group.parameters]
+        self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], process_group)
+        for number, (_, parameter) in enumerate(self._members):
+            if parameter.trainable:
+                assert parameter.full is not None
+                parameter.full.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
 
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
@@ -186,7 +185,7 @@ class Schedule:
                 if use.needs_backward:
                     yield use.group
 
-    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter, full: Tensor) -> None:
+    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter) -> None:
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
         if replicated is not None:
@@ -227,14 +226,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _hook(schedule: weakref.ref[Schedule], group_number: int, number: int) -> Callable[[Tensor], None]:
+def _hook(schedule: weakref.ref[Schedule], number: int) -> Callable[[Tensor], None]:
     """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
 
-    def on_gradient(full: Tensor) -> None:
+    def on_gradient(_: Tensor) -> None:
         this = schedule()
         assert this is not None, "the boundaries in the module keep it alive"
-        group = this.groups[group_number]
-        this._on_gradient(group, group.parameters[number], full)
+        this._on_gradient(*this._members[number])
 
     return on_gradient
 

@@ -240,14 +240,12 @@ def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Modu
     inside = {module: name for name, module in root.named_modules()}
     chosen = list(chosen)
     for module in chosen:
+        one = f"a {type(module).__name__}"
         if module not in inside:
-            what = f"a {type(module).__name__} that is not part of the module"
-            raise UsageError(f"groups has {what}; give modules found by module.modules()")
+            raise UsageError(f"groups has {one} that is not part of the module; give modules found by module.modules()")
         if not is_called(module):
-            raise UsageError(
-                f"groups has {inside[module] or 'the module itself'}, a {type(module).__name__}, which is never "
-                "called; give the modules inside it"
-            )
+            what = f"{inside[module] or 'the module itself'}, {one}"
+            raise UsageError(f"groups has {what}, which is never called; give the modules inside it")
     return set(chosen)
 
 

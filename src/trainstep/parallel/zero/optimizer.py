@@ -15,8 +15,16 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.zero.slices import ParameterBucket, Piece, cut, hyper_parameters, may_slice
-from trainstep.parallel.zero.state import consolidate, dump, restore
+from trainstep.parallel.zero.pieces import (
+    ParameterBucket,
+    Piece,
+    consolidate,
+    cut,
+    dump,
+    hyper_parameters,
+    may_slice,
+    restore,
+)
 
 Division = Literal["auto", "slices", "parameters"]
 
