@@ -44,15 +44,8 @@ if TYPE_CHECKING:
     from trainstep.parallel.process import Process, join_group
     from trainstep.parallel.zero.optimizer import ShardedOptimizer
 
-__all__ = [
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "Process",
-    "ShardedOptimizer",
-    "join_group",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+__all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "Process", "ShardedOptimizer", "join_group"]
+__all__ += ["load_checkpoint", "save_checkpoint"]
 
 _HOME = {
     "DistributedDataParallel": "ddp",

@@ -10,6 +10,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MB = 10**6
-"""Bytes in a megabyte, as networks count them."""
+MB = 10**6  # bytes in a megabyte, as networks count them
 
 
 class Waitable(Protocol):
@@ -37,9 +37,9 @@ def flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():  # a transposed weight, or channels_last: dense all the same
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
         if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} does not fill its memory; "
-                "make it contiguous"
+                f"a tensor of shape {shape} and strides {strides} does not fill its memory; make it contiguous"
             )
     return tensor.view(-1)
 
@@ -139,14 +139,13 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
     Returns:
         The indices of each bucket, ordered by when its last tensor becomes ready.
     """
-    limit = bucket_mb * MB
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     closed: list[tuple[int, list[int]]] = []  # (position of the last tensor, indices)
     last: dict[Hashable, int] = {}
     for position, (index, size, kind) in enumerate(items):
         bucket, filled = open_buckets.pop(kind, ([], 0))
         bucket.append(index)
-        if filled + size >= limit:
+        if filled + size >= bucket_mb * MB:
             closed.append((position, bucket))
         else:
             open_buckets[kind] = (bucket, filled + size)
@@ -161,9 +160,8 @@ class Pending:
 
     event: torch.cuda.Event | None = None
     work: Waitable | None = None
-    then: Callable[[], None] | None = None
-    holds: object = None
-    """What must not be freed before the wait."""
+    then: Callable[[], object] | None = None
+    holds: object = None  # what must not be freed before the wait
 
     def wait(self) -> None:
         """Let the current stream (on a CPU: the caller) wait for the end of the work."""
@@ -192,35 +190,28 @@ class SideStream:
         self,
         start: Callable[[], Waitable | None] | None,
         *,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> Pending:
         """Run `before`, what `start` starts, and `after`, behind all that the current stream has so far.
 
         `start` returns a collective under way, or None if it has given the current stream all there is to do. On a CPU
         `after` runs when the collective is waited for.
         """
-        if self._stream is None:
+        stream = self._stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             if before is not None:
                 before()
             work = None if start is None else start()
-            if work is not None:
-                return Pending(work=work, then=after, holds=start)
-            if after is not None:
-                after()
-            return Pending()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            if before is not None:
-                before()
-            work = None if start is None else start()
-            if work is not None and after is None:
-                return Pending(work=work, holds=start)  # so that what is run here next does not wait for it
+            if work is not None and (stream is None or after is None):
+                return Pending(work=work, then=after, holds=start)  # and what is run here next does not wait for it
             if work is not None:
                 work.wait()  # this stream waits for the group's own; the host does not
             if after is not None:
                 after()
-            return Pending(event=self._stream.record_event(), holds=(start, after))
+            return Pending() if stream is None else Pending(event=stream.record_event(), holds=(start, after))
 
 
 class _PackedGather:
@@ -245,16 +236,14 @@ class _PackedGather:
 
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = operation
-    options.asyncOp = True
+    options.reduceOp, options.asyncOp = operation, True
     payload = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
     return group.allreduce_coalesced(payload, options)
 
 
 def _reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
     options = dist.ReduceScatterOptions()
-    options.reduceOp = operation
-    options.asyncOp = True
+    options.reduceOp, options.asyncOp = operation, True
     parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
     return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
 

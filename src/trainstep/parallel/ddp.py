@@ -124,8 +124,7 @@ class DistributedDataParallel(nn.Module):
     def _attach(self, module: nn.Module) -> None:
         self.module = module
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._names = [name for name, _ in named]
-        self._trained = [parameter for _, parameter in named]
+        self._names, self._trained = [name for name, _ in named], [parameter for _, parameter in named]
         self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
@@ -164,7 +163,10 @@ class DistributedDataParallel(nn.Module):
             while self._next < len(self._buckets):
                 self._start_next()
             for reduction in self._underway:
-                self._settle(reduction)
+                means = reduction.wait()
+                if reduction.bucket.scattered:
+                    for number, mean in zip(reduction.bucket.numbers, means, strict=True):
+                        self._slices[number].grad, self._trained[number].grad = mean, None
             if self.allow_unused:
                 self._drop_where_unused_everywhere(absent)
             self._rebuild_buckets()
@@ -174,8 +176,7 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep gradients to this rank; the next one outside averages what has added up."""
-        before = self._synchronizing
-        self._synchronizing = False
+        before, self._synchronizing = self._synchronizing, False
         try:
             yield
         finally:
@@ -200,19 +201,16 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        twin.process_group = self.process_group
-        twin.bucket_mb, twin.overlap = self.bucket_mb, self.overlap
-        twin.reduce_dtype, twin.allow_unused = self.reduce_dtype, self.allow_unused
+        for name in ("process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused"):
+            setattr(twin, name, getattr(self, name))
         twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
 
     def _make_buckets(self, order: list[int]) -> None:
         items = []
-        for number in order:
-            parameter = self._trained[number]
-            dtype = self.reduce_dtype or parameter.dtype
-            kind = (parameter.dtype, parameter.device, number in self._slices)
-            items.append((number, parameter.numel() * dtype.itemsize, kind))
+        for number, parameter in ((number, self._trained[number]) for number in order):
+            size = parameter.numel() * (self.reduce_dtype or parameter.dtype).itemsize
+            items.append((number, size, (parameter.dtype, parameter.device, number in self._slices)))
         self._buckets = [
             GradientBucket(tuple(numbers), scattered=numbers[0] in self._slices)
             for numbers in assign_buckets(items, self.bucket_mb)
@@ -228,7 +226,6 @@ class DistributedDataParallel(nn.Module):
             bucket.waiting, bucket.started = set(bucket.numbers), False
 
     def _gradient_came(self, number: int) -> None:
-        """Autograd has added up the gradient of a parameter for this backward."""
         self._came[number] = None
         if not self._synchronizing:
             return
@@ -246,27 +243,16 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+        bucket, self._next = self._buckets[self._next], self._next + 1
         bucket.started = True
         gradients = [self._gradient(number) for number in bucket.numbers]
         self._underway.append(BucketReduction(bucket, gradients, self.reduce_dtype, self.process_group))
 
-    def _settle(self, reduction: BucketReduction) -> None:
-        """Wait for a bucket, and put slices where they belong."""
-        results = reduction.wait()
-        if reduction.bucket.scattered:
-            for number, result in zip(reduction.bucket.numbers, results, strict=True):
-                self._slices[number].grad = result
-                self._trained[number].grad = None
-
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad
         if gradient is None:
-            raise UsageError(
-                f"the gradient of {self._names[number]} is gone: it was set to None between backward and "
-                "finish_gradient_synchronization()"
-            )
+            when = "between backward and finish_gradient_synchronization()"
+            raise UsageError(f"the gradient of {self._names[number]} is gone: it was set to None {when}")
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
         return gradient.detach()
@@ -285,8 +271,7 @@ class DistributedDataParallel(nn.Module):
         """After the first step: fill buckets in the order in which rank 0's gradients came."""
         if not self.overlap or self._order is not None:
             return
-        seen = list(self._came)
-        order: list[Any] = [seen + [number for number in range(len(self._trained)) if number not in self._came]]
+        order: list[Any] = [list(dict.fromkeys([*self._came, *range(len(self._trained))]))]
         dist.broadcast_object_list(order, group=self.process_group, group_src=0)
         self._order = order[0]
         self._make_buckets(order[0])
@@ -298,12 +283,10 @@ class DistributedDataParallel(nn.Module):
         ours, theirs = {id(parameter) for parameter in self._trained}, {id(parameter) for parameter in now}
         gone = [name for name, parameter in zip(self._names, self._trained, strict=True) if id(parameter) not in theirs]
         new = [name for name, parameter in self.module.named_parameters() if id(parameter) in theirs - ours]
-        changes = [f"{', '.join(names)} {what}" for names, what in
-                   ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen")) if names]  # fmt: skip
-        raise UsageError(
-            f"the module's parameters changed since it was wrapped ({'; '.join(changes) or 'their order'}); wrap it "
-            "again after such a change"
-        )
+        parts = ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen"))
+        changes = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names) or "their order"
+        what = f"the module's parameters changed since it was wrapped ({changes})"
+        raise UsageError(f"{what}; wrap it again after such a change")
 
     def _unused_message(self, absent: list[int]) -> str:
         if len(absent) == len(self._trained):

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -28,12 +28,7 @@ from trainstep.errors import UsageError
 
 Result = TypeVar("Result")
 
-TIMEOUT_S = 600.0
-"""How long a collective waits for the other ranks before it is an error."""
-
-_POLL_S = 0.01
-
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT_S = 600.0  # how long a collective waits for the other ranks before it is an error
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,7 @@ class Process:
 
     rank: int
     world_size: int
-    device: torch.device
-    """The CPU, or the GPU of this local rank, which is also torch's current device."""
+    device: torch.device  # the CPU, or the GPU of this local rank, which is also torch's current device
     group: dist.ProcessGroup
 
 
@@ -58,12 +52,10 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
     Raises:
         UsageError: not started by torchrun, a group joined already, or no GPU for this local rank.
     """
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
-        raise UsageError(
-            f"this runs in several processes, started by torchrun, and {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; run: {torchrun_command()}"
-        )
+    variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in variables if name not in os.environ]:
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        raise UsageError(f"this runs in several processes, started by torchrun, and {what}; run: {torchrun_command()}")
     bound = bind_device(device, int(os.environ["LOCAL_RANK"]))
     shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
@@ -71,16 +63,12 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
         yield process
 
 
-@contextmanager
-def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
+def join_group_or_alone(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> AbstractContextManager[Process]:
     """`join_group` where torchrun started this process; else a group of this process alone, on the first GPU if any."""
     if "RANK" in os.environ:
-        with join_group(device, timeout_s=timeout_s) as process:
-            yield process
-        return
+        return join_group(device, timeout_s=timeout_s)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    with joined(bind_device(device, 0), rank=0, world_size=1, store=store, timeout_s=timeout_s) as process:
-        yield process
+    return joined(bind_device(device, 0), rank=0, world_size=1, store=store, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -158,7 +146,7 @@ def _answer_all(store: Store, name: str, world_size: int, deadline: float) -> No
                     store.set(f"answer/{token}", name)
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {', '.join(map(str, sorted(waiting)))} did not come to the rendezvous in time")
-        time.sleep(_POLL_S)
+        time.sleep(0.01)
 
 
 def bind_device(device: str, local_rank: int) -> torch.device:
@@ -168,9 +156,8 @@ def bind_device(device: str, local_rank: int) -> torch.device:
         UsageError: not auto, cpu or cuda, or fewer GPUs than local ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(
-            f"device is {device!r}; expected auto, cpu or cuda (each local rank takes the GPU of its number)"
-        )
+        expected = "expected auto, cpu or cuda (each local rank takes the GPU of its number)"
+        raise UsageError(f"device is {device!r}; {expected}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and count == 0):
         return torch.device("cpu")
@@ -238,43 +225,34 @@ def check_ranks_agree(
     """
     mine = [f"{name} = {value!r}" for name, value in (settings or {}).items()]
     count = len(mine)
-    mine += [_described(name, tensor) for name, tensor in named]
+    mine += [
+        f"{name} ({str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        f"{'' if tensor.requires_grad else ', frozen'})"
+        for name, tensor in named
+    ]
     gathered: list[tuple[str, int, list[str]]] = [("", 0, [])] * group.size()
     dist.all_gather_object(gathered, (wrapper, count, mine), group=group)
-    differences = [
-        f"rank {rank} {difference}"
-        for rank, theirs in enumerate(gathered)
-        if (difference := _difference(theirs, gathered[0])) is not None
-    ]
-    if differences:
+    compared = [(rank, _difference(theirs, gathered[0])) for rank, theirs in enumerate(gathered)]
+    if differences := [f"rank {rank} {difference}" for rank, difference in compared if difference]:
         raise UsageError(
             f"{wrapper}: the ranks disagree: {'; '.join(differences)}. Build the same model, in the same order and "
             "with the same settings, on every rank"
         )
 
 
-def _described(name: str, tensor: Tensor) -> str:
-    frozen = "" if tensor.requires_grad else ", frozen"
-    return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen})"
-
-
 def _difference(theirs: tuple[str, int, list[str]], first: tuple[str, int, list[str]]) -> str | None:
-    """The first thing in which a rank differs from rank 0, or None."""
-    if theirs[0] != first[0]:
-        return f"builds {theirs[0]}, rank 0 {first[0]}"
-    settings = first[1]
-    for number, (there, here) in enumerate(zip(theirs[2], first[2], strict=False)):
-        if there != here:
+    (their_wrapper, _, there), (wrapper, settings, here) = theirs, first
+    if their_wrapper != wrapper:
+        return f"builds {their_wrapper}, rank 0 {wrapper}"
+    for number, (one, other) in enumerate(zip(there, here, strict=False)):
+        if one != other:
             what = "setting" if number < settings else f"parameter {number - settings}"
-            return f"has {there} as {what}, rank 0 {here}"
-    if len(theirs[2]) != len(first[2]):
-        longer, owner = (theirs[2], "it") if len(theirs[2]) > len(first[2]) else (first[2], "rank 0")
-        extra = longer[min(len(theirs[2]), len(first[2]))]
-        return (
-            f"has {len(theirs[2]) - settings} parameters, rank 0 {len(first[2]) - settings}; "
-            f"{extra} is the first that only {owner} has"
-        )
-    return None
+            return f"has {one} as {what}, rank 0 {other}"
+    if len(there) == len(here):
+        return None
+    longer, owner = (there, "it") if len(there) > len(here) else (here, "rank 0")
+    extra = f"{longer[min(len(there), len(here))]} is the first that only {owner} has"
+    return f"has {len(there) - settings} parameters, rank 0 {len(here) - settings}; {extra}"
 
 
 class AgreedError(UsageError):
@@ -297,8 +275,7 @@ def on_first_rank(process: Process, call: Callable[[], Result]) -> Result:
 
 def on_all_ranks(process: Process, call: Callable[[], Result]) -> Result:
     """Call on every rank; the first rank's `UsageError`, if there is any, is that of every rank."""
-    mine: UsageError | None = None
-    result: Result | None = None
+    mine, result = None, None
     try:
         result = call()
     except UsageError as error:

@@ -16,7 +16,7 @@ The schedule of a step, for a model of blocks b0 … bn:
 
 On a GPU nothing of this makes the host wait.
 
-In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees; `gradients` sends
-and adds up; `transport` carries both; `schedule` decides when, and meets the modules' calls; `wrapper` puts them around
-a module; `checkpoint` writes and reads.
+In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees, and sends gradients
+and adds them up; `transport` carries both; `schedule` decides when, and meets the modules' calls; `wrapper` puts them
+around a module; `checkpoint` writes and reads.
 """

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from trainstep.errors import UsageError
 from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
 
-State = dict[str, dict[str, Any]]
-"""Parameter name → key → value."""
+State = dict[str, dict[str, Any]]  # parameter name → key → value
 
 
 def save_checkpoint(
@@ -79,15 +78,13 @@ def state_by_name(
         weights: name → the weight as it is saved. A state with an element for each of the parameter's (a moment, not a
             step count) is saved as the same part of a whole.
     """
-    return {
-        name: {
-            key: _part_like(value, weights[name])
-            if isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
-        for name, parameter in trained.items()
-    }
+    state: State = {}
+    for name, parameter in trained.items():
+        state[name] = dict(optimizer.state.get(parameter, {}))
+        for key, value in state[name].items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name][key] = _part_like(value, weights[name])
+    return state
 
 
 def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,10 +125,8 @@ def _check_fit(folder: str | Path, metadata: Metadata, weights: Mapping[str, Any
         if stored is None:
             raise UsageError(f"{folder} holds another model: it has no {name}")
         if isinstance(value, Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
-            raise UsageError(
-                f"{folder} holds another model: its {name} has shape {tuple(stored.size)}, this one's "
-                f"{tuple(value.shape)}"
-            )
+            shapes = f"shape {tuple(stored.size)}, this one's {tuple(value.shape)}"
+            raise UsageError(f"{folder} holds another model: its {name} has {shapes}")
 
 
 def _names_by_group(module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -152,9 +147,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[list[str]], lo
             + "; build it as it was built when it was saved"
         )
     position = {name: number for number, name in enumerate(chain(*names))}
-    state = {
-        position[name]: {key: local_part(value) for key, value in values.items()}
-        for name, values in loaded["state"].items()
-    }
+    entries = loaded["state"].items()
+    state = {position[name]: {key: local_part(value) for key, value in values.items()} for name, values in entries}
     groups = [{**group, "params": [position[name] for name in group["params"]]} for group in loaded["param_groups"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from trainstep.parallel.collectives import SideStream
-from trainstep.parallel.fsdp.gradients import BufferReduction, ReplicatedGradients
-from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.group import BufferReduction, GatherGroup, ReplicatedGradients
 from trainstep.parallel.fsdp.shards import ShardedParameter
 
 
@@ -46,8 +45,7 @@ class Use:
 class Pass:
     """The groups that calls needed since the wrapper's forward began."""
 
-    predicted: list[GatherGroup] | None
-    """What they needed in the pass before; None once it turns out otherwise."""
+    predicted: list[GatherGroup] | None  # what they needed in the pass before; None once it turns out otherwise
     uses: list[Use] = field(default_factory=list)
 
     def record(self, group: GatherGroup) -> int:
@@ -66,8 +64,7 @@ class Call:
     """One call of a unit."""
 
     groups: Sequence[GatherGroup]
-    recorded_in: Pass | None
-    """None for a call during backward, which computes activations again."""
+    recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
 
 
@@ -81,19 +78,18 @@ class Schedule:
         self.synchronise = True
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions = SideStream(device), SideStream(device)
-        self._recorded: dict[bool, list[GatherGroup]] = {}
+        self._recorded: dict[bool, list[GatherGroup]] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
         self._under_way: list[BufferReduction] = []
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
-        self._replicated = ReplicatedGradients([p for group in groups for p in group.parameters], process_group)
-        this = weakref.ref(self)
-        for group_number, group in enumerate(groups):
-            for number, parameter in enumerate(group.parameters):
-                if parameter.trainable:
-                    assert parameter.full is not None
-                    parameter.full.register_post_accumulate_grad_hook(_hook(this, group_number, number))
+        self._members = [(group, parameter) for group in groups for parameter in group.parameters]
+        self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], process_group)
+        for number, (_, parameter) in enumerate(self._members):
+            if parameter.trainable:
+                assert parameter.full is not None
+                parameter.full.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
 
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
@@ -107,10 +103,8 @@ class Schedule:
 
     def enter(self, groups: Sequence[GatherGroup]) -> Call:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
-        if in_backward():
-            call = Call(groups, None, [])
-        else:
-            call = Call(groups, self._pass, [self._pass.record(group) for group in groups])
+        again = in_backward()
+        call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
         for group in (*groups, *self._upcoming(call)):
             group.gather(self._gathers)
         for group in groups:
@@ -191,8 +185,7 @@ class Schedule:
                 if use.needs_backward:
                     yield use.group
 
-    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter, full: Tensor) -> None:
-        """Autograd has finished a full parameter's gradient."""
+    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter) -> None:
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
         if replicated is not None:
@@ -233,14 +226,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _hook(schedule: weakref.ref[Schedule], group_number: int, number: int) -> Callable[[Tensor], None]:
+def _hook(schedule: weakref.ref[Schedule], number: int) -> Callable[[Tensor], None]:
     """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
 
-    def on_gradient(full: Tensor) -> None:
+    def on_gradient(_: Tensor) -> None:
         this = schedule()
         assert this is not None, "the boundaries in the module keep it alive"
-        group = this.groups[group_number]
-        this._on_gradient(group, group.parameters[number], full)
+        this._on_gradient(*this._members[number])
 
     return on_gradient
 
@@ -249,10 +241,8 @@ class Boundary:
     """Around the calls of one unit, which need `groups`."""
 
     def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup]) -> None:
-        self._schedule = schedule
-        self._groups = groups
-        self.is_open = False
-        """Whether a call is running inside, so that its `forward` needs no boundary of its own."""
+        self._schedule, self._groups = schedule, groups
+        self.is_open = False  # whether a call is running inside, so that its `forward` needs no boundary of its own
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
@@ -280,17 +270,12 @@ class Boundary:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
         call = self._schedule.enter(self._groups)
-        if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(call, args, kwargs)
-        return call, args, kwargs
-
-    def _watch_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not torch.is_grad_enabled():
+            return call, args, kwargs
         leaves, structure = _pytree.tree_flatten((args, kwargs))
         watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
-            return args, kwargs
+            return call, args, kwargs
         for group in self._groups:
             group.awaiting.add(call)
         inputs = [leaves[index] for index in watched]
@@ -298,7 +283,7 @@ class Boundary:
         for index, tensor in zip(watched, passed, strict=True):
             leaves[index] = tensor
         args, kwargs = _pytree.tree_unflatten(leaves, structure)
-        return args, kwargs
+        return call, args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, call: Call, output: Any) -> None:
@@ -306,13 +291,9 @@ class Boundary:
         if torch.is_grad_enabled():
             for leaf in _pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(functools.partial(_before_backward, self._schedule, call))
+                    leaf.register_hook(lambda _: self._schedule.before_backward(call))
                     needs_backward = True
         self._schedule.leave(call, needs_backward=needs_backward)
-
-
-def _before_backward(schedule: Schedule, call: Call, gradient: Tensor) -> None:
-    schedule.before_backward(call)
 
 
 class _AfterBackward(torch.autograd.Function):

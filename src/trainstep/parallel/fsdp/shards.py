@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,8 +73,9 @@ class ShardedParameter:
     shard: nn.Parameter  # this rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's
     shape: torch.Size  # of the full parameter
     rows: Rows | None  # how it is cut, or None if it is replicated
-    full: nn.Parameter | None = None
-    """While gathered, the whole parameter in the dtype it is computed with; a leaf whose storage comes and goes."""
+    full: nn.Parameter | None = (
+        None  # while gathered, the whole in the dtype it is computed with; its storage comes and goes
+    )
 
     def __post_init__(self) -> None:
         self.trainable = self.shard.requires_grad
@@ -95,10 +97,8 @@ class ShardedParameter:
         """The shard as the part of a whole that it is, a DTensor; what is replicated, as it is. It shares memory."""
         if self.rows is None:
             return self.shard.detach()
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            self.shard.detach(), mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride
-        )
+        stride, own = torch.empty(self.shape, device="meta").stride(), self.shard.detach()
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride)
 
     def load(self, value: Tensor, mesh: DeviceMesh) -> None:
         """Copy a value of the full parameter's shape, a DTensor or a plain tensor, into the shard."""
@@ -201,10 +201,9 @@ def shard_parameters(
         own = {key: plan_of[module, key] for key, there in module._parameters.items() if there is not None}
         if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
             _materialise(name, module, own, device, initialize)
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[attribute] = buffer.to(device)
-        broadcast_from_first([buffer for buffer in module._buffers.values() if buffer is not None], process_group)
+        buffers = {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update(buffers)
+        broadcast_from_first(list(buffers.values()), process_group)
         for attribute, entry in own.items():
             if entry not in sharded:
                 full = module._parameters[attribute]
@@ -225,15 +224,12 @@ def refuse_retired_parameters(owner: object, parameters: Mapping[str, nn.Paramet
         retired[parameter] = name
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not retired:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in retired:
-                    raise UsageError(
-                        f"the optimizer has {retired[parameter]} as it was before sharding; build the optimizer after "
-                        "FullyShardedDataParallel, from its parameters()"
-                    )
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups if retired):
+            if parameter in retired:
+                raise UsageError(
+                    f"the optimizer has {retired[parameter]} as it was before sharding; build the optimizer after "
+                    "FullyShardedDataParallel, from its parameters()"
+                )
 
     weakref.finalize(owner, register_optimizer_step_pre_hook(check).remove)
 
@@ -244,21 +240,16 @@ def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Modu
     inside = {module: name for name, module in root.named_modules()}
     chosen = list(chosen)
     for module in chosen:
+        one = f"a {type(module).__name__}"
         if module not in inside:
-            raise UsageError(
-                f"groups has a {type(module).__name__} that is not part of the module; "
-                "give modules found by module.modules()"
-            )
+            raise UsageError(f"groups has {one} that is not part of the module; give modules found by module.modules()")
         if not is_called(module):
-            raise UsageError(
-                f"groups has {inside[module] or 'the module itself'}, a {type(module).__name__}, which is never "
-                "called; give the modules inside it"
-            )
+            what = f"{inside[module] or 'the module itself'}, {one}"
+            raise UsageError(f"groups has {what}, which is never called; give the modules inside it")
     return set(chosen)
 
 
 def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Every module's unit."""
     around_chosen = {module for module in root.modules() if any(inner in chosen for inner in module.modules())}
     units: dict[nn.Module, nn.Module] = {}
 
@@ -267,12 +258,9 @@ def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module
             return  # a module used in several places keeps the unit of the first
         if module in chosen:
             unit, whole = module, True
-        elif not whole:
-            if is_called(module):
-                unit = module
-            whole = not (
-                module is root or module in around_chosen or isinstance(module, nn.Sequential) or not is_called(module)
-            )
+        elif not whole and is_called(module):
+            unit = module
+            whole = not (module is root or module in around_chosen or isinstance(module, nn.Sequential))
         units[module] = unit
         for child in module.children():
             visit(child, unit, whole)
@@ -282,11 +270,7 @@ def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module
 
 
 def _materialise(
-    name: str,
-    module: nn.Module,
-    own: dict[str, PlannedParameter],
-    device: torch.device,
-    initialize: Initialize | None,
+    name: str, module: nn.Module, own: dict[str, PlannedParameter], device: torch.device, initialize: Initialize | None
 ) -> None:
     """Give a module's own parameters and buffers memory and values.
 
@@ -295,9 +279,10 @@ def _materialise(
     for attribute, entry in own.items():
         memory = torch.empty_like(entry.parameter, device=device)
         module._parameters[attribute] = nn.Parameter(memory, requires_grad=entry.parameter.requires_grad)
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+    buffers = {
+        key: torch.empty_like(buffer, device=device) for key, buffer in module._buffers.items() if buffer is not None
+    }
+    module._buffers.update(buffers)
     with torch.no_grad():
         if initialize is not None:
             initialize(module)
@@ -314,7 +299,7 @@ def _materialise(
 def _shard(
     entry: PlannedParameter, full: nn.Parameter, process_group: dist.ProcessGroup, device: torch.device
 ) -> ShardedParameter:
-    values = full.detach().to(device)
+    values, shape = full.detach().to(device), full.shape
     broadcast_from_first([values], process_group)
     rows = None
     if values.dim() >= 2 and values.numel() > 0:
@@ -322,7 +307,6 @@ def _shard(
         values = values[rows.start : rows.stop]
     shard = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
     shard.__dict__.update(vars(entry.parameter))  # marks that users set on parameters
-    shape = full.shape
     if not entry.parameter.is_meta:
         entry.parameter.data = entry.parameter.data.new_empty(0)
     return ShardedParameter(entry.names, entry.slots, shard, shape, rows)

@@ -29,9 +29,6 @@ from trainstep.parallel.collectives import Waitable, all_gather_slices, slice_of
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
 
-_ALIGNMENT = 256
-"""Bytes at whose multiples a tensor starts in a buffer, as the CUDA allocator would place it."""
-
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
 
@@ -53,8 +50,7 @@ class Collectives:
     """
 
     name: TransportName = "collectives"
-    uncounted_bytes = 0
-    """Bytes it holds that torch's allocator does not count."""
+    uncounted_bytes = 0  # bytes it holds that torch's allocator does not count
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -150,9 +146,7 @@ class PeerCopies:
 
     name: TransportName = "peer-copies"
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slice_bytes: int, exchange_bytes: int) -> None:
         self._rank, self._ranks = group.rank(), group.size()
         self._slice_bytes = padded(slice_bytes)
         self._memory = PeerMemory(max(self._slice_bytes + exchange_bytes, 1), group, device)  # outbox, inbox
@@ -204,8 +198,8 @@ Transport = Collectives | PeerCopies
 
 
 def padded(nbytes: int) -> int:
-    """What a tensor of so many bytes takes in a buffer."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """What a tensor of so many bytes takes in a buffer: tensors start at multiples of 256, as CUDA's allocator's do."""
+    return -(-nbytes // 256) * 256
 
 
 def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -221,12 +215,9 @@ def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str |
         return None
     if len({index for *_, index in everyone}) < group.size():
         return "ranks share the number of a GPU, so which GPU is whose cannot be told"
-    barred = [
-        index
-        for *_, index in everyone
-        if index != device.index and not torch.cuda.can_device_access_peer(device.index, index or 0)
-    ]
-    of_all: list[list[int | None]] = [barred] * group.size()
+    others = [index or 0 for *_, index in everyone if index != device.index]
+    barred = not all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    of_all = [barred] * group.size()
     dist.all_gather_object(of_all, barred, group=group)
     return "not every GPU can read every other's memory" if any(of_all) else None
 
@@ -242,16 +233,15 @@ def choose_transport(
     if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
         return Collectives(group)
     obstacle = obstacle_to_sharing(group, device)
-    if obstacle is not None and asked == "auto":
-        return Collectives(group)
     if obstacle is None:
         try:
             return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
         except OSError as error:  # which every rank has
             obstacle = f"memory cannot be shared between the ranks ({error})"
+            if asked == "auto":
+                warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
     if asked == "peer-copies":
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
-    warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
     return Collectives(group)
 
 
@@ -263,13 +253,10 @@ def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:
         paths = [own.name] * group.size()
         dist.all_gather_object(paths, own.name, group=group)
         with _agreed(group):
-            return [_mapped(Path(path), nbytes) for path in paths]
-
-
-def _mapped(path: Path, nbytes: int) -> Tensor:
-    if not path.exists():  # in a container with a /dev/shm of its own; from_file would make it, for this rank alone
-        raise FileNotFoundError(f"{path}, which another rank has, is not here")
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+            for path in paths:
+                if not os.path.exists(path):  # in a container with a /dev/shm of its own; from_file would make it
+                    raise FileNotFoundError(f"{path}, which another rank has, is not here")
+            return [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
 
 
 @contextmanager
@@ -283,5 +270,5 @@ def _agreed(group: dist.ProcessGroup) -> Iterator[None]:
         failure = f"rank {group.rank()}: {error}"
     failures = [failure] * group.size()
     dist.all_gather_object(failures, failure, group=group)
-    if first := next((each for each in failures if each is not None), None):
+    if first := next(filter(None, failures), None):
         raise OSError(first)

@@ -78,17 +78,10 @@ class FullyShardedDataParallel(nn.Module):
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
         planned = [parameter for group in plan for parameter in group.parameters]
-        check_ranks_agree(
-            "FullyShardedDataParallel",
-            [(name, entry.parameter) for entry in planned for name in entry.names],
-            self.process_group,
-            settings={
-                "compute_dtype": compute_dtype,
-                "prefetch": prefetch,
-                "transport": transport,
-                "groups": [[entry.names[0] for entry in group.parameters] for group in plan],
-            },
-        )
+        named = [(name, entry.parameter) for entry in planned for name in entry.names]
+        names = [[entry.names[0] for entry in group.parameters] for group in plan]
+        settings = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport, "groups": names}
+        check_ranks_agree("FullyShardedDataParallel", named, self.process_group, settings=settings)
         self.device = _device_for([entry.parameter for entry in planned], self.process_group, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
         sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
@@ -216,10 +209,8 @@ class FullyShardedDataParallel(nn.Module):
         own, by_name, mesh = self.state_dict(), self._by_name(), self._mesh()
         missing, unknown = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if strict and (missing or unknown):
-            raise UsageError(
-                f"the state does not fit: missing are {', '.join(missing) or 'none'}; "
-                f"unknown are {', '.join(unknown) or 'none'}"
-            )
+            lists = (", ".join(names) or "none" for names in (missing, unknown))
+            raise UsageError("the state does not fit: missing are {}; unknown are {}".format(*lists))
         with torch.no_grad():
             for name in own.keys() & state_dict.keys():
                 value = state_dict[name]
@@ -282,8 +273,7 @@ def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch
         raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
     if any(isinstance(inner, Unit) for inner in module.modules()):
         raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
-    lazy = [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
+    if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
     for name, inner in module.named_modules():
         if isinstance(inner, nn.RNNBase):
@@ -296,13 +286,9 @@ def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch
 def _device_for(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, asked: torch.device | str | None
 ) -> torch.device:
-    there = [parameter.device for parameter in parameters if parameter.device.type != "meta"]
-    if asked is not None:
-        device = torch.device(asked)
-    elif there:
-        device = there[0]
-    else:
-        device = torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    found: list[torch.device | str] = [parameter.device for parameter in parameters if not parameter.is_meta]
+    found.append("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    device = torch.device(found[0] if asked is None else asked)
     if device == torch.device("cuda"):  # without an index
         device = torch.device("cuda", torch.cuda.current_device())
     return device

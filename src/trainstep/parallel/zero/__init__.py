@@ -11,5 +11,5 @@ The schedule of a step:
   bucket are updated, and then the bucket is gathered in one call (what is whole is broadcast by its owner), on the
   group's own stream, while the next bucket is being updated. At the end the current stream waits for the last of them.
 
-`slices` cuts parameters and exchanges them, `optimizer` is the optimizer, `state` its state dicts and checkpoints.
+`pieces` cuts parameters, exchanges them, and writes and reads their state; `optimizer` is the optimizer.
 """

@@ -15,8 +15,16 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.zero.slices import ParameterBucket, Piece, cut, hyper_parameters, may_slice
-from trainstep.parallel.zero.state import consolidate, dump, restore
+from trainstep.parallel.zero.pieces import (
+    ParameterBucket,
+    Piece,
+    consolidate,
+    cut,
+    dump,
+    hyper_parameters,
+    may_slice,
+    restore,
+)
 
 Division = Literal["auto", "slices", "parameters"]
 
@@ -171,7 +179,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         restore(self._buckets, self.param_groups, state_dict)
 
     def _divide_new_groups(self) -> None:
-        """Divide the parameters of the groups that came last."""
         first = self._divided
         members = [(index, each) for index, group in enumerate(self.param_groups) for each in group["params"]]
         numbered = [(number, index, each) for number, (index, each) in enumerate(members) if index >= first]
@@ -182,16 +189,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
-        check_ranks_agree(
-            f"{type(self).__name__} of {self._optimizer_cls.__name__}", named, self.process_group, settings=settings
-        )
+        what = f"{type(self).__name__} of {self._optimizer_cls.__name__}"
+        check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
-        items = [
-            (i, piece.parameter.nbytes, (piece.parameter.dtype, piece.parameter.device, piece.owner is None))
-            for i, piece in enumerate(pieces)
-        ]
+        kinds = [(piece.parameter.dtype, piece.parameter.device, piece.owner is None) for piece in pieces]
+        items = [(i, piece.parameter.nbytes, kind) for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))]
         for indices in assign_buckets(items, self._exchange_mb):
             self._buckets.append(self._bucket([pieces[i] for i in indices]))
         if self._ddp is not None:
@@ -229,8 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for piece in self._all_pieces():
             divided.add(id(piece.parameter))
             if piece.owner is None and piece.mine is not None:
-                start = piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size)
-                if piece.mine.data_ptr() != start:
+                if piece.mine.data_ptr() != piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size):
                     raise UsageError(
                         f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
                         "optimizer afterwards"
@@ -256,7 +259,6 @@ def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParal
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameter groups, their iterables read out once."""
     if isinstance(params, Tensor):
         raise UsageError("params is a tensor; expected parameters or groups of them")
     items = list(params)
