@@ -160,7 +160,7 @@ def loaded_after(statement):
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
-        ("import trainstep.report.subjects, trainstep.report.findings", {"torch", "pandas", "bokeh"}),
+        ("import trainstep.report.subjects", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),
         ("import trainstep.parallel", {"torch"}),
     ],

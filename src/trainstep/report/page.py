@@ -18,10 +18,9 @@ from pathlib import Path
 from trainstep.errors import UsageError
 from trainstep.kinds import RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import Block, Charts, Flags, Headline, Section, Sentences, span
+from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.columns import Cell, ratio_cell
-from trainstep.report.finding import TOPICS, Finding
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings

@@ -9,20 +9,10 @@ from functools import partial
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, Scalar, belonging, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section, told_apart
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    case_column,
-    files_only,
-    value_column,
-    value_columns,
-    word_column,
-)
-from trainstep.report.finding import Finding, found, listed
+from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import Definition, make_table, outcome_table
@@ -37,7 +27,7 @@ LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 _NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
-_SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))
+_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
 
 
 def owner_part(row: OwnerRow) -> str:
@@ -71,16 +61,16 @@ TIMELINES = Definition(
     MemoryTimelineRow,
     "Every allocation of one step",
     (
-        *(column for column in SETTINGS if column.title in _TELLING),
-        case_column("device", "device"),
-        value_column("at rest (GiB)", "at_rest_gib"),
-        *value_columns({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
-        value_column("peak in", "peak_phase"),
-        value_column("no owner at the peak (%)", "unknown_share", 100, digits=2),
-        value_column("allocations", "allocations"),
-        value_column("events", "events", brief=False),
-        value_column("snapshot", "snapshot"),
-        OUTCOME,
+        *(each for each in columns.SETTINGS if each.title in _TELLING),
+        columns.case("device", "device"),
+        columns.value("at rest (GiB)", "at_rest_gib"),
+        *columns.values({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
+        columns.value("peak in", "peak_phase"),
+        columns.value("no owner at the peak (%)", "unknown_share", 100, digits=2),
+        columns.value("allocations", "allocations"),
+        columns.value("events", "events", brief=False),
+        columns.value("snapshot", "snapshot"),
+        columns.OUTCOME,
     ),
 )
 OWNERS = Definition(
@@ -88,12 +78,12 @@ OWNERS = Definition(
     "Who owns the peak",
     (
         *_SETTINGS,
-        word_column("owner", "owner", page=False),
+        columns.word("owner", "owner", page=False),
         Column("part", _part_text, page=False),
         Column("owner", _owner_cell, files=False),
-        value_column("MiB", "mib"),
-        value_column("share of the peak (%)", "share", 100),
-        value_column("allocations", "allocations"),
+        columns.value("MiB", "mib"),
+        columns.value("share of the peak (%)", "share", 100),
+        columns.value("allocations", "allocations"),
     ),
     key=lambda row: f"{row.case['owner']}: {_part_text(row)}",
     is_strong=lambda row: isinstance(row, OwnerRow) and row.is_total,
@@ -103,12 +93,12 @@ LARGEST = Definition(
     "The largest allocations of the step, and the line of code that made them",
     (
         *_SETTINGS,
-        word_column("rank", "rank", page=False),
-        *value_columns({"MiB": "mib", "times": "count"}),
-        word_column("owner", "owner"),
-        word_column("module", "module"),
+        columns.word("rank", "rank", page=False),
+        *columns.values({"MiB": "mib", "times": "count"}),
+        columns.word("owner", "owner"),
+        columns.word("module", "module"),
         Column("made in", made_in),
-        value_column("line", "line"),
+        columns.value("line", "line"),
     ),
     key=lambda row: str(row.case["rank"]),
 )

@@ -9,24 +9,12 @@ from functools import partial
 
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.records import Row, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section, span
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
 from trainstep.report.charts import SERIES
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    files_only,
-    median_column,
-    ratio_cell,
-    ratio_column,
-    value_cell,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found, listed, literal
+from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.tables import Definition, make_table
 
@@ -64,15 +52,15 @@ LADDER = Definition(
     RungRow,
     "The ladder: one change per rung, each checked against the first rung's loss and gradients",
     (
-        *map(files_only, SETTINGS[:3]),
+        *map(columns.files_only, columns.SETTINGS[:3]),
         Column("rung", _rung),
-        median_column("step (ms) [95 %]", "step"),
-        ratio_column("speed-up [95 %]", "speedup"),
-        ratio_column("against the rung before", "gain", brief=False),
-        value_column("peak (GiB)", "peak_gib"),
-        value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
+        columns.median("step (ms) [95 %]", "step"),
+        columns.ratio("speed-up [95 %]", "speedup"),
+        columns.ratio("against the rung before", "gain", brief=False),
+        columns.value("peak (GiB)", "peak_gib"),
+        columns.value("utilisation (%)", "utilisation", 100, brief=False, page=False),
         Column("gradient error", _error),
-        value_column("budget", "error_budget", digits=2, page=False),
+        columns.value("budget", "error_budget", digits=2, page=False),
         Column("verdict", _verdict),
         Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False, page=False),
         Column("reason", lambda row: row.reason, brief=False, page=False),
@@ -84,10 +72,10 @@ CONTROL = Definition(
     ControlRow,
     "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
     (
-        *SETTINGS[:3],
-        *value_columns({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
-        ratio_column("end / start [95 %]", "ratio"),
-        OUTCOME,
+        *columns.SETTINGS[:3],
+        *columns.values({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
+        columns.ratio("end / start [95 %]", "ratio"),
+        columns.OUTCOME,
     ),
 )
 
@@ -105,9 +93,9 @@ ERRORS = Definition(
     "Relative errors on the first batch, against the first rung",
     (
         Column("Rung", _rung),
-        *value_columns({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
+        *columns.values({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
         Column("Used", _used),
-        value_column("Worst parameter’s", "worst_gradient_error", digits=2),
+        columns.value("Worst parameter’s", "worst_gradient_error", digits=2),
         Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
     ),
     key=lambda row: str(row.case["rung"]),

@@ -10,24 +10,11 @@ from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, Times, of_kind
-from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, span
+from trainstep.report import columns
+from trainstep.report.blocks import Chart, Charts, Facts, Finding, Section, facts_of, found, span
 from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    case_columns,
-    files_only,
-    mean_column,
-    median_cell,
-    median_column,
-    value_cell,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found
+from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
@@ -35,18 +22,18 @@ STEPS = Definition(
     StepRow,
     "Time of one step and its phases, ms",
     (
-        *SETTINGS,
-        *case_columns({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
+        *columns.SETTINGS,
+        *columns.cases({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
         Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
-        *(value_column(name, f"{name}_ms", page=False) for name in PHASES),
-        median_column("step [95 %]", "step"),
-        *(files_only(mean_column(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
-        value_column("host waits", "wait_ms", brief=False, page=False),
-        value_column("first step", "first_step_ms", page=False),
-        *value_columns({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
-        value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
-        value_column("peak (GiB)", "peak_gib"),
-        OUTCOME,
+        *(columns.value(name, f"{name}_ms", page=False) for name in PHASES),
+        columns.median("step [95 %]", "step"),
+        *(columns.files_only(columns.mean(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
+        columns.value("host waits", "wait_ms", brief=False, page=False),
+        columns.value("first step", "first_step_ms", page=False),
+        *columns.values({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
+        columns.value("utilisation (%)", "utilisation", 100, brief=False, page=False),
+        columns.value("peak (GiB)", "peak_gib"),
+        columns.OUTCOME,
     ),
 )
 WARMUP = Definition(
@@ -54,9 +41,9 @@ WARMUP = Definition(
     "The same run, as it would be reported after so many warm-up steps",
     (
         Column("Left out", lambda row: Cell(number(row.case["warmup"]), row.case["warmup"], "warmup")),
-        median_column("Median, ms [95 %]", "step"),
-        *value_columns({"Mean, ms": "step_mean_ms", "Std, ms": "step_std_ms", "Max, ms": "step_max_ms"}),
-        *value_columns({"Outliers": "step_outliers", "n": "n"}),
+        columns.median("Median, ms [95 %]", "step"),
+        *columns.values({"Mean, ms": "step_mean_ms", "Std, ms": "step_std_ms", "Max, ms": "step_max_ms"}),
+        *columns.values({"Outliers": "step_outliers", "n": "n"}),
     ),
     key=lambda row: number(row.case["warmup"]),
     name="warmup",
@@ -231,8 +218,8 @@ def phases(rows: Sequence[Row]) -> Section | None:
     total = sum(step.times[name].median for name in names)
     has_issue = any(f"{name}_issue" in step.times for name in names)
     table_rows = [_phase_row(step, name, total, has_issue) for name in (*names, "step")]
-    columns = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
-    columns += ["To issue, ms"] if has_issue else []
+    titles = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
+    titles += ["To issue, ms"] if has_issue else []
     lead = (
         f"Median of {number(step.n)} steps after {number(step.warmup)} warm-up steps, {_settings(step)}; whiskers are "
         "95 % intervals of the median."
@@ -252,7 +239,7 @@ def phases(rows: Sequence[Row]) -> Section | None:
         lead,
         [
             Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
-            Table("The step and its phases", columns, table_rows, name="phases"),
+            Table("The step and its phases", titles, table_rows, name="phases"),
             Facts(facts_of(step, facts), name="step"),
         ],
     )
