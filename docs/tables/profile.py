@@ -36,8 +36,8 @@ def profile_kernels() -> Table:
             Column(f"top kernel of {words}", partial(_top_kernel, f"top_{where_}_kernel")),
             columns.value(f"its family ({where_})", f"top_{where_}_kernel_family"),
             columns.count(f"calls per {where_}", f"top_{where_}_kernel_calls"),
-            columns.value(f"of {words} (%)", f"top_{where_}_kernel_share", 100),
-            columns.value(f"matmul, of {words} (%)", f"matmul_share_{where_}", 100),
+            columns.value(f"of {words} (%)", f"top_{where_}_kernel_share"),
+            columns.value(f"matmul, of {words} (%)", f"matmul_share_{where_}"),
         ]
     return tabulate("profile-kernels", where(rows), wanted, rows)
 
@@ -53,7 +53,7 @@ def profile_attention() -> Table:
         *PROFILED,
         columns.case("piece", "piece"),
         *columns.values({"all its kernels (ms)": "ms", "product or softmax alone (ms)": "main_ms"}),
-        columns.value("GFLOP", "main_tflop", 1e3),
+        columns.value("GFLOP", "main_tflop", scale=1e3),
         *columns.values({"GB": "main_gb", "TFLOP/s": "main_tflops", "GB/s": "main_gb_s"}),
     )
     return tabulate("profile-attention", f"forward; {where(rows)}", wanted, rows)
@@ -66,9 +66,7 @@ def profile_families() -> Table:
         *PROFILED,
         columns.case("family", "family"),
         columns.count("calls", "calls"),
-        columns.value("ms", "ms"),
-        columns.value("share (%)", "share", 100),
-        *columns.values({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
+        *columns.values({"ms": "ms", "share (%)": "share", "TFLOP/s": "tflops", "GB/s": "gb_s"}),
     )
     return tabulate("profile-families", where(rows), wanted, rows)
 
@@ -78,11 +76,11 @@ def profile_sums() -> Table:
     rows = results(PROFILES, ProfileRow)
     wanted = (
         *PROFILED,
-        columns.value("in a known phase and module (%)", "module_coverage", 100, digits=5),
+        columns.value("in a known phase and module (%)", "module_coverage", digits=5),
         *columns.values({"step (ms)": "step_ms", "profiled (ms)": "profiled_step_ms"}),
         *(columns.value(f"{name}: kernels (ms)", f"{name}_busy_ms") for name in ("forward", "backward", "optimizer")),
         *(columns.value(f"{name}: phase (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer")),
-        columns.value("idle (%)", "idle_share", 100),
+        columns.value("idle (%)", "idle_share"),
     )
     return tabulate("profile-sums", where(rows), wanted, rows)
 
@@ -97,7 +95,7 @@ def memory_peaks() -> Table:
         *(columns.value(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward")),
         columns.value("optimizer (GiB)", "optimizer_peak_gib"),
         *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
-        columns.value("off by (%)", "prediction_error", 100, digits=2),
+        columns.value("off by (%)", "prediction_error", digits=2),
         Column("outcome", lambda row: row.status),
     )
     return tabulate("memory-peaks", where(rows), wanted, sorted(rows, key=_by_precision_and_context))
@@ -116,8 +114,7 @@ def memory_residuals() -> Table:
         Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
         Column("module", residual_name),
         *columns.values({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
-        columns.value("share (%)", "share", 100),
-        columns.value("by formula (MiB)", "formula_mib"),
+        *columns.values({"share (%)": "share", "by formula (MiB)": "formula_mib"}),
     )
     return tabulate("memory-residuals", f"One block of 2.7B; {where(rows)}", wanted, shown)
 
@@ -130,7 +127,7 @@ def memory_checkpointing() -> Table:
         *columns.named("batch", "context", "optimizer", "precision", "attention"),
         columns.case("policy", "checkpointing"),
         *columns.values({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
-        columns.value("off by (%)", "prediction_error", 100, digits=2),
+        columns.value("off by (%)", "prediction_error", digits=2),
         *columns.values({"peak in": "peak_phase", "step (ms)": "step_ms"}),
         Column("outcome", lambda row: row.status),
     )

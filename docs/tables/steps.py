@@ -15,7 +15,7 @@ from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Table, tabulate, text_table
 
 MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
-RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation", 100))
+RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))
 
 
 def sizes(precision: str, compiled: str) -> Table:

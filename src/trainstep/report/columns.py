@@ -91,11 +91,12 @@ def ratio_cell(row: Row, name: str) -> Cell:
     return Cell(text, found.value, name, found.low, found.high)
 
 
-def value(title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True, *, page: bool = True) -> Column:
-    """One of the row's values."""
+def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: float = 1, page: bool = True) -> Column:
+    """One of the row's values; a share in per cent where the title ends in `(%)`."""
+    factor = 100 if title.endswith("(%)") else scale
 
     def text(value: Scalar) -> str:
-        return number(value * scale if isinstance(value, float) and scale != 1 else value, digits)
+        return number(value * factor if isinstance(value, float) and factor != 1 else value, digits)
 
     return Column(title, lambda row: value_cell(row, name, text), brief, page=page)
 
@@ -115,9 +116,9 @@ def case(title: str, name: str) -> Column:
     return Column(title, cell, setting=True)
 
 
-def values(names: Mapping[str, str], scale: float = 1, digits: int = 3, **shown: bool) -> list[Column]:
+def values(names: Mapping[str, str], digits: int = 3, **shown: bool) -> list[Column]:
     """`value` for each title and name."""
-    return [value(title, name, scale, digits, **shown) for title, name in names.items()]
+    return [value(title, name, digits, **shown) for title, name in names.items()]
 
 
 def cases(names: Mapping[str, str]) -> list[Column]:

@@ -30,6 +30,7 @@ FAMILY_ROLES: Mapping[str, str] = {
 PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
 LANE_HEIGHT = 46
 _PHASES = "phase"
+_BAR = {"fill_color": "colour", "line_color": None, "hover_fill_color": COLOURS["ink"], "hover_line_color": None}
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,8 @@ def timeline(row: TimelineRow) -> figure:
         ],
         "colour": [COLOURS[FAMILY_ROLES.get(family, "series-1")] for family in columns["family"]],
     }  # fmt: skip
-    style = {"fill_color": "colour", "line_color": None, "hover_fill_color": COLOURS["ink"], "hover_line_color": None}
     drawn = ColumnDataSource(source, name="timeline")
-    bars = plot.hbar(y="y", left="left", right="right", height=0.72, source=drawn, **style)
+    bars = plot.hbar(y="y", left="left", right="right", height=0.72, source=drawn, **_BAR)
     strips = _phase_strips(plot, start, length, columns["phase"])
     add_zoom(plot, [bars, strips])
     return plot
@@ -219,14 +219,8 @@ class _Bars:
     def draw(self, plot: figure, height: float, name: str) -> Any:
         from bokeh.models import ColumnDataSource
 
-        style = {
-            "fill_color": "colour",
-            "line_color": None,
-            "hover_fill_color": COLOURS["ink"],
-            "hover_line_color": None,
-        }
         source = ColumnDataSource(self.columns, name=name)
-        return plot.hbar(y="y", left="left", right="right", height=height, source=source, **style)
+        return plot.hbar(y="y", left="left", right="right", height=height, source=source, **_BAR)
 
 
 def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:

@@ -17,7 +17,7 @@ from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
-from trainstep.report.tables import Definition, Table, TableRow, make_table, outcome_table
+from trainstep.report.tables import Definition, Table, TableRow, define, make_table, outcome_table
 
 TOP_KERNELS = 25
 TOP_MODULES = 20
@@ -32,51 +32,43 @@ def _key(*names: str) -> Callable[[Row], str]:
     return lambda row: ": ".join(str(row.case[name]) for name in names)
 
 
-PROFILES = Definition(
+PROFILES = define(
     ProfileRow,
     "The step without and with the profiler, and what it found",
-    (
-        *(replace(each, brief=each.title in ("workload", "context", "precision")) for each in columns.SETTINGS),
-        columns.median("step (ms) [95 %]", "step"),
-        columns.value("with the profiler (ms)", "profiled_step_ms"),
-        columns.value("its cost (%)", "profiler_cost", 100),
-        columns.count("kernels per step", "kernels"),
-        columns.value("busy (ms)", "busy_ms"),
-        columns.value("idle (%)", "idle_share", 100),
-        columns.value("in a known phase (%)", "phase_coverage", 100, digits=4),
-        columns.value("in a known module (%)", "module_coverage", 100, digits=4),
-        columns.value("matmul, of forward (%)", "matmul_share_forward", 100),
-        columns.value("matmul, of the step (%)", "matmul_share_step", 100),
-        columns.value("sums beyond the step", "sums_disagree"),
-        columns.value("top kernel of forward", "top_forward_kernel", brief=False),
-        columns.count("its calls per forward", "top_forward_kernel_calls", brief=False),
-        columns.value("its time (ms)", "top_forward_kernel_ms", brief=False),
-        columns.value("its share of forward (%)", "top_forward_kernel_share", 100, brief=False),
-        columns.value("top kernel of the step", "top_step_kernel", brief=False),
-        columns.count("its calls per step", "top_step_kernel_calls", brief=False),
-        columns.value("its time (ms) ", "top_step_kernel_ms", brief=False),
-        columns.value("its share of the step (%)", "top_step_kernel_share", 100, brief=False),
-        columns.OUTCOME,
-    ),
+    *(replace(each, brief=each.title in ("workload", "context", "precision")) for each in columns.SETTINGS),
+    columns.median("step (ms) [95 %]", "step"),
+    *columns.values({"with the profiler (ms)": "profiled_step_ms", "its cost (%)": "profiler_cost"}),
+    columns.count("kernels per step", "kernels"),
+    *columns.values({"busy (ms)": "busy_ms", "idle (%)": "idle_share"}),
+    columns.value("in a known phase (%)", "phase_coverage", digits=4),
+    columns.value("in a known module (%)", "module_coverage", digits=4),
+    columns.value("matmul, of forward (%)", "matmul_share_forward"),
+    *columns.values({"matmul, of the step (%)": "matmul_share_step", "sums beyond the step": "sums_disagree"}),
+    columns.value("top kernel of forward", "top_forward_kernel", brief=False),
+    columns.count("its calls per forward", "top_forward_kernel_calls", brief=False),
+    columns.value("its time (ms)", "top_forward_kernel_ms", brief=False),
+    columns.value("its share of forward (%)", "top_forward_kernel_share", brief=False),
+    columns.value("top kernel of the step", "top_step_kernel", brief=False),
+    columns.count("its calls per step", "top_step_kernel_calls", brief=False),
+    columns.value("its time (ms) ", "top_step_kernel_ms", brief=False),
+    columns.value("its share of the step (%)", "top_step_kernel_share", brief=False),
+    columns.OUTCOME,
 )
 
 
 def families(ceilings: Sequence[CeilingRow]) -> Definition:
     """The table of families; on the page with the part of the measured ceilings that each reaches."""
-    return Definition(
+    return define(
         FamilyRow,
         "Kernel time by family, per step; rates over what is counted",
-        (
-            *_SETTINGS,
-            columns.word("phase", "phase"),
-            columns.word("family", "family"),
-            columns.count("calls", "calls"),
-            columns.value("ms", "ms"),
-            columns.value("share of the phase (%)", "share", 100),
-            *_RATES,
-            columns.value("FLOP per byte", "flop_per_byte", page=False),
-            Column("of the device’s limit", partial(_of_limit, ceilings), files=False),
-        ),
+        *_SETTINGS,
+        columns.word("phase", "phase"),
+        columns.word("family", "family"),
+        columns.count("calls", "calls"),
+        *columns.values({"ms": "ms", "share of the phase (%)": "share"}),
+        *_RATES,
+        columns.value("FLOP per byte", "flop_per_byte", page=False),
+        Column("of the device’s limit", partial(_of_limit, ceilings), files=False),
         key=_key("phase", "family"),
         is_strong=lambda row: row.case["phase"] == "step",
         longest=24,
@@ -102,17 +94,15 @@ def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
     return Cell(f"{part:.0%} of {unit}", part, "of_limit", tone="" if is_possible else "bad", is_text=False)
 
 
-PIECES = Definition(
+PIECES = define(
     PieceRow,
     "The pieces of eager attention, per step: all kernels of a piece, and its matrix product or softmax alone",
-    (
-        *_SETTINGS,
-        columns.word("phase", "phase"),
-        columns.word("piece", "piece"),
-        *columns.values({"ms": "ms", "product or softmax (ms)": "main_ms"}),
-        columns.value("its GFLOP", "main_tflop", 1e3),
-        *columns.values({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
-    ),
+    *_SETTINGS,
+    columns.word("phase", "phase"),
+    columns.word("piece", "piece"),
+    *columns.values({"ms": "ms", "product or softmax (ms)": "main_ms"}),
+    columns.value("its GFLOP", "main_tflop", scale=1e3),
+    *columns.values({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
     key=_key("phase", "piece"),
 )
 
@@ -124,21 +114,18 @@ def _kernel_cell(row: Row) -> Cell:
     return Cell(row.kernel, row.kernel, "kernel", note=note, is_text=True)
 
 
-KERNELS = Definition(
+KERNELS = define(
     KernelRow,
     "Kernels by phase and module, per step, the longest first",
-    (
-        *_SETTINGS,
-        columns.word("phase", "phase"),
-        columns.files_only(columns.case("module", "module")),
-        Column("kernel", _kernel_cell),
-        columns.word("family", "family", page=False),
-        columns.value("operator", "operator", brief=False, page=False),
-        columns.count("calls", "calls"),
-        *columns.values({"ms": "ms", "mean (µs)": "mean_us"}),
-        columns.value("share (%)", "share", 100),
-        *map(columns.files_only, _RATES),
-    ),
+    *_SETTINGS,
+    columns.word("phase", "phase"),
+    columns.files_only(columns.case("module", "module")),
+    Column("kernel", _kernel_cell),
+    columns.word("family", "family", page=False),
+    columns.value("operator", "operator", brief=False, page=False),
+    columns.count("calls", "calls"),
+    *columns.values({"ms": "ms", "mean (µs)": "mean_us", "share (%)": "share"}),
+    *map(columns.files_only, _RATES),
     key=lambda row: (
         " ".join(str(row.case[name]) for name in ("phase", "module", "kernel")) if row.case["phase"] else "others"
     ),

@@ -10,27 +10,23 @@ from trainstep.report import columns
 from trainstep.report.blocks import Finding, Section, found
 from trainstep.report.columns import Column, value_cell
 from trainstep.report.numbers import numeric
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 
-DTYPES = Definition(
+DTYPES = define(
     DtypeRow,
     "The dtype of everything in a training step; alike modules as one row",
-    (
-        *columns.SETTINGS,
-        columns.case("module", "module"),
-        *columns.values({"class": "class_name", "modules": "modules"}),
-        *(columns.value(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
-        columns.OUTCOME,
-    ),
+    *columns.SETTINGS,
+    columns.case("module", "module"),
+    *columns.values({"class": "class_name", "modules": "modules"}),
+    *(columns.value(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+    columns.OUTCOME,
 )
-ACCUMULATION = Definition(
+ACCUMULATION = define(
     AccumulationRow,
     "0.01 added a thousand times",
-    (
-        *columns.cases({"accumulator": "accumulator", "addend": "addend"}),
-        Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
-        columns.value("why", "why"),
-    ),
+    *columns.cases({"accumulator": "accumulator", "addend": "addend"}),
+    Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
+    columns.value("why", "why"),
 )
 TABLES = (DTYPES, ACCUMULATION)
 RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none

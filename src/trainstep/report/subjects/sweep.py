@@ -114,17 +114,14 @@ def _axis(name: str, others: Sequence[str], rows: Sequence[SweepRow]) -> Axis:
     values = list(dict.fromkeys(row.case.get(name) for row in rows))
     if all(as_float(value) is not None for value in values):
         values.sort(key=lambda value: as_float(value) or 0)
-    lines: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
+    found: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
     for row in rows:
-        lines.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
-    return Axis(
-        name,
-        values,
-        [
-            Line({other: value for other, value in zip(others, key, strict=True) if value is not None}, points)
-            for key, points in lines.items()
-        ],
-    )
+        found.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
+    lines = [
+        Line({other: value for other, value in zip(others, key, strict=True) if value is not None}, points)
+        for key, points in found.items()
+    ]
+    return Axis(name, values, lines)
 
 
 def named(settings: Mapping[str, Scalar]) -> str:

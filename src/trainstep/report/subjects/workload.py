@@ -14,7 +14,7 @@ from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
 from trainstep.report.subjects.ladder import kept_rungs
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import Definition, define, make_table
 
 
 def operation(row: Row) -> str:
@@ -22,14 +22,12 @@ def operation(row: Row) -> str:
     return " ".join(str(row.case[name]) for name in ("operation", "precision") if name in row.case)
 
 
-WORKLOAD = Definition(
+WORKLOAD = define(
     WorkloadRow,
     "The workload",
-    (
-        columns.case("workload", "workload"),
-        *columns.values({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
-        *columns.values({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
-    ),
+    columns.case("workload", "workload"),
+    *columns.values({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
+    *columns.values({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
 )
 _RATES = {"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}
 CEILINGS = Definition(
