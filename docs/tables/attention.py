@@ -7,7 +7,8 @@ from functools import partial
 
 from tables import results, where
 from trainstep.kinds import AttentionRow, CeilingRow
-from trainstep.report.columns import Column, case_column, value_column, value_columns
+from trainstep.report import columns
+from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, tabulate, text_table
 
@@ -37,14 +38,14 @@ def peers() -> Table:
                 *(f"{number(time)} ({time / ours.times['both'].median:.2f}×)" for time in times),
             )
         )
-    columns = (
+    wanted = (
         *shape,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours)" for impl in others),
     )
-    return text_table("peers", f"bf16, forward and backward, one run; {where(rows)}", columns, lines)
+    return text_table("peers", f"bf16, forward and backward, one run; {where(rows)}", wanted, lines)
 
 
 def passes(row: AttentionRow) -> str:
@@ -77,11 +78,11 @@ def naive() -> Table:
                 f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}",
             )
         )
-    columns = (
+    wanted = (
         *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
     )
-    return text_table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", columns, lines)
+    return text_table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", wanted, lines)
 
 
 def by_length(dtype: str, head_dim: int) -> Table:
@@ -109,15 +110,17 @@ def memory() -> Table:
     names = ("h200-attention-flash", "h200-attention-naive")
     rows = [row for name in names for row in results(name, AttentionRow)]
     rows = [row for row in rows if row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384]
-    columns = (
+    wanted = (
         Column("implementation", lambda row: str(row.case["impl"])),
-        *(case_column(name, name) for name in ("dtype", "causal", "batch", "seq")),
-        *value_columns({"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}),
-        *value_columns({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
-        value_column("score matrices at the peak", "score_matrices_at_peak"),
+        *columns.named("dtype", "causal", "batch", "seq"),
+        *columns.values(
+            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
+        ),
+        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
+        columns.value("score matrices at the peak", "score_matrices_at_peak"),
         Column("outcome", lambda row: row.status),
     )
-    return tabulate("attention-memory", f"head_dim 128; {where(rows)}", columns, rows)
+    return tabulate("attention-memory", f"head_dim 128; {where(rows)}", wanted, rows)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

@@ -24,7 +24,8 @@ from trainstep.kinds import (
     StepRow,
 )
 from trainstep.records import Row
-from trainstep.report.columns import Column, case_column, value_column, value_columns
+from trainstep.report import columns
+from trainstep.report.columns import Column
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.stats import ratio_of_medians
@@ -248,9 +249,9 @@ def parallel_ratios() -> Table:
             low, high = (time.interval.low, time.interval.high) if time.interval else (None, None)
             peak = (rows[ours].peak_gib or 0) / (rows[theirs].peak_gib or 1)
             cells.append((str(gpus), ours, theirs, f"{time.value:.3f} [{low:.3f}–{high:.3f}]", f"{peak:.3f}"))
-    columns = ("GPUs", "ours", "torch's", "time, ours over torch's [95 %]", "peak memory, ours over torch's")
+    wanted = ("GPUs", "ours", "torch's", "time, ours over torch's [95 %]", "peak memory, ours over torch's")
     return text_table(
-        "parallel-ratios", f"Each pair in one run; {where(results('h200-parallel', ParallelRow))}", columns, cells
+        "parallel-ratios", f"Each pair in one run; {where(results('h200-parallel', ParallelRow))}", wanted, cells
     )
 
 
@@ -278,11 +279,11 @@ def ladder() -> Table:
         times, peaks = ([number(figure(row, name)) for row in (first, last)] for name in ("step_ms", "peak_gib"))
         error = f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}"
         cells.append((size, *times, f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]", *peaks, error))
-    columns = (
+    wanted = (
         *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
-    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", columns, tuple(cells))
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, tuple(cells))
 
 
 def attention() -> Table:
@@ -293,8 +294,8 @@ def attention() -> Table:
     impls = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex")
     cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
     caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
-    columns = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
-    return text_table("headline-attention", caption, columns, cells)
+    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
+    return text_table("headline-attention", caption, wanted, cells)
 
 
 def parallel() -> Table:
@@ -309,12 +310,12 @@ def parallel() -> Table:
         "fsdp": "fully sharded, ours",
     }
     rows = [one("h200-parallel", ParallelRow, scheme=name) for name in names]
-    columns = (
+    wanted = (
         Column("scheme", lambda row: names[str(row.case["scheme"])]),
-        *value_columns({"step (ms)": "step_ms", "beyond one GPU's (ms)": "exposed_ms"}),
-        *value_columns({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
+        *columns.values({"step (ms)": "step_ms", "beyond one GPU's (ms)": "exposed_ms"}),
+        *columns.values({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
     )
-    return tabulate("headline-parallel", f"2.7B on two GPUs, bf16 autocast; {where(rows)}", columns, rows)
+    return tabulate("headline-parallel", f"2.7B on two GPUs, bf16 autocast; {where(rows)}", wanted, rows)
 
 
 def memory() -> Table:
@@ -322,12 +323,12 @@ def memory() -> Table:
     rows = [
         one("h200-checkpointing", CheckpointingRow, checkpointing=name) for name in ("none", "selective", "every-1")
     ]
-    columns = (
-        case_column("checkpointing", "checkpointing"),
-        *value_columns({"peak, predicted (GiB)": "predicted_gib", "peak, measured (GiB)": "peak_gib"}, digits=4),
-        value_column("step (ms)", "step_ms"),
+    wanted = (
+        columns.case("checkpointing", "checkpointing"),
+        *columns.values({"peak, predicted (GiB)": "predicted_gib", "peak, measured (GiB)": "peak_gib"}, digits=4),
+        columns.value("step (ms)", "step_ms"),
     )
-    return tabulate("headline-memory", f"2.7B, context 2,048, bf16, fused attention; {where(rows)}", columns, rows)
+    return tabulate("headline-memory", f"2.7B, context 2,048, bf16, fused attention; {where(rows)}", wanted, rows)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

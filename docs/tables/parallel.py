@@ -11,7 +11,7 @@ from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row
-from trainstep.report.columns import case_column, median_column, value_column, value_columns
+from trainstep.report import columns
 from trainstep.report.tables import Table, tabulate
 from trainstep.schemes import SCHEMES
 
@@ -19,36 +19,39 @@ from trainstep.schemes import SCHEMES
 def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
-    columns = (
-        case_column("scheme", "scheme"),
-        median_column("step on the slowest rank (ms) [95 %]", "step"),
-        value_column("beyond the step without communication (ms)", "exposed_ms"),
-        *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "communication", "optimizer")),
-        *value_columns({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
-        *value_columns({"by plan (GiB)": "sent_floor_gib", "parameters off by (of their movement)": "update_error"}),
-        value_column("allowed", "update_allowed"),
+    wanted = (
+        columns.case("scheme", "scheme"),
+        columns.median("step on the slowest rank (ms) [95 %]", "step"),
+        columns.value("beyond the step without communication (ms)", "exposed_ms"),
+        *(
+            columns.value(f"{name} (ms)", f"{name}_ms")
+            for name in ("forward", "backward", "communication", "optimizer")
+        ),
+        *columns.values({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
+        *columns.values({"by plan (GiB)": "sent_floor_gib", "parameters off by (of their movement)": "update_error"}),
+        columns.value("allowed", "update_allowed"),
     )
-    return tabulate(table, f"{setting(rows)}; {where(rows)}", columns, rows)
+    return tabulate(table, f"{setting(rows)}; {where(rows)}", wanted, rows)
 
 
 def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
     rows = [planned_anew(row) for row in results(name, ParallelRow)]
     points = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
-    columns = (
-        case_column("scheme", "scheme"),
+    wanted = (
+        columns.case("scheme", "scheme"),
         *(
             column
             for title, name in points
             for column in (
-                value_column(f"{title} (GiB)", f"{name}_gib"),
-                value_column("by plan", f"predicted_{name}_gib"),
+                columns.value(f"{title} (GiB)", f"{name}_gib"),
+                columns.value("by plan", f"predicted_{name}_gib"),
             )
         ),
-        *value_columns({"weights": "before_step_weights_gib", "gradients": "before_step_gradients_gib"}),
-        *value_columns({"state": "before_step_optimizer_state_gib", "peak": "peak_gib"}),
+        *columns.values({"weights": "before_step_weights_gib", "gradients": "before_step_gradients_gib"}),
+        *columns.values({"state": "before_step_optimizer_state_gib", "peak": "peak_gib"}),
     )
-    return tabulate(table, f"GiB; {where(rows)}", columns, rows)
+    return tabulate(table, f"GiB; {where(rows)}", wanted, rows)
 
 
 def planned_anew(row: Row) -> Row:

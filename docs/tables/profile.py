@@ -17,28 +17,29 @@ from trainstep.kinds import (
     ResidualRow,
 )
 from trainstep.records import Row
-from trainstep.report.columns import Column, case_column, count_column, value_column, value_columns
+from trainstep.report import columns
+from trainstep.report.columns import Column
 from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.subjects.memory import residual_name
 from trainstep.report.tables import Table, tabulate
 
 PROFILES = "h200-profile"
-PROFILED = (SIZE, *(case_column(name, name) for name in ("batch", "context", "precision", "attention")))
+PROFILED = (SIZE, *columns.named("batch", "context", "precision", "attention"))
 
 
 def profile_kernels() -> Table:
     """The top kernel of forward and of the step, and matmul's share in both."""
     rows = results(PROFILES, ProfileRow)
-    columns = [*PROFILED]
+    wanted = [*PROFILED]
     for where_, words in (("forward", "forward"), ("step", "the step")):
-        columns += [
+        wanted += [
             Column(f"top kernel of {words}", partial(_top_kernel, f"top_{where_}_kernel")),
-            value_column(f"its family ({where_})", f"top_{where_}_kernel_family"),
-            count_column(f"calls per {where_}", f"top_{where_}_kernel_calls"),
-            value_column(f"of {words} (%)", f"top_{where_}_kernel_share", 100),
-            value_column(f"matmul, of {words} (%)", f"matmul_share_{where_}", 100),
+            columns.value(f"its family ({where_})", f"top_{where_}_kernel_family"),
+            columns.count(f"calls per {where_}", f"top_{where_}_kernel_calls"),
+            columns.value(f"of {words} (%)", f"top_{where_}_kernel_share"),
+            columns.value(f"matmul, of {words} (%)", f"matmul_share_{where_}"),
         ]
-    return tabulate("profile-kernels", where(rows), columns, rows)
+    return tabulate("profile-kernels", where(rows), wanted, rows)
 
 
 def _top_kernel(name: str, row: Row) -> str:
@@ -48,58 +49,56 @@ def _top_kernel(name: str, row: Row) -> str:
 def profile_attention() -> Table:
     """Softmax beside the score product and the weighted sum in forward: time, FLOPs, bytes."""
     rows = [row for row in results(PROFILES, PieceRow) if row.phase == "forward"]
-    columns = (
+    wanted = (
         *PROFILED,
-        case_column("piece", "piece"),
-        *value_columns({"all its kernels (ms)": "ms", "product or softmax alone (ms)": "main_ms"}),
-        value_column("GFLOP", "main_tflop", 1e3),
-        *value_columns({"GB": "main_gb", "TFLOP/s": "main_tflops", "GB/s": "main_gb_s"}),
+        columns.case("piece", "piece"),
+        *columns.values({"all its kernels (ms)": "ms", "product or softmax alone (ms)": "main_ms"}),
+        columns.value("GFLOP", "main_tflop", scale=1e3),
+        *columns.values({"GB": "main_gb", "TFLOP/s": "main_tflops", "GB/s": "main_gb_s"}),
     )
-    return tabulate("profile-attention", f"forward; {where(rows)}", columns, rows)
+    return tabulate("profile-attention", f"forward; {where(rows)}", wanted, rows)
 
 
 def profile_families() -> Table:
     """Kernel time of the whole step by family."""
     rows = [row for row in results(PROFILES, FamilyRow) if row.phase == "step"]
-    columns = (
+    wanted = (
         *PROFILED,
-        case_column("family", "family"),
-        count_column("calls", "calls"),
-        value_column("ms", "ms"),
-        value_column("share (%)", "share", 100),
-        *value_columns({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
+        columns.case("family", "family"),
+        columns.count("calls", "calls"),
+        *columns.values({"ms": "ms", "share (%)": "share", "TFLOP/s": "tflops", "GB/s": "gb_s"}),
     )
-    return tabulate("profile-families", where(rows), columns, rows)
+    return tabulate("profile-families", where(rows), wanted, rows)
 
 
 def profile_sums() -> Table:
     """What attribution covers, what profiling cost, and the kernels' sums beside the step without it."""
     rows = results(PROFILES, ProfileRow)
-    columns = (
+    wanted = (
         *PROFILED,
-        value_column("in a known phase and module (%)", "module_coverage", 100, digits=5),
-        *value_columns({"step (ms)": "step_ms", "profiled (ms)": "profiled_step_ms"}),
-        *(value_column(f"{name}: kernels (ms)", f"{name}_busy_ms") for name in ("forward", "backward", "optimizer")),
-        *(value_column(f"{name}: phase (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer")),
-        value_column("idle (%)", "idle_share", 100),
+        columns.value("in a known phase and module (%)", "module_coverage", digits=5),
+        *columns.values({"step (ms)": "step_ms", "profiled (ms)": "profiled_step_ms"}),
+        *(columns.value(f"{name}: kernels (ms)", f"{name}_busy_ms") for name in ("forward", "backward", "optimizer")),
+        *(columns.value(f"{name}: phase (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer")),
+        columns.value("idle (%)", "idle_share"),
     )
-    return tabulate("profile-sums", where(rows), columns, rows)
+    return tabulate("profile-sums", where(rows), wanted, rows)
 
 
 def memory_peaks() -> Table:
     """Peaks of forward alone and of the whole step, by context and precision."""
     rows = results("h200-memory", PeakRow)
-    columns = (
+    wanted = (
         SIZE,
-        *(case_column(name, name) for name in ("batch", "attention", "optimizer", "precision", "context", "mode")),
-        value_column("at rest (GiB)", "at_rest_gib"),
-        *(value_column(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward")),
-        value_column("optimizer (GiB)", "optimizer_peak_gib"),
-        *value_columns({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
-        value_column("off by (%)", "prediction_error", 100, digits=2),
+        *columns.named("batch", "attention", "optimizer", "precision", "context", "mode"),
+        columns.value("at rest (GiB)", "at_rest_gib"),
+        *(columns.value(f"{name} (GiB)", f"{name}_peak_gib") for name in ("forward", "loss", "backward")),
+        columns.value("optimizer (GiB)", "optimizer_peak_gib"),
+        *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}, digits=4),
+        columns.value("off by (%)", "prediction_error", digits=2),
         Column("outcome", lambda row: row.status),
     )
-    return tabulate("memory-peaks", where(rows), columns, sorted(rows, key=_by_precision_and_context))
+    return tabulate("memory-peaks", where(rows), wanted, sorted(rows, key=_by_precision_and_context))
 
 
 def _by_precision_and_context(row: PeakRow) -> tuple[bool, int, bool]:
@@ -110,30 +109,29 @@ def memory_residuals() -> Table:
     """What one block keeps, eager and compiled, and the residual stream beside its formula."""
     rows = results("h200-residuals", ResidualRow)
     shown = [row for row in rows if row.part in ("first block", "residual stream") and row.status == "ok"]
-    columns = (
-        *(case_column(name, name) for name in ("batch", "context", "attention", "precision")),
+    wanted = (
+        *columns.named("batch", "context", "attention", "precision"),
         Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
         Column("module", residual_name),
-        *value_columns({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
-        value_column("share (%)", "share", 100),
-        value_column("by formula (MiB)", "formula_mib"),
+        *columns.values({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
+        *columns.values({"share (%)": "share", "by formula (MiB)": "formula_mib"}),
     )
-    return tabulate("memory-residuals", f"One block of 2.7B; {where(rows)}", columns, shown)
+    return tabulate("memory-residuals", f"One block of 2.7B; {where(rows)}", wanted, shown)
 
 
 def memory_checkpointing() -> Table:
     """Policies at 2.7B, context 2048, predicted and measured."""
     rows = results("h200-checkpointing", CheckpointingRow)
-    columns = (
+    wanted = (
         SIZE,
-        *(case_column(name, name) for name in ("batch", "context", "optimizer", "precision", "attention")),
-        case_column("policy", "checkpointing"),
-        *value_columns({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
-        value_column("off by (%)", "prediction_error", 100, digits=2),
-        *value_columns({"peak in": "peak_phase", "step (ms)": "step_ms"}),
+        *columns.named("batch", "context", "optimizer", "precision", "attention"),
+        columns.case("policy", "checkpointing"),
+        *columns.values({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
+        columns.value("off by (%)", "prediction_error", digits=2),
+        *columns.values({"peak in": "peak_phase", "step (ms)": "step_ms"}),
         Column("outcome", lambda row: row.status),
     )
-    return tabulate("memory-checkpointing", where(rows), columns, rows)
+    return tabulate("memory-checkpointing", where(rows), wanted, rows)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

@@ -8,13 +8,14 @@ from functools import partial
 from tables import SIZE, plain, results, where
 from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.phases import PHASES
-from trainstep.report.columns import Column, case_column, mean_column, median_column, value_column, value_columns
+from trainstep.report import columns
+from trainstep.report.columns import Column
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Table, tabulate, text_table
 
-MEANS = tuple(mean_column(f"{name} (ms)", name) for name in (*PHASES, "step"))
-RATES = (value_column("TFLOP/s", "achieved_tflops"), value_column("utilisation (%)", "utilisation", 100))
+MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
+RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation (%)", "utilisation"))
 
 
 def sizes(precision: str, compiled: str) -> Table:
@@ -23,15 +24,15 @@ def sizes(precision: str, compiled: str) -> Table:
     rows = [row for row in every if (row.precision, row.compile) == (precision, compiled)]
     form = "eager" if compiled == "off" else "blocks compiled"
     caption = f"{precision}, {form}: mean ± std of 10 steps after 5; {where(rows)}"
-    return tabulate("sizes", caption, (SIZE, *MEANS, *RATES, value_column("peak (GiB)", "peak_gib")), rows)
+    return tabulate("sizes", caption, (SIZE, *MEANS, *RATES, columns.value("peak (GiB)", "peak_gib")), rows)
 
 
 def warmup() -> Table:
     """The same ten steps' mean with 0, 1, 2 and 5 steps left out before."""
     rows = [row for size in ("small", "large", "2.7B") for row in results(f"h200-warmup-{size}", StepRow)]
-    columns = (SIZE, case_column("warm-up", "warmup"), *MEANS, median_column("step, median [95 %]", "step"),
-               value_column("first step (ms)", "first_step_ms"))  # fmt: skip
-    return tabulate("warmup", f"fp32, eager, each size in a fresh process; {where(rows)}", columns, rows)
+    wanted = (SIZE, columns.case("warm-up", "warmup"), *MEANS, columns.median("step, median [95 %]", "step"),
+               columns.value("first step (ms)", "first_step_ms"))  # fmt: skip
+    return tabulate("warmup", f"fp32, eager, each size in a fresh process; {where(rows)}", wanted, rows)
 
 
 def repeat() -> Table:
@@ -43,12 +44,12 @@ def repeat() -> Table:
 def limits(size: str) -> Table:
     """The phases of the ladder's first and last kept rungs."""
     kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
-    columns = (
+    wanted = (
         Column("rung", lambda row: str(row.case["rung"])),
-        *(value_column(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer", "step")),
+        *(columns.value(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer", "step")),
         *RATES,
     )
-    return tabulate("limits", f"{size}; {where(kept)}", columns, [kept[0], kept[-1]])
+    return tabulate("limits", f"{size}; {where(kept)}", wanted, [kept[0], kept[-1]])
 
 
 ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
@@ -57,14 +58,14 @@ ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
 def ladder(name: str, form: str) -> Table:
     """The rungs of one form."""
     rows = [row for row in results(f"{name}-tour", RungRow) if row.workload == f"examples.tour.{form}:workload"]
-    columns = (
+    wanted = (
         Column("rung", lambda row: str(row.case["rung"])),
-        median_column("step (ms) [95 %]", "step"),
-        *value_columns({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
-        *value_columns({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
-        value_column("verdict", "verdict"),
+        columns.median("step (ms) [95 %]", "step"),
+        *columns.values({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
+        *columns.values({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
+        columns.value("verdict", "verdict"),
     )
-    return tabulate("tour", f"{form}.py; {where(rows)}", columns, rows)
+    return tabulate("tour", f"{form}.py; {where(rows)}", wanted, rows)
 
 
 def compared(name: str) -> Table:
@@ -90,9 +91,9 @@ def curves() -> Table:
         losses = [numeric(row.series["loss"][index]) for row in rows]
         apart = (max(losses) - min(losses)) / min(losses)
         lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
-    columns = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
+    wanted = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
     caption = f"{rows[0].workload}, context {rows[0].context}, {rows[0].precision}; {where(rows)}"
-    return text_table("train-curves", caption, columns, tuple(lines))
+    return text_table("train-curves", caption, wanted, tuple(lines))
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

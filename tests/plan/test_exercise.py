@@ -2,7 +2,7 @@
 
 import pytest
 
-from tables.exercise import alternate_bytes_sent, alternate_passes, alternate_seconds
+from tables.plan import alternate_bytes_sent, alternate_passes, alternate_seconds
 from trainstep.errors import UsageError
 from trainstep.plan.communication import Link, collective_seconds
 

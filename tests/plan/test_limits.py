@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from tables import exercise
-from tables.exercise import XXL, FeedForwardStack, compute_bound_tokens
+from tables.plan import BYTES_PER_S, FLOPS_PER_S, XXL, FeedForwardStack, compute_bound_tokens
 from tests.plan.test_communication import simulate
 from trainstep.config import SIZES
 from trainstep.errors import UsageError
@@ -112,15 +111,15 @@ def test_the_exercise():
 
 def test_the_exercise_by_counting_seconds():
     """X = 16 over two axes, Y = 4 over one: at the limit computing and communicating take equally long."""
-    alpha = intensity(exercise.FLOPS_PER_S, exercise.BYTES_PER_S)
+    alpha = intensity(FLOPS_PER_S, BYTES_PER_S)
     assert alpha == pytest.approx(2555.6, abs=0.1)
     stack, x, y = XXL, 16, 4
     for overlapped, expected in ((True, 319.4), (False, 395.3)):
         tokens = compute_bound_tokens(overlapped=overlapped)
         assert tokens == pytest.approx(expected, abs=0.1)
-        compute = 2 * tokens * 2 * stack.d_model * stack.d_ff / exercise.FLOPS_PER_S
-        fsdp = 2 * 2 * stack.d_model * stack.d_ff / y / (2 * exercise.BYTES_PER_S)
-        tensor = 2 * 2 * tokens * y * stack.d_model / exercise.BYTES_PER_S
+        compute = 2 * tokens * 2 * stack.d_model * stack.d_ff / FLOPS_PER_S
+        fsdp = 2 * 2 * stack.d_model * stack.d_ff / y / (2 * BYTES_PER_S)
+        tensor = 2 * 2 * tokens * y * stack.d_model / BYTES_PER_S
         assert compute == pytest.approx(max(fsdp, tensor) if overlapped else fsdp + tensor)
         assert tokens * x * y == pytest.approx({True: 20_444, False: 25_302}[overlapped], abs=1)
 

@@ -7,7 +7,7 @@ import pytest
 
 from trainstep.kinds import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
 from trainstep.records import make_row
-from trainstep.report.finding import TOPICS
+from trainstep.report.blocks import TOPICS
 from trainstep.report.subjects import RULES, findings
 from trainstep.report.subjects.ladder import recommended_flags
 from trainstep.report.subjects.steps import analysed_step

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainstep.records import Row, Scalar
-from trainstep.report.numbers import NONE, as_float, count, number, typeset
+from trainstep.report import numbers
+from trainstep.report.numbers import NONE, as_float, number, typeset
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,22 @@ def ratio_cell(row: Row, name: str) -> Cell:
     return Cell(text, found.value, name, found.low, found.high)
 
 
-def value_column(
-    title: str, name: str, scale: float = 1, digits: int = 3, brief: bool = True, *, page: bool = True
-) -> Column:
-    """One of the row's values."""
+def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: float = 1, page: bool = True) -> Column:
+    """One of the row's values; a share in per cent where the title ends in `(%)`."""
+    factor = 100 if title.endswith("(%)") else scale
 
     def text(value: Scalar) -> str:
-        return number(value * scale if isinstance(value, float) and scale != 1 else value, digits)
+        return number(value * factor if isinstance(value, float) and factor != 1 else value, digits)
 
     return Column(title, lambda row: value_cell(row, name, text), brief, page=page)
 
 
-def count_column(title: str, name: str, brief: bool = True, *, page: bool = True) -> Column:
+def count(title: str, name: str, brief: bool = True, *, page: bool = True) -> Column:
     """One of the row's values that says how many."""
-    return Column(title, lambda row: value_cell(row, name, count), brief, page=page)
+    return Column(title, lambda row: value_cell(row, name, numbers.count), brief, page=page)
 
 
-def case_column(title: str, name: str) -> Column:
+def case(title: str, name: str) -> Column:
     """One of the settings that identify the case."""
 
     def cell(row: Row) -> Cell:
@@ -116,17 +116,22 @@ def case_column(title: str, name: str) -> Column:
     return Column(title, cell, setting=True)
 
 
-def value_columns(names: Mapping[str, str], scale: float = 1, digits: int = 3, **shown: bool) -> list[Column]:
-    """`value_column` for each title and name."""
-    return [value_column(title, name, scale, digits, **shown) for title, name in names.items()]
+def values(names: Mapping[str, str], digits: int = 3, **shown: bool) -> list[Column]:
+    """`value` for each title and name."""
+    return [value(title, name, digits, **shown) for title, name in names.items()]
 
 
-def case_columns(names: Mapping[str, str]) -> list[Column]:
-    """`case_column` for each title and name."""
-    return [case_column(title, name) for title, name in names.items()]
+def cases(names: Mapping[str, str]) -> list[Column]:
+    """`case` for each title and name."""
+    return [case(title, name) for title, name in names.items()]
 
 
-def word_column(title: str, name: str, *, page: bool = True) -> Column:
+def named(*names: str) -> list[Column]:
+    """`case` for each name, which is its title too."""
+    return [case(name, name) for name in names]
+
+
+def word(title: str, name: str, *, page: bool = True) -> Column:
     """A setting or a value that is a word: set as one however short, and a column even where all rows have the same."""
 
     def cell(row: Row) -> Cell:
@@ -136,12 +141,12 @@ def word_column(title: str, name: str, *, page: bool = True) -> Column:
     return Column(title, cell, page=page)
 
 
-def median_column(title: str, phase: str) -> Column:
+def median(title: str, phase: str) -> Column:
     """The median with its 95 % interval."""
     return Column(title, lambda row: median_cell(row, phase))
 
 
-def mean_column(title: str, phase: str) -> Column:
+def mean(title: str, phase: str) -> Column:
     """Mean ± standard deviation."""
 
     def cell(row: Row) -> Cell:
@@ -152,7 +157,7 @@ def mean_column(title: str, phase: str) -> Column:
     return Column(title, cell, brief=False)
 
 
-def ratio_column(title: str, name: str, brief: bool = True) -> Column:
+def ratio(title: str, name: str, brief: bool = True) -> Column:
     """A ratio with its interval."""
     return Column(title, lambda row: ratio_cell(row, name), brief)
 
@@ -172,9 +177,9 @@ def outcome_cell(row: Row) -> Cell:
 OUTCOME = Column("outcome", outcome_cell, setting=True)
 
 SETTINGS = (
-    *(case_column(name, name) for name in ("workload", "context", "batch", "precision", "compile", "attention")),
-    case_column("loss kind", "loss"),
-    case_column("checkpointing", "checkpointing"),
-    case_column("optimizer kind", "optimizer"),
-    case_column("seed", "seed"),
+    *named("workload", "context", "batch", "precision", "compile", "attention"),
+    case("loss kind", "loss"),
+    *named("checkpointing"),
+    case("optimizer kind", "optimizer"),
+    *named("seed"),
 )  # How the step was taken, for rows that have `StepSettings`

@@ -103,11 +103,8 @@ def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
 
 def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Comparison]:
     """Every later pass over a case against its first: ratios whose interval should contain 1."""
-    return [
-        _compare_case(key, passes[:1], [later], spread)
-        for key, passes in _passes(records).items()
-        for later in passes[1:]
-    ]
+    found = _passes(records).items()
+    return [_compare_case(key, passes[:1], [later], spread) for key, passes in found for later in passes[1:]]
 
 
 def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:

@@ -18,10 +18,9 @@ from pathlib import Path
 from trainstep.errors import UsageError
 from trainstep.kinds import RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import Block, Charts, Flags, Headline, Section, Sentences, span
+from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
 from trainstep.report.charts import COLOURS, embedded
 from trainstep.report.columns import Cell, ratio_cell
-from trainstep.report.finding import TOPICS, Finding
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
@@ -63,10 +62,10 @@ class Report:
 def render(records: Sequence[Row]) -> str:
     """The page of these records; kinds that are absent have no section."""
     sections = [section for make in (summary, *SECTIONS) if (section := make(records)) is not None]
-    drawn = [
-        chart for section in sections for block in section.blocks if isinstance(block, Charts) for chart in block.charts
-    ]
+    blocks = (block for section in sections for block in section.blocks)
+    drawn = [chart for block in blocks if isinstance(block, Charts) for chart in block.charts]
     plots = {chart.name: chart.plot() for chart in drawn}
+    items = {name: embedded(plot) for name, plot in plots.items()}
     allocations = {chart.name: chart.allocations for chart in drawn if chart.allocations is not None}
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -85,15 +84,7 @@ def render(records: Sequence[Row]) -> str:
         sections=sections,
         heights={name: plot.height for name, plot in plots.items()},
         has_intervals=any(name.endswith(("_low_ms", "_low")) for row in records for name in row.values),
-        charts=_packed(
-            json.dumps(
-                {
-                    "colours": COLOURS,
-                    "items": {name: embedded(plot) for name, plot in plots.items()},
-                    "allocations": allocations,
-                }
-            )
-        ),
+        charts=_packed(json.dumps({"colours": COLOURS, "items": items, "allocations": allocations})),
         library=_packed(_library()) if plots else "",
         style=source(environment, "page.css")[0],
         script=source(environment, "allocations.js")[0] + source(environment, "page.js")[0],
@@ -153,8 +144,7 @@ def summary(records: Sequence[Row]) -> Section | None:
         blocks.append(_gain_headline(kept))
     elif step is not None:
         blocks.append(_step_headline(step))
-    flags = recommended_flags(records)
-    if flags:
+    if flags := recommended_flags(records):
         blocks.append(Flags(re.split(r" (?=--)", flags), "What to change: add these flags to your run"))
     if found:
         topics: dict[str, list[str]] = {}
@@ -169,15 +159,12 @@ def _gain_headline(kept: Sequence[RungRow]) -> Headline:
     first, last = kept[0], kept[-1]
     speedup = ratio_cell(last, "speedup")
     interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
+    unmeasured = ", – not measured" if (first.peak_gib is None) != (last.peak_gib is None) else ""
     stats = [
         ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
         ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
-        (
-            "Peak memory",
-            _change(first, last, "peak_gib", gib, ""),
-            "of one step" + _unmeasured(first, last, "peak_gib"),
-        ),
+        ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
     ]
     if len(kept) == 1:
         return Headline(
@@ -200,10 +187,6 @@ def _gain_headline(kept: Sequence[RungRow]) -> Headline:
 
 def _of_peak(row: RungRow | StepRow) -> str:
     return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
-
-
-def _unmeasured(first: Row, last: Row, name: str) -> str:
-    return ", – not measured" if (first.values.get(name) is None) != (last.values.get(name) is None) else ""
 
 
 def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:

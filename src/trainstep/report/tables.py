@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.records import Row
 from trainstep.report.columns import Cell, Column, outcome_cell
@@ -61,6 +61,11 @@ class Definition:
     is_strong: Callable[[Row], bool] | None = None  # Whether the page sets a row in bold
     longest: int | None = None  # Rows that the terminal shows; files have all
     name: str = ""  # By default the kind's, with hyphens
+
+
+def define(kind: type[Row], caption: str, *columns: Column, **options: Any) -> Definition:
+    """A definition of these columns, with the other fields of `Definition` as options."""
+    return Definition(kind, caption, columns, **options)
 
 
 def make_table(definition: Definition, rows: Sequence[Row], place: Place = "files", *, name: str = "") -> Table:

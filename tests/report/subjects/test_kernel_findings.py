@@ -10,7 +10,7 @@ import pytest
 from tests.report.subjects.test_kernels import gpu_profile, records
 from trainstep.kinds import CeilingRow, PieceRow, ProfileRow, RungRow
 from trainstep.records import Row, of_kind
-from trainstep.report.finding import Finding
+from trainstep.report.blocks import Finding
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.kernel_findings import brief_name
 

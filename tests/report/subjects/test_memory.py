@@ -15,7 +15,7 @@ from trainstep.kinds import (
     ResidualRow,
 )
 from trainstep.records import Row, Status
-from trainstep.report.finding import Finding
+from trainstep.report.blocks import Finding
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
 

@@ -15,22 +15,11 @@ if TYPE_CHECKING:
     from bokeh.models import PlainText
     from bokeh.plotting import figure
 
-COLOURS: Mapping[str, str] = {
-    role: f"#fe{number:02x}fd"
-    for number, role in enumerate(
-        (
-            *("ink", "muted", "rule", "accent", "neutral", "warn", "paper"),
-            *("series-1", "series-2", "series-3", "series-4"),
-            *(f"kind-{number}" for number in range(1, 9)),
-        )
-    )
-}  # Role → the stand-in for the page's CSS variable of that name
-
-SERIES = ("series-1", "series-2", "series-3", "series-4")
-"""Roles for lines that follow one another, the first the palest."""
-
-KINDS = tuple(f"kind-{number}" for number in range(1, 9))
-"""Roles for lines of different things, told apart by hue (after Okabe & Ito)."""
+SERIES = ("series-1", "series-2", "series-3", "series-4")  # For lines that follow one another, the first the palest
+KINDS = tuple(f"kind-{number}" for number in range(1, 9))  # For different things, told apart by hue (Okabe & Ito)
+_ROLES = ("ink", "muted", "rule", "accent", "neutral", "warn", "paper", *SERIES, *KINDS)
+COLOURS: Mapping[str, str] = {role: f"#fe{number:02x}fd" for number, role in enumerate(_ROLES)}
+"""Role → the stand-in for the page's CSS variable of that name."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 

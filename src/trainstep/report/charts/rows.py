@@ -58,19 +58,10 @@ def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figur
     has_second = any(row.second is not None for row in rows)
     thick, shift = (0.40, 0.10) if has_second else (0.52, 0.0)
     drawn = [(-index + shift, row) for index, row in enumerate(rows) if row.value is not None]
-    _hbar(plot, [y for y, _ in drawn], thick, [0.0] * len(drawn), [min(row.base, row.value or 0) for _, row in drawn])
-    _hbar(
-        plot,
-        [y for y, _ in drawn],
-        thick,
-        [row.base for _, row in drawn],
-        [max(row.value or 0, row.base) for _, row in drawn],
-        [row.role for _, row in drawn],
-    )
-    lower = [(-index - 0.24, row) for index, row in enumerate(rows) if row.second is not None]
+    _hbar(plot, thick, [(y, 0.0, min(row.base, row.value or 0), "neutral") for y, row in drawn])
+    _hbar(plot, thick, [(y, row.base, max(row.value or 0, row.base), row.role) for y, row in drawn])
     other = "neutral" if rows and rows[0].role == "accent" else "accent"
-    second = [row.second or 0.0 for _, row in lower]
-    _hbar(plot, [y for y, _ in lower], 0.16, [0.0] * len(lower), second, [other] * len(lower))
+    _hbar(plot, 0.16, [(-index - 0.24, 0.0, row.second or 0.0, other) for index, row in enumerate(rows)])
     _whiskers(plot, [(y, row.low, row.high) for y, row in drawn])
     if limit is not None:
         plot.add_layout(Span(location=limit, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
@@ -144,16 +135,8 @@ def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
     return plain_ticks({-index: text for index, text in enumerate(cut)})
 
 
-def _hbar(
-    plot: figure,
-    y: Sequence[float],
-    height: float,
-    left: Sequence[float],
-    right: Sequence[float],
-    roles: Sequence[str] | None = None,
-) -> None:
-    colours = [COLOURS[role] for role in roles or ["neutral"] * len(y)]
-    shown = [bar for bar in zip(y, left, right, colours, strict=True) if bar[2] > bar[1]]
+def _hbar(plot: figure, height: float, drawn: Sequence[tuple[float, float, float, str]]) -> None:
+    shown = [(y, left, right, COLOURS[role]) for y, left, right, role in drawn if right > left]
     if shown:
         at, start, end, colour = (list(column) for column in zip(*shown, strict=True))
         plot.hbar(y=at, height=height, left=start, right=end, fill_color=colour, line_color=None)

@@ -11,8 +11,7 @@ from typing import Any
 
 from trainstep.kinds import KINDS, SweepRow
 from trainstep.records import Row, of_kind
-from trainstep.report.blocks import Section
-from trainstep.report.finding import TOPICS, Finding
+from trainstep.report.blocks import TOPICS, Finding, Section
 from trainstep.report.subjects import (
     attention,
     kernels,

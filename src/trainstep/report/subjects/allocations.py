@@ -9,23 +9,13 @@ from functools import partial
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, Scalar, belonging, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section, told_apart
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    case_column,
-    files_only,
-    value_column,
-    value_columns,
-    word_column,
-)
-from trainstep.report.finding import Finding, found, listed
+from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number
 from trainstep.report.subjects.steps import analysed_step, is_same_step
-from trainstep.report.tables import Definition, make_table, outcome_table
+from trainstep.report.tables import define, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
 
 MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
@@ -37,7 +27,7 @@ LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
 _NAMED = 3  # Owners of a recorded step's peak that are named
 
 _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointing")
-_SETTINGS = tuple(map(files_only, (*SETTINGS, case_column("device", "device"))))
+_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
 
 
 def owner_part(row: OwnerRow) -> str:
@@ -67,49 +57,41 @@ def made_in(row: Row) -> str:
     return ": ".join(str(row.values[name]) for name in ("phase", "operation") if row.values.get(name))
 
 
-TIMELINES = Definition(
+TIMELINES = define(
     MemoryTimelineRow,
     "Every allocation of one step",
-    (
-        *(column for column in SETTINGS if column.title in _TELLING),
-        case_column("device", "device"),
-        value_column("at rest (GiB)", "at_rest_gib"),
-        *value_columns({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
-        value_column("peak in", "peak_phase"),
-        value_column("no owner at the peak (%)", "unknown_share", 100, digits=2),
-        value_column("allocations", "allocations"),
-        value_column("events", "events", brief=False),
-        value_column("snapshot", "snapshot"),
-        OUTCOME,
-    ),
+    *(each for each in columns.SETTINGS if each.title in _TELLING),
+    columns.case("device", "device"),
+    columns.value("at rest (GiB)", "at_rest_gib"),
+    *columns.values({"peak (GiB)": "peak_gib", "by the allocator (GiB)": "allocator_gib"}, digits=4),
+    columns.value("peak in", "peak_phase"),
+    columns.value("no owner at the peak (%)", "unknown_share", digits=2),
+    columns.value("allocations", "allocations"),
+    columns.value("events", "events", brief=False),
+    columns.value("snapshot", "snapshot"),
+    columns.OUTCOME,
 )
-OWNERS = Definition(
+OWNERS = define(
     OwnerRow,
     "Who owns the peak",
-    (
-        *_SETTINGS,
-        word_column("owner", "owner", page=False),
-        Column("part", _part_text, page=False),
-        Column("owner", _owner_cell, files=False),
-        value_column("MiB", "mib"),
-        value_column("share of the peak (%)", "share", 100),
-        value_column("allocations", "allocations"),
-    ),
+    *_SETTINGS,
+    columns.word("owner", "owner", page=False),
+    Column("part", _part_text, page=False),
+    Column("owner", _owner_cell, files=False),
+    *columns.values({"MiB": "mib", "share of the peak (%)": "share", "allocations": "allocations"}),
     key=lambda row: f"{row.case['owner']}: {_part_text(row)}",
     is_strong=lambda row: isinstance(row, OwnerRow) and row.is_total,
 )
-LARGEST = Definition(
+LARGEST = define(
     AllocationRow,
     "The largest allocations of the step, and the line of code that made them",
-    (
-        *_SETTINGS,
-        word_column("rank", "rank", page=False),
-        *value_columns({"MiB": "mib", "times": "count"}),
-        word_column("owner", "owner"),
-        word_column("module", "module"),
-        Column("made in", made_in),
-        value_column("line", "line"),
-    ),
+    *_SETTINGS,
+    columns.word("rank", "rank", page=False),
+    *columns.values({"MiB": "mib", "times": "count"}),
+    columns.word("owner", "owner"),
+    columns.word("module", "module"),
+    Column("made in", made_in),
+    columns.value("line", "line"),
     key=lambda row: str(row.case["rank"]),
 )
 TABLES = (TIMELINES, OWNERS, LARGEST)
@@ -127,12 +109,12 @@ def allocations(records: Sequence[Row]) -> Section | None:
             blocks.append(outcome_table("Not recorded", title, row))
             continue
         owners, largest = belonging(records, OwnerRow, row), belonging(records, AllocationRow, row)
+        owners_of = replace(OWNERS, caption=f"Who owns the peak: {title}")
+        largest_of = replace(LARGEST, caption=f"The largest allocations: {title}")
         blocks += [
             Charts([_chart(row, title, place)]),
-            make_table(replace(OWNERS, caption=f"Who owns the peak: {title}"), owners, "page", name=f"owners-{place}"),
-            make_table(
-                replace(LARGEST, caption=f"The largest allocations: {title}"), largest, "page", name=f"largest-{place}"
-            ),
+            make_table(owners_of, owners, "page", name=f"owners-{place}"),
+            make_table(largest_of, largest, "page", name=f"largest-{place}"),
         ]
     lead = (
         "Every allocation, from the event that made it to the event that freed it. Drag over a part to see it closer; "
@@ -161,14 +143,9 @@ def _chart(row: MemoryTimelineRow, title: str, place: int) -> Chart:
             "MiB are only in sums."
         )
     swatches = roles(groups)
-    return Chart(
-        f"allocations-{place}",
-        f"Live memory: {title}",
-        caption,
-        partial(allocation_chart, row, unit, scale),
-        [(swatches[index], groups[index]) for index in order],
-        layout_data(row, unit, scale),
-    )
+    plot, legend = partial(allocation_chart, row, unit, scale), [(swatches[index], groups[index]) for index in order]
+    layout = layout_data(row, unit, scale)
+    return Chart(f"allocations-{place}", f"Live memory: {title}", caption, plot, legend, layout)
 
 
 def phase_peaks(row: Row) -> dict[str, float]:

@@ -8,37 +8,35 @@ from functools import partial
 
 from trainstep.kinds import AttentionRow
 from trainstep.records import Row, of_kind
+from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
-from trainstep.report.columns import OUTCOME, case_column, median_column, value_column, value_columns, word_column
 from trainstep.report.numbers import number, typeset
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 
 SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
-_IMPLEMENTATION = word_column("implementation", "impl")
+_IMPLEMENTATION = columns.word("implementation", "impl")
 
-ATTENTION = Definition(
+ATTENTION = define(
     AttentionRow,
     "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
-    (
-        replace(_IMPLEMENTATION, files=False),  # heads the page's rows
-        *(case_column(name, name) for name in (*SHAPE, "seq")),
-        replace(_IMPLEMENTATION, page=False),
-        *value_columns({"forward": "forward_ms", "backward": "backward_ms"}),
-        median_column("both [95 %]", "both"),
-        value_column("TFLOP/s forward", "forward_tflops", brief=False, page=False),
-        value_column("TFLOP/s backward", "backward_tflops", brief=False, page=False),
-        *value_columns({"TFLOP/s": "both_tflops", "before backward (GiB)": "before_backward_gib"}),
-        value_column("by formula (GiB)", "predicted_before_backward_gib", brief=False, page=False),
-        *value_columns({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
-        value_column("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
-        value_column("error of o", "o_error", digits=2, brief=False, page=False),
-        value_column("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
-        value_column("graphs compiled", "compilations", brief=False, page=False),
-        value_column("recompiled while timed", "recompilations_timed", brief=False, page=False),
-        OUTCOME,
-    ),
+    replace(_IMPLEMENTATION, files=False),  # heads the page's rows
+    *columns.named(*SHAPE, "seq"),
+    replace(_IMPLEMENTATION, page=False),
+    *columns.values({"forward": "forward_ms", "backward": "backward_ms"}),
+    columns.median("both [95 %]", "both"),
+    columns.value("TFLOP/s forward", "forward_tflops", brief=False, page=False),
+    columns.value("TFLOP/s backward", "backward_tflops", brief=False, page=False),
+    *columns.values({"TFLOP/s": "both_tflops", "before backward (GiB)": "before_backward_gib"}),
+    columns.value("by formula (GiB)", "predicted_before_backward_gib", brief=False, page=False),
+    *columns.values({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
+    columns.value("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
+    columns.value("error of o", "o_error", digits=2, brief=False, page=False),
+    columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
+    columns.value("graphs compiled", "compilations", brief=False, page=False),
+    columns.value("recompiled while timed", "recompilations_timed", brief=False, page=False),
+    columns.OUTCOME,
 )
 
 
@@ -92,13 +90,8 @@ def _chart(
             role = KINDS[index % len(KINDS)]
             series.append(Series(impl, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]))
     lengths = sorted({float(row.seq) for row in rows})
-    return Chart(
-        f"{name}-{shape}".replace(" ", "-").replace(",", ""),
-        title,
-        shape,
-        partial(curves, lengths, series, "sequence length", unit),
-        [(each.role, each.name) for each in series],
-    )
+    id, legend = f"{name}-{shape}".replace(" ", "-").replace(",", ""), [(each.role, each.name) for each in series]
+    return Chart(id, title, shape, partial(curves, lengths, series, "sequence length", unit), legend)
 
 
 TABLES = (ATTENTION,)

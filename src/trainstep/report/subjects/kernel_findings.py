@@ -9,7 +9,7 @@ from typing import Literal
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, RungRow
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
-from trainstep.report.finding import Finding, found, listed, literal
+from trainstep.report.blocks import Finding, found, listed, literal
 from trainstep.stats import RUN_SPREAD
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module

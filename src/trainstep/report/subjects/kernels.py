@@ -9,35 +9,22 @@ from functools import partial
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
 from trainstep.phases import PHASES
 from trainstep.records import Row, belonging, of_kind
+from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart
-from trainstep.report.charts.profile import FAMILY_ROLES, Point, roofline, timeline
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    case_column,
-    count_column,
-    files_only,
-    median_cell,
-    median_column,
-    value_cell,
-    value_column,
-    value_columns,
-    word_column,
-)
+from trainstep.report.charts.traces import FAMILY_ROLES, Point, roofline, timeline
+from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.subjects import kernel_findings
 from trainstep.report.subjects.noise import BEYOND, SEEN
-from trainstep.report.tables import Definition, Table, TableRow, make_table, outcome_table
+from trainstep.report.tables import Definition, Table, TableRow, define, make_table, outcome_table
 
 TOP_KERNELS = 25
 TOP_MODULES = 20
-_SETTINGS = tuple(map(files_only, SETTINGS))
+_SETTINGS = tuple(map(columns.files_only, columns.SETTINGS))
 _RATES = (
-    *value_columns({"TFLOP": "tflop", "GB": "gb"}, brief=False, page=False),
-    *value_columns({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
+    *columns.values({"TFLOP": "tflop", "GB": "gb"}, brief=False, page=False),
+    *columns.values({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
 )
 
 
@@ -45,51 +32,43 @@ def _key(*names: str) -> Callable[[Row], str]:
     return lambda row: ": ".join(str(row.case[name]) for name in names)
 
 
-PROFILES = Definition(
+PROFILES = define(
     ProfileRow,
     "The step without and with the profiler, and what it found",
-    (
-        *(replace(column, brief=column.title in ("workload", "context", "precision")) for column in SETTINGS),
-        median_column("step (ms) [95 %]", "step"),
-        value_column("with the profiler (ms)", "profiled_step_ms"),
-        value_column("its cost (%)", "profiler_cost", 100),
-        count_column("kernels per step", "kernels"),
-        value_column("busy (ms)", "busy_ms"),
-        value_column("idle (%)", "idle_share", 100),
-        value_column("in a known phase (%)", "phase_coverage", 100, digits=4),
-        value_column("in a known module (%)", "module_coverage", 100, digits=4),
-        value_column("matmul, of forward (%)", "matmul_share_forward", 100),
-        value_column("matmul, of the step (%)", "matmul_share_step", 100),
-        value_column("sums beyond the step", "sums_disagree"),
-        value_column("top kernel of forward", "top_forward_kernel", brief=False),
-        count_column("its calls per forward", "top_forward_kernel_calls", brief=False),
-        value_column("its time (ms)", "top_forward_kernel_ms", brief=False),
-        value_column("its share of forward (%)", "top_forward_kernel_share", 100, brief=False),
-        value_column("top kernel of the step", "top_step_kernel", brief=False),
-        count_column("its calls per step", "top_step_kernel_calls", brief=False),
-        value_column("its time (ms) ", "top_step_kernel_ms", brief=False),
-        value_column("its share of the step (%)", "top_step_kernel_share", 100, brief=False),
-        OUTCOME,
-    ),
+    *(replace(each, brief=each.title in ("workload", "context", "precision")) for each in columns.SETTINGS),
+    columns.median("step (ms) [95 %]", "step"),
+    *columns.values({"with the profiler (ms)": "profiled_step_ms", "its cost (%)": "profiler_cost"}),
+    columns.count("kernels per step", "kernels"),
+    *columns.values({"busy (ms)": "busy_ms", "idle (%)": "idle_share"}),
+    columns.value("in a known phase (%)", "phase_coverage", digits=4),
+    columns.value("in a known module (%)", "module_coverage", digits=4),
+    columns.value("matmul, of forward (%)", "matmul_share_forward"),
+    *columns.values({"matmul, of the step (%)": "matmul_share_step", "sums beyond the step": "sums_disagree"}),
+    columns.value("top kernel of forward", "top_forward_kernel", brief=False),
+    columns.count("its calls per forward", "top_forward_kernel_calls", brief=False),
+    columns.value("its time (ms)", "top_forward_kernel_ms", brief=False),
+    columns.value("its share of forward (%)", "top_forward_kernel_share", brief=False),
+    columns.value("top kernel of the step", "top_step_kernel", brief=False),
+    columns.count("its calls per step", "top_step_kernel_calls", brief=False),
+    columns.value("its time (ms) ", "top_step_kernel_ms", brief=False),
+    columns.value("its share of the step (%)", "top_step_kernel_share", brief=False),
+    columns.OUTCOME,
 )
 
 
 def families(ceilings: Sequence[CeilingRow]) -> Definition:
     """The table of families; on the page with the part of the measured ceilings that each reaches."""
-    return Definition(
+    return define(
         FamilyRow,
         "Kernel time by family, per step; rates over what is counted",
-        (
-            *_SETTINGS,
-            word_column("phase", "phase"),
-            word_column("family", "family"),
-            count_column("calls", "calls"),
-            value_column("ms", "ms"),
-            value_column("share of the phase (%)", "share", 100),
-            *_RATES,
-            value_column("FLOP per byte", "flop_per_byte", page=False),
-            Column("of the device’s limit", partial(_of_limit, ceilings), files=False),
-        ),
+        *_SETTINGS,
+        columns.word("phase", "phase"),
+        columns.word("family", "family"),
+        columns.count("calls", "calls"),
+        *columns.values({"ms": "ms", "share of the phase (%)": "share"}),
+        *_RATES,
+        columns.value("FLOP per byte", "flop_per_byte", page=False),
+        Column("of the device’s limit", partial(_of_limit, ceilings), files=False),
         key=_key("phase", "family"),
         is_strong=lambda row: row.case["phase"] == "step",
         longest=24,
@@ -115,17 +94,15 @@ def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
     return Cell(f"{part:.0%} of {unit}", part, "of_limit", tone="" if is_possible else "bad", is_text=False)
 
 
-PIECES = Definition(
+PIECES = define(
     PieceRow,
     "The pieces of eager attention, per step: all kernels of a piece, and its matrix product or softmax alone",
-    (
-        *_SETTINGS,
-        word_column("phase", "phase"),
-        word_column("piece", "piece"),
-        *value_columns({"ms": "ms", "product or softmax (ms)": "main_ms"}),
-        value_column("its GFLOP", "main_tflop", 1e3),
-        *value_columns({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
-    ),
+    *_SETTINGS,
+    columns.word("phase", "phase"),
+    columns.word("piece", "piece"),
+    *columns.values({"ms": "ms", "product or softmax (ms)": "main_ms"}),
+    columns.value("its GFLOP", "main_tflop", scale=1e3),
+    *columns.values({"its GB": "main_gb", "its TFLOP/s": "main_tflops", "its GB/s": "main_gb_s"}),
     key=_key("phase", "piece"),
 )
 
@@ -137,21 +114,18 @@ def _kernel_cell(row: Row) -> Cell:
     return Cell(row.kernel, row.kernel, "kernel", note=note, is_text=True)
 
 
-KERNELS = Definition(
+KERNELS = define(
     KernelRow,
     "Kernels by phase and module, per step, the longest first",
-    (
-        *_SETTINGS,
-        word_column("phase", "phase"),
-        files_only(case_column("module", "module")),
-        Column("kernel", _kernel_cell),
-        word_column("family", "family", page=False),
-        value_column("operator", "operator", brief=False, page=False),
-        count_column("calls", "calls"),
-        *value_columns({"ms": "ms", "mean (µs)": "mean_us"}),
-        value_column("share (%)", "share", 100),
-        *map(files_only, _RATES),
-    ),
+    *_SETTINGS,
+    columns.word("phase", "phase"),
+    columns.files_only(columns.case("module", "module")),
+    Column("kernel", _kernel_cell),
+    columns.word("family", "family", page=False),
+    columns.value("operator", "operator", brief=False, page=False),
+    columns.count("calls", "calls"),
+    *columns.values({"ms": "ms", "mean (µs)": "mean_us", "share (%)": "share"}),
+    *map(columns.files_only, _RATES),
     key=lambda row: (
         " ".join(str(row.case[name]) for name in ("phase", "module", "kernel")) if row.case["phase"] else "others"
     ),
@@ -311,13 +285,13 @@ def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
             replace(outcome, is_text=True),
         ]
         rows.append(TableRow(cells, name, is_strong=is_step))
-    columns = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
+    titles = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
     caption = (
         f"Kernel sums against the step without the profiler: {title}. They agree where kernels take no longer than the "
         f"phase did, give or take {number(profile.sums_allowed_ms or 0)} ms (the 2% that runs differ by; on a CPU, "
         "what profiling cost)"
     )
-    return Table(caption, columns, rows, name=f"phase-sums{suffix}")
+    return Table(caption, titles, rows, name=f"phase-sums{suffix}")
 
 
 def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
@@ -339,8 +313,8 @@ def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
         cells += [Cell(number(own.get(phase)), own.get(phase), f"{phase}_ms") for phase in PHASES]
         cells += [Cell(number(whole), whole, "ms"), Cell(f"{100 * whole / total:.1f}%" if total else NONE)]
         table_rows.append(TableRow(cells, module))
-    columns = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASES), "All, ms", "Of the step"]
-    return Table(f"Kernel time by module, per step: {title}", columns, table_rows, name=f"modules{suffix}")
+    titles = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASES), "All, ms", "Of the step"]
+    return Table(f"Kernel time by module, per step: {title}", titles, table_rows, name=f"modules{suffix}")
 
 
 def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.records import Row, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section, span
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
 from trainstep.report.charts import SERIES
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    files_only,
-    median_column,
-    ratio_cell,
-    ratio_column,
-    value_cell,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found, listed, literal
+from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 
 
 def _rung(row: Row) -> Cell:
@@ -37,12 +25,8 @@ def _rung(row: Row) -> Cell:
 
 def _error(row: Row) -> Cell:
     """The gradients' error, on the page with the budget it is a part of."""
-    error = value_cell(row, "gradient_error", partial(number, digits=2))
-    return (
-        error
-        if error.value is None
-        else dataclasses.replace(error, of=value_cell(row, "error_budget", partial(number, digits=2)))
-    )
+    error, budget = (value_cell(row, name, partial(number, digits=2)) for name in ("gradient_error", "error_budget"))
+    return error if error.value is None else replace(error, of=budget)
 
 
 def _verdict(row: Row) -> Cell:
@@ -50,45 +34,39 @@ def _verdict(row: Row) -> Cell:
     called, kept = str(row.values.get("verdict", row.status)), bool(row.values.get("kept"))
     cell = Cell("no clear gain, not kept", called, "verdict", tone="quiet", is_text=True, in_files=called)
     if row.status != "ok":
-        return dataclasses.replace(cell, text=row.status, note=row.reason, tone="bad")
+        return replace(cell, text=row.status, note=row.reason, tone="bad")
     if called == "baseline":
-        return dataclasses.replace(cell, text="baseline")
+        return replace(cell, text="baseline")
     if kept:
-        return dataclasses.replace(
-            cell, text="kept" if called == "faster" else "kept: no slower, and smaller", tone="good"
-        )
-    return dataclasses.replace(cell, text="slower, not kept", tone="bad") if called == "slower" else cell
+        return replace(cell, text="kept" if called == "faster" else "kept: no slower, and smaller", tone="good")
+    return replace(cell, text="slower, not kept", tone="bad") if called == "slower" else cell
 
 
-LADDER = Definition(
+LADDER = define(
     RungRow,
     "The ladder: one change per rung, each checked against the first rung's loss and gradients",
-    (
-        *map(files_only, SETTINGS[:3]),
-        Column("rung", _rung),
-        median_column("step (ms) [95 %]", "step"),
-        ratio_column("speed-up [95 %]", "speedup"),
-        ratio_column("against the rung before", "gain", brief=False),
-        value_column("peak (GiB)", "peak_gib"),
-        value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
-        Column("gradient error", _error),
-        value_column("budget", "error_budget", digits=2, page=False),
-        Column("verdict", _verdict),
-        Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False, page=False),
-        Column("reason", lambda row: row.reason, brief=False, page=False),
-    ),
+    *map(columns.files_only, columns.SETTINGS[:3]),
+    Column("rung", _rung),
+    columns.median("step (ms) [95 %]", "step"),
+    columns.ratio("speed-up [95 %]", "speedup"),
+    columns.ratio("against the rung before", "gain", brief=False),
+    columns.value("peak (GiB)", "peak_gib"),
+    columns.value("utilisation (%)", "utilisation", brief=False, page=False),
+    Column("gradient error", _error),
+    columns.value("budget", "error_budget", digits=2, page=False),
+    Column("verdict", _verdict),
+    Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False, page=False),
+    Column("reason", lambda row: row.reason, brief=False, page=False),
     key=lambda row: str(row.case["rung"]),
     is_strong=lambda row: bool(row.values.get("kept")),
 )
-CONTROL = Definition(
+CONTROL = define(
     ControlRow,
     "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
-    (
-        *SETTINGS[:3],
-        *value_columns({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
-        ratio_column("end / start [95 %]", "ratio"),
-        OUTCOME,
-    ),
+    *columns.SETTINGS[:3],
+    *columns.values({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
+    columns.ratio("end / start [95 %]", "ratio"),
+    columns.OUTCOME,
 )
 
 
@@ -100,16 +78,14 @@ def _used(row: Row) -> Cell:
     return Cell(f"{used:.0%}", tone="bad" if used > 1 else "")
 
 
-ERRORS = Definition(
+ERRORS = define(
     RungRow,
     "Relative errors on the first batch, against the first rung",
-    (
-        Column("Rung", _rung),
-        *value_columns({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
-        Column("Used", _used),
-        value_column("Worst parameter’s", "worst_gradient_error", digits=2),
-        Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
-    ),
+    Column("Rung", _rung),
+    *columns.values({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
+    Column("Used", _used),
+    columns.value("Worst parameter’s", "worst_gradient_error", digits=2),
+    Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
     key=lambda row: str(row.case["rung"]),
     name="errors",
 )
@@ -214,9 +190,8 @@ def ladder(rows: Sequence[Row]) -> Section | None:
         "against the baseline, gain against the rung kept before; brackets are 95 % intervals."
     )
     lead += "" if has_baseline else " No rung could run here."
-    return Section(
-        "ladder", "Ladder", "The ladder", lead, [Charts([chart]), make_table(LADDER, rungs, "page", name="ladder")]
-    )
+    blocks: list[Block] = [Charts([chart]), make_table(LADDER, rungs, "page", name="ladder")]
+    return Section("ladder", "Ladder", "The ladder", lead, blocks)
 
 
 def _fall(row: RungRow, before: float) -> Fall:
@@ -278,24 +253,19 @@ def _loss_charts(kept: Sequence[RungRow]) -> list[Chart]:
     charts = [Chart("losses", title, caption, partial(lines, curves, "batch", "loss"), legend)]
     if len(curves) > 1:
         apart = [
-            dataclasses.replace(one, y=[loss / first - 1 for loss, first in zip(one.y, curves[0].y, strict=True)])
+            replace(one, y=[loss / first - 1 for loss, first in zip(one.y, curves[0].y, strict=True)])
             for one in curves[1:]
         ]
         power = math.floor(math.log10(max((abs(y) for one in apart for y in one.y), default=0) or 1))
         scaled = [
-            dataclasses.replace(one, y=[y / 10**power for y in one.y], texts=[typeset(number(y, 2)) for y in one.y])
+            replace(one, y=[y / 10**power for y in one.y], texts=[typeset(number(y, 2)) for y in one.y])
             for one in apart
         ]
         unit = f"relative difference, ×{power_of_ten(power)}" if power else "relative difference"
-        charts.append(
-            Chart(
-                "loss-differences",
-                "Relative difference from the baseline’s loss",
-                "Rounding shows as noise around 0; a mistake would drift away.",
-                partial(lines, scaled, "batch", unit, around_zero=True),
-                legend[1:],
-            )
-        )
+        title = "Relative difference from the baseline’s loss"
+        caption = "Rounding shows as noise around 0; a mistake would drift away."
+        plot = partial(lines, scaled, "batch", unit, around_zero=True)
+        charts.append(Chart("loss-differences", title, caption, plot, legend[1:]))
     return charts
 
 

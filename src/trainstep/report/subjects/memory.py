@@ -9,26 +9,17 @@ from functools import partial
 from trainstep.config import blocks_per_checkpoint
 from trainstep.kinds import CheckpointingRow, PeakRow, ResidualRow, RungRow, WorkloadRow
 from trainstep.records import Row, Scalar, by_case, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Column,
-    case_column,
-    median_column,
-    value_column,
-    value_columns,
-    word_column,
-)
-from trainstep.report.finding import Finding, found, in_gib, listed
+from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, as_float, gib, number
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 from trainstep.stats import ratio_of_medians
 
 AGREES = 0.05  # A prediction of the peak that is off by more than this share is remarked on
@@ -36,31 +27,27 @@ NEARLY_FULL = 0.3  # The memory there is, is drawn where a peak takes more than 
 _LINES = ("workload", "precision", "compile", "attention", "checkpointing", "optimizer", "batch", "mode")
 """Settings that tell the lines of the chart of peaks apart."""
 
-PEAKS = Definition(
+PEAKS = define(
     PeakRow,
     "Peak memory by phase, GiB",
-    (
-        *SETTINGS,
-        case_column("mode", "mode"),
-        value_column("at rest", "at_rest_gib"),
-        *(value_column(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
-        *value_columns({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
-        value_column("prediction off by (%)", "prediction_error", 100, digits=2),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    columns.case("mode", "mode"),
+    columns.value("at rest", "at_rest_gib"),
+    *(columns.value(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
+    *columns.values({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
+    columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.OUTCOME,
 )
-CHECKPOINTING = Definition(
+CHECKPOINTING = define(
     CheckpointingRow,
     "One training step under checkpointing policies: peak memory predicted and measured, and time",
-    (
-        *(column for column in SETTINGS if column.title != "checkpointing"),
-        word_column("checkpointing", "checkpointing"),
-        *value_columns({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
-        value_column("prediction off by (%)", "prediction_error", 100, digits=2),
-        value_column("peak in", "peak_phase"),
-        median_column("step (ms) [95 %]", "step"),
-        OUTCOME,
-    ),
+    *(each for each in columns.SETTINGS if each.title != "checkpointing"),
+    columns.word("checkpointing", "checkpointing"),
+    *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
+    columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.value("peak in", "peak_phase"),
+    columns.median("step (ms) [95 %]", "step"),
+    columns.OUTCOME,
 )
 
 
@@ -285,18 +272,15 @@ def residual_name(row: Row) -> str:
     return row.group if row.rank is None else f"{row.rank}. {row.module}"
 
 
-RESIDUALS = Definition(
+RESIDUALS = define(
     ResidualRow,
     "What forward keeps for backward, without parameters; each storage once",
-    (
-        *SETTINGS,
-        case_column("part", "part"),
-        Column("what", residual_name),
-        *value_columns({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
-        value_column("share (%)", "share", 100),
-        value_column("formula (MiB)", "formula_mib"),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    columns.case("part", "part"),
+    Column("what", residual_name),
+    *columns.values({"kept for": "operation", "tensor": "tensor", "storages": "storages", "MiB": "mib"}),
+    *columns.values({"share (%)": "share", "formula (MiB)": "formula_mib"}),
+    columns.OUTCOME,
 )
 
 

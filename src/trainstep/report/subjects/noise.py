@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, ProfileRow, RungRow, SweepRow
 from trainstep.records import Row, Times, of_kind
-from trainstep.report.finding import Finding, found, in_ms, listed
+from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.stats import WILD_INTERVAL

@@ -9,128 +9,104 @@ from functools import partial
 
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
 from trainstep.records import Row, Scalar, by_case, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section, told_apart
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
-from trainstep.report.charts.overlap import LEGEND, overlap_chart
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Column,
-    case_column,
-    case_columns,
-    count_column,
-    mean_column,
-    median_column,
-    value_column,
-    value_columns,
-    word_column,
-)
-from trainstep.report.finding import Finding, found
+from trainstep.report.charts.traces import LEGEND, overlap_chart
+from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number, typeset
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 
-_RANKS = case_column("ranks", "world_size")
-_SCHEME = word_column("scheme", "scheme")
+_RANKS = columns.case("ranks", "world_size")
+_SCHEME = columns.word("scheme", "scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
-_COLLECTIVE = replace(word_column("collective", "collective"), setting=True)
+_COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
 _COLLECTIVES = (
     replace(_COLLECTIVE, files=False, setting=False),  # heads the page's rows
-    *(case_column(name, name) for name in ("backend", "dtype")),
+    *columns.named("backend", "dtype"),
     replace(_COLLECTIVE, page=False),
     _RANKS,
 )
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
-COLLECTIVE = Definition(
+COLLECTIVE = define(
     CollectiveRow,
     "Collectives: time on the slowest rank; bus bandwidth is bytes on each link of a ring over that time",
-    (
-        *_COLLECTIVES,
-        case_column("MB", "size_mb"),
-        _COUNT,
-        median_column("time (ms) [95 %]", "time"),
-        replace(mean_column("mean ± std", "time"), page=False),
-        *value_columns({"fastest rank (ms)": "fastest_rank_ms", "slowest rank (ms)": "slowest_rank_ms"}, brief=False),
-        *value_columns({"algorithm GB/s": "algorithm_gb_s", "bus GB/s": "bus_gb_s"}),
-        OUTCOME,
-    ),
+    *_COLLECTIVES,
+    columns.case("MB", "size_mb"),
+    _COUNT,
+    columns.median("time (ms) [95 %]", "time"),
+    replace(columns.mean("mean ± std", "time"), page=False),
+    *columns.values({"fastest rank (ms)": "fastest_rank_ms", "slowest rank (ms)": "slowest_rank_ms"}, brief=False),
+    *columns.values({"algorithm GB/s": "algorithm_gb_s", "bus GB/s": "bus_gb_s"}),
+    columns.OUTCOME,
 )
-FIT = Definition(
+FIT = define(
     CollectiveFitRow,
     "What a call costs: an overhead, and bytes on each link at a bandwidth",
-    (
-        *_COLLECTIVES,
-        *value_columns({"overhead (µs)": "overhead_us", "bus GB/s": "bus_gb_s"}),
-        value_column("sizes", "sizes", page=False),
-        value_column("worst error (%)", "worst_error", 100, digits=2),
-    ),
+    *_COLLECTIVES,
+    *columns.values({"overhead (µs)": "overhead_us", "bus GB/s": "bus_gb_s"}),
+    columns.value("sizes", "sizes", page=False),
+    columns.value("worst error (%)", "worst_error", digits=2),
 )
-SCHEMES = Definition(
+SCHEMES = define(
     ParallelRow,
     "Schemes of data parallel training: step on the slowest rank, memory on the one that holds most",
-    (
-        *SETTINGS,
-        _RANKS,
-        case_column("scheme", "scheme"),
-        _COUNT,
-        median_column("step (ms) [95 %]", "step"),
-        *value_columns({"beyond single (ms)": "exposed_ms", "tokens/s": "tokens_per_s", "collectives": "collectives"}),
-        *value_columns({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
-        *(
-            column
-            for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
-            for column in (
-                value_column(f"{title} (GiB)", f"{when}_gib"),
-                value_column(f"{title} by plan (GiB)", f"predicted_{when}_gib"),
-                *(
-                    value_column(f"{title}: {kind} (GiB)", f"{when}_{name}_gib", brief=False)
-                    for kind, name in MEMORY_KINDS.items()
-                ),
-            )
-        ),
-        value_column("peak (GiB)", "peak_gib"),
-        *value_columns({"loss off by": "loss_error", "allowed": "loss_allowed"}, brief=False),
-        *value_columns({"update off by": "update_error", "allowed": "update_allowed"}, brief=False),
-        OUTCOME,
+    *columns.SETTINGS,
+    _RANKS,
+    columns.case("scheme", "scheme"),
+    _COUNT,
+    columns.median("step (ms) [95 %]", "step"),
+    *columns.values({"beyond single (ms)": "exposed_ms", "tokens/s": "tokens_per_s", "collectives": "collectives"}),
+    *columns.values({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
+    *(
+        column
+        for title, when in (("start", "start"), ("before step", "before_step"), ("after step", "after_step"))
+        for column in (
+            columns.value(f"{title} (GiB)", f"{when}_gib"),
+            columns.value(f"{title} by plan (GiB)", f"predicted_{when}_gib"),
+            *(
+                columns.value(f"{title}: {kind} (GiB)", f"{when}_{name}_gib", brief=False)
+                for kind, name in MEMORY_KINDS.items()
+            ),
+        )
     ),
+    columns.value("peak (GiB)", "peak_gib"),
+    *columns.values({"loss off by": "loss_error", "allowed": "loss_allowed"}, brief=False),
+    *columns.values({"update off by": "update_error", "allowed": "update_allowed"}, brief=False),
+    columns.OUTCOME,
 )
-TRACES = Definition(
+TRACES = define(
     ParallelTraceRow,
     "One profiled step of rank 0, ms: exposed is communication while nothing is computed, idle is neither",
-    (
-        *SETTINGS,
-        _RANKS,
-        _SCHEME,
-        *value_columns({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
-        *value_columns({"computation": "computation_ms", "communication": "communication_ms"}),
-        value_column("hidden communication", "hidden_communication_ms"),
-        value_column("exposed communication", "exposed_communication_ms"),
-        value_column("hidden (%)", "hidden_share", 100),
-        value_column("idle", "idle_ms"),
-        count_column("kernels", "kernels", brief=False),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    _RANKS,
+    _SCHEME,
+    *columns.values({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
+    *columns.values({"computation": "computation_ms", "communication": "communication_ms"}),
+    columns.value("hidden communication", "hidden_communication_ms"),
+    *columns.values({"exposed communication": "exposed_communication_ms", "hidden (%)": "hidden_share"}),
+    columns.value("idle", "idle_ms"),
+    columns.count("kernels", "kernels", brief=False),
+    columns.OUTCOME,
 )
-RUNS = Definition(
+RUNS = define(
     TrainRow,
     "Training runs: losses in nats per token; speed is the median over updates after the first ones",
-    (
-        *SETTINGS,
-        _RANKS,
-        *case_columns({"global batch": "global_batch", "updates": "steps"}),
-        _SCHEME,
-        _COUNT,
-        *value_columns({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
-        value_column("validation loss", "validation_loss", digits=5),
-        median_column("update (ms) [95 %]", "step"),
-        count_column("tokens/s", "tokens_per_s"),
-        value_column("utilisation (%)", "utilisation", 100),
-        value_column("peak (GiB)", "peak_gib"),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    _RANKS,
+    *columns.cases({"global batch": "global_batch", "updates": "steps"}),
+    _SCHEME,
+    _COUNT,
+    *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
+    columns.value("validation loss", "validation_loss", digits=5),
+    columns.median("update (ms) [95 %]", "step"),
+    columns.count("tokens/s", "tokens_per_s"),
+    *columns.values({"utilisation (%)": "utilisation", "peak (GiB)": "peak_gib"}),
+    columns.OUTCOME,
 )
 
 
@@ -191,10 +167,8 @@ def _by_size(
     """A line for each collective of one setting against the size, and dashed what its fit says."""
 
     def line(name: str, role: str, own: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> Series:
-        y = [value_of(row) for row in own]
-        return Series(
-            name, [row.size_mb for row in own], y, role, texts=[typeset(f"{number(each)} {unit}") for each in y]
-        )
+        x, y = [row.size_mb for row in own], [value_of(row) for row in own]
+        return Series(name, x, y, role, texts=[typeset(f"{number(each)} {unit}") for each in y])
 
     roles = dict(zip(dict.fromkeys(row.collective for row in rows), itertools.cycle(KINDS), strict=False))
     own = {each: sorted((row for row in rows if row.collective == each), key=lambda row: row.size_mb) for each in roles}

@@ -7,112 +7,89 @@ from functools import partial
 
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves
-from trainstep.report.columns import Cell, Column, case_column, case_columns, value_column, value_columns
-from trainstep.report.finding import Finding, found
+from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import NONE, number, typeset
-from trainstep.report.tables import Definition, Table, TableRow, make_table
+from trainstep.report.tables import Definition, Table, TableRow, define, make_table
 
-_SETTINGS = tuple(
-    case_column(name, name)
-    for name in ("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
-)
+_SETTINGS = columns.named("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
 
 
 def _shown(title: str, name: str) -> Column:
     """A setting that stays a column even where it is the same in all rows."""
-    return Column(title, case_column(title, name).cell)
+    return Column(title, columns.case(title, name).cell)
 
 
-_MESH = (_shown("strategy", "strategy"), case_column("GPUs", "gpus"), _shown("tp", "tensor_parallel"))
-_SPLIT = tuple(
-    value_column(f"{title} (GiB)", f"{name}_gib")
-    for title, name in (
-        ("weights", "weights"),
-        ("gradients", "gradients"),
-        ("state", "optimizer_state"),
-        ("activations", "activations"),
-        ("buffers", "buffers"),
-        ("peak", "peak"),
-    )
-)
+_MESH = (_shown("strategy", "strategy"), columns.case("GPUs", "gpus"), _shown("tp", "tensor_parallel"))
+_PARTS = ("weights", "gradients", "optimizer_state", "activations", "buffers", "peak")
+_SPLIT = columns.values({f"{name.rpartition('_')[2]} (GiB)": f"{name}_gib" for name in _PARTS})
 _ROOM = Column("room for tensors (GiB)", lambda row: number(row.values.get("tensors_gib"), 4), setting=True)
 """The same in every row, so it stands in the caption, where "fits" is explained by it."""
 
 TABLES = (
-    Definition(
+    define(
         PlanMachineRow,
         "What the prediction stands on",
-        (
-            *case_columns({"model": "workload", "device": "device"}),
-            *value_columns({"parameters": "parameters", "GPUs": "gpus", "per node": "gpus_per_node"}),
-            *value_columns({"memory (GiB)": "memory_gib", "for tensors (GiB)": "tensors_gib"}, digits=4),
-            *value_columns({"products (TFLOP/s)": "product_tflops", "copy (GB/s)": "copy_gb_s"}),
-            *value_columns({"link (GB/s)": "link_gb_s", "a call (µs)": "link_overhead_us"}),
-            value_column("network (GB/s per GPU)", "network_gb_s"),
-        ),
+        *columns.cases({"model": "workload", "device": "device"}),
+        *columns.values({"parameters": "parameters", "GPUs": "gpus", "per node": "gpus_per_node"}),
+        *columns.values({"memory (GiB)": "memory_gib", "for tensors (GiB)": "tensors_gib"}, digits=4),
+        *columns.values({"products (TFLOP/s)": "product_tflops", "copy (GB/s)": "copy_gb_s"}),
+        *columns.values({"link (GB/s)": "link_gb_s", "a call (µs)": "link_overhead_us"}),
+        columns.value("network (GB/s per GPU)", "network_gb_s"),
     ),
-    Definition(
+    define(
         PlanRow,
         "Predicted: one step by strategy; computing is matrix products, memory traffic and the optimizer; what fits "
         "is within the room for tensors",
-        (
-            *_SETTINGS,
-            case_column("checkpointing", "checkpointing"),
-            *_MESH,
-            value_column("peak (GiB)", "peak_gib"),
-            _ROOM,
-            *value_columns({"fits": "fits", "largest batch": "largest_batch", "fewest GPUs": "smallest_gpus"}),
-            value_column("sent per GPU (GB)", "sent_gb"),
-            *value_columns({"forward (ms)": "forward_ms", "backward (ms)": "backward_ms"}, brief=False),
-            value_column("optimizer (ms)", "optimizer_ms", brief=False),
-            *value_columns({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
-            *value_columns({"of it exposed (ms)": "exposed_ms", "step (ms)": "step_ms", "limited by": "limit"}),
-            value_column("tokens/s", "tokens_per_s"),
-            value_column("utilisation (%)", "utilisation", 100),
-        ),
+        *_SETTINGS,
+        columns.case("checkpointing", "checkpointing"),
+        *_MESH,
+        columns.value("peak (GiB)", "peak_gib"),
+        _ROOM,
+        *columns.values({"fits": "fits", "largest batch": "largest_batch", "fewest GPUs": "smallest_gpus"}),
+        columns.value("sent per GPU (GB)", "sent_gb"),
+        *columns.values({"forward (ms)": "forward_ms", "backward (ms)": "backward_ms"}, brief=False),
+        columns.value("optimizer (ms)", "optimizer_ms", brief=False),
+        *columns.values({"computing (ms)": "compute_ms", "communicating (ms)": "communication_ms"}),
+        *columns.values({"of it exposed (ms)": "exposed_ms", "step (ms)": "step_ms", "limited by": "limit"}),
+        *columns.values({"tokens/s": "tokens_per_s", "utilisation (%)": "utilisation"}),
     ),
-    Definition(
+    define(
         PlanMemoryRow,
         "Predicted: memory of one GPU at its peak, by checkpointing policy",
-        (
-            *_SETTINGS,
-            *_MESH,
-            _shown("checkpointing", "checkpointing"),
-            *_SPLIT,
-            value_column("peak at", "peak_at"),
-            _ROOM,
-            *value_columns({"fits": "fits", "largest batch": "largest_batch"}),
-        ),
+        *_SETTINGS,
+        *_MESH,
+        _shown("checkpointing", "checkpointing"),
+        *_SPLIT,
+        columns.value("peak at", "peak_at"),
+        _ROOM,
+        *columns.values({"fits": "fits", "largest batch": "largest_batch"}),
     ),
-    Definition(
+    define(
         PlanLimitRow,
         "Predicted: how far each axis scales before its communication takes longer than the matrix products alone, at "
         "their full rate",
-        (
-            *_SETTINGS[:-2],
-            _shown("axis", "axis"),
-            case_column("connection", "connection"),
-            *value_columns({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
-            *value_columns({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
-        ),
+        *_SETTINGS[:-2],
+        _shown("axis", "axis"),
+        columns.case("connection", "connection"),
+        *columns.values({"FLOP per byte": "flop_per_byte", "needs tokens per GPU": "least_tokens_per_gpu"}),
+        *columns.values({"has": "tokens_per_gpu", "most GPUs at this global batch": "most_gpus"}),
     ),
-    Definition(
+    define(
         PlanCheckRow,
         "Predicted beside measured",
-        (
-            *(case_column(name, name) for name in ("workload", "batch", "context", "strategy", "gpus")),
-            *(
-                Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
-                for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
-            ),
-            *value_columns({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
-            value_column("time off by (%)", "time_error", 100, digits=2),
-            *value_columns({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),
-            value_column("memory off by (%)", "memory_error", 100, digits=2),
+        *columns.named("workload", "batch", "context", "strategy", "gpus"),
+        *(
+            Column(name, lambda row, name=name: str(row.case.get(name) or "none"))  # type: ignore[misc]
+            for name in ("precision", "compile", "attention", "checkpointing", "optimizer")
         ),
+        *columns.values({"step (ms)": "step_ms", "predicted (ms)": "predicted_ms"}),
+        columns.value("time off by (%)", "time_error", digits=2),
+        *columns.values({"peak (GiB)": "peak_gib", "predicted (GiB)": "predicted_gib"}),
+        columns.value("memory off by (%)", "memory_error", digits=2),
     ),
 )
 
@@ -222,9 +199,8 @@ def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
         role = KINDS[index % len(KINDS)]
         x = [float(row.gpus) for row in known]
         y = [(row.tokens_per_s or 0) / (row.gpus if per_gpu else 1) for row in known]
-        series.append(
-            Series(f"{name} (predicted)", x, y, role, texts=[typeset(f"{number(value)} {unit}") for value in y])
-        )
+        texts = [typeset(f"{number(value)} {unit}") for value in y]
+        series.append(Series(f"{name} (predicted)", x, y, role, texts=texts))
         legend.append((role, name))
     if not series:
         return None

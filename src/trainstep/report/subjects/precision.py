@@ -6,40 +6,27 @@ from collections.abc import Sequence
 
 from trainstep.kinds import AccumulationRow, DtypeRow
 from trainstep.records import Row, by_case, of_kind
-from trainstep.report.blocks import Section
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Column,
-    case_column,
-    case_columns,
-    value_cell,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found
+from trainstep.report import columns
+from trainstep.report.blocks import Finding, Section, found
+from trainstep.report.columns import Column, value_cell
 from trainstep.report.numbers import numeric
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import define, make_table
 
-DTYPES = Definition(
+DTYPES = define(
     DtypeRow,
     "The dtype of everything in a training step; alike modules as one row",
-    (
-        *SETTINGS,
-        case_column("module", "module"),
-        *value_columns({"class": "class_name", "modules": "modules"}),
-        *(value_column(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    columns.case("module", "module"),
+    *columns.values({"class": "class_name", "modules": "modules"}),
+    *(columns.value(name, name) for name in ("parameters", "inputs", "outputs", "gradients")),
+    columns.OUTCOME,
 )
-ACCUMULATION = Definition(
+ACCUMULATION = define(
     AccumulationRow,
     "0.01 added a thousand times",
-    (
-        *case_columns({"accumulator": "accumulator", "addend": "addend"}),
-        Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
-        value_column("why", "why"),
-    ),
+    *columns.cases({"accumulator": "accumulator", "addend": "addend"}),
+    Column("sum", lambda row: value_cell(row, "total", lambda value: f"{numeric(value):.4f}")),
+    columns.value("why", "why"),
 )
 TABLES = (DTYPES, ACCUMULATION)
 RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none

@@ -10,54 +10,37 @@ from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
 from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, Times, of_kind
-from trainstep.report.blocks import Chart, Charts, Facts, Section, facts_of, span
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, facts_of, found, span
 from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import (
-    OUTCOME,
-    SETTINGS,
-    Cell,
-    Column,
-    case_columns,
-    files_only,
-    mean_column,
-    median_cell,
-    median_column,
-    value_cell,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found
+from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
-from trainstep.report.tables import Definition, Table, TableRow, make_table
+from trainstep.report.tables import Table, TableRow, define, make_table
 
-STEPS = Definition(
+STEPS = define(
     StepRow,
     "Time of one step and its phases, ms",
-    (
-        *SETTINGS,
-        *case_columns({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
-        Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
-        *(value_column(name, f"{name}_ms", page=False) for name in PHASES),
-        median_column("step [95 %]", "step"),
-        *(files_only(mean_column(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
-        value_column("host waits", "wait_ms", brief=False, page=False),
-        value_column("first step", "first_step_ms", page=False),
-        *value_columns({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
-        value_column("utilisation (%)", "utilisation", 100, brief=False, page=False),
-        value_column("peak (GiB)", "peak_gib"),
-        OUTCOME,
-    ),
+    *columns.SETTINGS,
+    *columns.cases({"mode": "mode", "warm-up": "warmup", "pass": "repeat"}),
+    Column("n", lambda row: number(row.values.get("n")), setting=True, page=False),
+    *(columns.value(name, f"{name}_ms", page=False) for name in PHASES),
+    columns.median("step [95 %]", "step"),
+    *(columns.files_only(columns.mean(f"{name}, mean ± std", name)) for name in (*PHASES, "step")),
+    columns.value("host waits", "wait_ms", brief=False, page=False),
+    columns.value("first step", "first_step_ms", page=False),
+    *columns.values({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
+    columns.value("utilisation (%)", "utilisation", brief=False, page=False),
+    columns.value("peak (GiB)", "peak_gib"),
+    columns.OUTCOME,
 )
-WARMUP = Definition(
+WARMUP = define(
     StepRow,
     "The same run, as it would be reported after so many warm-up steps",
-    (
-        Column("Left out", lambda row: Cell(number(row.case["warmup"]), row.case["warmup"], "warmup")),
-        median_column("Median, ms [95 %]", "step"),
-        *value_columns({"Mean, ms": "step_mean_ms", "Std, ms": "step_std_ms", "Max, ms": "step_max_ms"}),
-        *value_columns({"Outliers": "step_outliers", "n": "n"}),
-    ),
+    Column("Left out", lambda row: Cell(number(row.case["warmup"]), row.case["warmup"], "warmup")),
+    columns.median("Median, ms [95 %]", "step"),
+    *columns.values({"Mean, ms": "step_mean_ms", "Std, ms": "step_std_ms", "Max, ms": "step_max_ms"}),
+    *columns.values({"Outliers": "step_outliers", "n": "n"}),
     key=lambda row: number(row.case["warmup"]),
     name="warmup",
 )
@@ -140,12 +123,8 @@ def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
     checkpointing computes no product twice; recursive does so a number of times that no row holds.
     """
     is_chunked, recomputes = step.loss == "chunked", step.checkpointing not in (None, "selective")
-    same = (
-        row
-        for row in of_kind(rows, WorkloadRow)
-        if (row.workload, row.batch, row.context) == (step.workload, step.batch, step.context)
-    )
-    facts = next(same, None)
+    case = (step.workload, step.batch, step.context)
+    facts = next((row for row in of_kind(rows, WorkloadRow) if (row.workload, row.batch, row.context) == case), None)
     if facts is not None and facts.trainable_parameters != facts.parameters:
         return None  # frozen weights need no gradient
     if not is_chunked and not recomputes:
@@ -188,11 +167,8 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     step = analysed_step(rows)
     if step is None or "forward_issue" not in step.times:
         return []
-    issue, forward, is_compiled = (
-        step.times["forward_issue"].median,
-        step.times["forward"].median,
-        step.compile != "off",
-    )
+    issue, forward = step.times["forward_issue"].median, step.times["forward"].median
+    is_compiled = step.compile != "off"
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
     said = (
@@ -231,8 +207,8 @@ def phases(rows: Sequence[Row]) -> Section | None:
     total = sum(step.times[name].median for name in names)
     has_issue = any(f"{name}_issue" in step.times for name in names)
     table_rows = [_phase_row(step, name, total, has_issue) for name in (*names, "step")]
-    columns = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
-    columns += ["To issue, ms"] if has_issue else []
+    titles = ["Phase", "Median, ms [95 %]", "Of the phases", "Mean ± std, ms", "Min–max, ms", "Outliers"]
+    titles += ["To issue, ms"] if has_issue else []
     lead = (
         f"Median of {number(step.n)} steps after {number(step.warmup)} warm-up steps, {_settings(step)}; whiskers are "
         "95 % intervals of the median."
@@ -245,17 +221,12 @@ def phases(rows: Sequence[Row]) -> Section | None:
     legend = [("accent", "time on the device"), ("neutral", "time to issue it")] if has_issue else []
     drawn = partial(bars, [_phase_bar(step, name, total) for name in names], "ms per step")
     facts = ("tokens_per_s", "achieved_tflops", "utilisation", "wait_ms", "first_step_ms", "model_tflop")
-    return Section(
-        "phases",
-        "Phases",
-        "Where the step’s time goes",
-        lead,
-        [
-            Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
-            Table("The step and its phases", columns, table_rows, name="phases"),
-            Facts(facts_of(step, facts), name="step"),
-        ],
-    )
+    blocks: list[Block] = [
+        Charts([Chart("phases", "Phases of one step", "", drawn, legend)]),
+        Table("The step and its phases", titles, table_rows, name="phases"),
+        Facts(facts_of(step, facts), name="step"),
+    ]
+    return Section("phases", "Phases", "Where the step’s time goes", lead, blocks)
 
 
 def _phase_bar(step: StepRow, name: str, total: float) -> Bar:
@@ -318,18 +289,12 @@ def warmup(rows: Sequence[Row]) -> Section | None:
     mean = Series("mean", at, [each.mean or 0 for each in times], "warn")
     median = Series("median", at, [each.median for each in times], "accent", low=low, high=high)
     counts = [f"{row.warmup or 0:g}" for row in steps]
-    charts.append(
-        Chart(
-            "warmup",
-            "Mean and median by steps left out",
-            "A mean keeps what the first step cost; a median of enough steps does not. Lines are 95 % intervals.",
-            partial(dots, counts, [mean, median], "warm-up steps left out", "ms"),
-            [("accent", "median"), ("warn", "mean")],
-        )
-    )
-    return Section(
-        "warm-up", "Warm-up", "What warm-up changes", "", [Charts(charts), make_table(WARMUP, steps, "page")]
-    )
+    title = "Mean and median by steps left out"
+    caption = "A mean keeps what the first step cost; a median of enough steps does not. Lines are 95 % intervals."
+    plot = partial(dots, counts, [mean, median], "warm-up steps left out", "ms")
+    charts.append(Chart("warmup", title, caption, plot, [("accent", "median"), ("warn", "mean")]))
+    blocks: list[Block] = [Charts(charts), make_table(WARMUP, steps, "page")]
+    return Section("warm-up", "Warm-up", "What warm-up changes", "", blocks)
 
 
 def grid(rows: Sequence[Row]) -> Section | None:

@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING
 
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import Block, Chart, Charts, Section
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, dots, lines
-from trainstep.report.columns import (
-    OUTCOME,
-    Cell,
-    Column,
-    case_column,
-    interval_cell,
-    median_column,
-    value_column,
-    value_columns,
-)
-from trainstep.report.finding import Finding, found, listed, literal
+from trainstep.report.columns import Cell, Column, interval_cell
 from trainstep.report.numbers import NONE, as_float, count, number
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
@@ -123,17 +114,14 @@ def _axis(name: str, others: Sequence[str], rows: Sequence[SweepRow]) -> Axis:
     values = list(dict.fromkeys(row.case.get(name) for row in rows))
     if all(as_float(value) is not None for value in values):
         values.sort(key=lambda value: as_float(value) or 0)
-    lines: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
+    found: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
     for row in rows:
-        lines.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
-    return Axis(
-        name,
-        values,
-        [
-            Line({other: value for other, value in zip(others, key, strict=True) if value is not None}, points)
-            for key, points in lines.items()
-        ],
-    )
+        found.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
+    lines = [
+        Line({other: value for other, value in zip(others, key, strict=True) if value is not None}, points)
+        for key, points in found.items()
+    ]
+    return Axis(name, values, lines)
 
 
 def named(settings: Mapping[str, Scalar]) -> str:
@@ -149,27 +137,27 @@ def shown(value: Scalar) -> str:
     return f"{value:g}" if isinstance(value, float) else number(value)
 
 
-def columns(rows: Sequence[Row]) -> Sequence[Column]:
+def _columns(rows: Sequence[Row]) -> Sequence[Column]:
     """The flags that the file sets, and what was measured."""
     swept = of_kind(rows, SweepRow)
     step = "predicted step (ms)" if is_predicted(swept) else "step (ms) [95 %]"
     return (
         Column("case", lambda row: count(row.values.get("number"))),
-        case_column("command", "command"),
-        *(case_column(name.replace("_", " "), name) for name in settings_of(swept)),
+        columns.case("command", "command"),
+        *(columns.case(name.replace("_", " "), name) for name in settings_of(swept)),
         Column("row", lambda row: str(row.case.get("row") or "")),
         Column("n", lambda row: count(row.values.get("n")), setting=True, brief=False),
-        median_column(step, "step"),
-        median_column("forward and backward (ms) [95 %]", "both"),
-        median_column("call (ms) [95 %]", "time"),
-        *value_columns({"tokens/s": "tokens_per_s", "peak (GiB)": "peak_gib"}),
-        value_column("case took (s)", "case_s", brief=False),
+        columns.median(step, "step"),
+        columns.median("forward and backward (ms) [95 %]", "both"),
+        columns.median("call (ms) [95 %]", "time"),
+        *columns.values({"tokens/s": "tokens_per_s", "peak (GiB)": "peak_gib"}),
+        columns.value("case took (s)", "case_s", brief=False),
         Column("folder in cases/", lambda row: str(row.values.get("folder", "")), brief=False),
-        OUTCOME,
+        columns.OUTCOME,
     )
 
 
-TABLES = (Definition(SweepRow, "The sweep: one row per case, or per row of a case that measures several", columns),)
+TABLES = (Definition(SweepRow, "The sweep: one row per case, or per row of a case that measures several", _columns),)
 
 
 def axis_tables(records: Sequence[Row]) -> list[Table]:
@@ -188,13 +176,13 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
     cells = [[measure.cell(line.rows.get(value)) for value in axis.values] for line in axis.lines]
     lines = [line.name for line in axis.lines]
     if len(values) > len(lines):
-        heads, columns, cells = values, [name, *lines], [list(column) for column in zip(*cells, strict=True)]
+        heads, titles, cells = values, [name, *lines], [list(column) for column in zip(*cells, strict=True)]
     else:
-        heads, columns = lines, ["", *(f"{name} {value}" for value in values)]
+        heads, titles = lines, ["", *(f"{name} {value}" for value in values)]
     interval = " [95 %]" if measure.low else ""
     return Table(
         f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
-        columns,
+        titles,
         [TableRow([Cell(head, is_text=True), *row], head) for head, row in zip(heads, cells, strict=True)],
         f"sweep-by-{axis.name.replace('_', '-')}",
     )

@@ -7,13 +7,14 @@ from functools import partial
 
 from trainstep.kinds import CeilingRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
+from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of
 from trainstep.report.charts.rows import Bar, bars
-from trainstep.report.columns import OUTCOME, Cell, Column, case_column, value_columns
+from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
 from trainstep.report.subjects.ladder import kept_rungs
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import Definition, make_table
+from trainstep.report.tables import Definition, define, make_table
 
 
 def operation(row: Row) -> str:
@@ -21,23 +22,18 @@ def operation(row: Row) -> str:
     return " ".join(str(row.case[name]) for name in ("operation", "precision") if name in row.case)
 
 
-WORKLOAD = Definition(
+WORKLOAD = define(
     WorkloadRow,
     "The workload",
-    (
-        case_column("workload", "workload"),
-        *value_columns({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
-        *value_columns({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
-    ),
+    columns.case("workload", "workload"),
+    *columns.values({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
+    *columns.values({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
 )
+_RATES = {"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}
 CEILINGS = Definition(
     CeilingRow,
     "What this device reaches",
-    (
-        Column("operation", operation),
-        *value_columns({"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}),
-        OUTCOME,
-    ),
+    (Column("operation", operation), *columns.values(_RATES), columns.OUTCOME),
     key=operation,
 )
 TABLES = (WORKLOAD, CEILINGS)
