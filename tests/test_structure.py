@@ -13,7 +13,7 @@ PACKAGE = Path(trainstep.__file__).parent
 
 GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phases", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
-STEP = {"casting", "workload", "training_step", "blocks", "checkpointing", "model", "attention"}
+STEP = {"casting", "workload", "training_step", "blocks", "model", "attention"}
 """What is run."""
 MEASURED = {"measure", "measure/allocations", "measure/profile", "parallel", "replicas"}
 """What measures it, on one rank or on many."""
@@ -34,10 +34,9 @@ MAY_IMPORT = {
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
-    "blocks": {"errors"},
-    "checkpointing": {"blocks", "config", "errors"},
+    "blocks": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model", "precision"},
-    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "phases", "precision", "workload"},
+    "training_step": {"blocks", "casting", "config", "errors", "phases", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},
@@ -160,7 +159,7 @@ def loaded_after(statement):
             {"torch", "numpy", "pandas", "bokeh"},
         ),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
-        ("import trainstep.report.subjects, trainstep.report.findings", {"torch", "pandas", "bokeh"}),
+        ("import trainstep.report.subjects, trainstep.report.finding", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),
         ("import trainstep.parallel", {"torch"}),
     ],

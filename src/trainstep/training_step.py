@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.blocks import find_blocks
+from trainstep.blocks import checkpoint_blocks, find_blocks
 from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
-from trainstep.checkpointing import apply as apply_checkpointing
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.phases import PhaseContext, no_phases
@@ -68,7 +67,7 @@ class TrainingStep:
         self._stored_dtype = stored_dtype(config.precision)
         if self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        apply_checkpointing(self.module, config.checkpointing)
+        checkpoint_blocks(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
 

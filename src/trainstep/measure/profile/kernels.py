@@ -24,8 +24,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
-from trainstep.measure.profile.attribution import AttributedWork, attribute, owner_of
-from trainstep.measure.profile.trace import Range, Stream, Trace, WorkKind, parents_of
+from trainstep.measure.profile.trace import (
+    AttributedWork,
+    Range,
+    Stream,
+    Trace,
+    WorkKind,
+    attribute,
+    owner_of,
+    parents_of,
+)
 
 Lane = Literal["compute", "communication", "copies"]
 Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
