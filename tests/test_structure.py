@@ -11,7 +11,7 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phases", "kinds", "records"}
+GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
 STEP = {"casting", "workload", "training_step", "blocks", "model", "attention"}
 """What is run."""
@@ -25,7 +25,6 @@ MAY_IMPORT = {
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
-    "phases": {"config"},
     "kinds": {"stats"},
     "records": {"errors", "kinds"},
     "guards": {"errors"},
@@ -36,13 +35,13 @@ MAY_IMPORT = {
     "model": {"attention", "config", "errors"},
     "blocks": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model", "precision"},
-    "training_step": {"blocks", "casting", "config", "errors", "phases", "precision", "workload"},
+    "training_step": {"blocks", "casting", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},
-    "measure": {"blocks", "casting", "errors", "phases", "precision"},
-    "measure/profile": {"blocks", "errors", "measure", "phases"},
-    "measure/allocations": {"blocks", "errors", "measure", "measure/profile", "phases"},
+    "measure": {"blocks", "casting", "config", "errors", "precision"},
+    "measure/profile": {"blocks", "config", "errors", "measure"},
+    "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
     "replicas": {"blocks", "casting", "config", "measure", "parallel", "parallel/fsdp", "schemes", "training_step"},
     "plan": GROUND,
     "bench": GROUND
@@ -147,7 +146,7 @@ def loaded_after(statement):
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         (
-            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config, trainstep.phases",
+            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config",
             {"torch", "numpy"},
         ),
         (

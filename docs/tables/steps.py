@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import SIZE, plain, results, where
+from trainstep.config import PHASES
 from trainstep.kinds import RungRow, StepRow, TrainRow
-from trainstep.phases import PHASES
 from trainstep.report.columns import Column, case_column, mean_column, median_column, value_column, value_columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import number, numeric

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from trainstep.blocks import checkpoint_blocks, find_blocks
 from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
-from trainstep.config import StepConfig, StepMode
+from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.phases import PhaseContext, no_phases
 from trainstep.precision import PRECISIONS
 from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
 
@@ -154,8 +153,7 @@ class TrainingStep:
         scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
-        finite = all(bool(each.isfinite().all()) for each in values)
-        if finite or scale <= 1:
+        if scale <= 1 or all(bool(each.isfinite().all()) for each in values):
             return False
         scaler.update(scale / 2)
         return True
@@ -220,7 +218,6 @@ def _checked(loss: Any) -> Tensor:
 
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
-    """Build the source's workload and make it ready to step."""
     return TrainingStep(source.build(config), config)
 
 

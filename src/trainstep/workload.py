@@ -205,14 +205,11 @@ def _forward_with_attention(
 
     with sdpa_replaced(impl) as seen:
         outputs = forward(module, batch)
-    if not seen.calls and not torch.compiler.is_compiling() and not _is_compiled(module):
+    # Where any part is compiled, a call is seen only while it is traced.
+    compiled = torch.compiler.is_compiling() or any(part._compiled_call_impl is not None for part in module.modules())
+    if not seen.calls and not compiled:
         raise UnsupportedError("the model never calls torch.nn.functional.scaled_dot_product_attention")
     return outputs
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether any part is compiled; then a call is seen only while it is traced."""
-    return any(child._compiled_call_impl is not None for child in module.modules())
 
 
 def _last_line(error: Exception) -> str:

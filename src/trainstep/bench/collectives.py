@@ -20,13 +20,13 @@ from torch import Tensor
 from trainstep.bench.collective_cases import CollectiveCase
 from trainstep.bench.outcome import Failure, classify, failed_row
 from trainstep.casting import DTYPES
+from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
 from trainstep.kinds import CollectiveFitRow, CollectiveRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
-from trainstep.phases import PhaseContext
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
 from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize

@@ -16,7 +16,7 @@ from trainstep.attention.eager import pieces_announced
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.profile_rows import profile_rows, summary_values
 from trainstep.bench.step import case_columns, phase_samples
-from trainstep.config import StepConfig
+from trainstep.config import PhaseContext, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import ProfileRow
 from trainstep.measure.environment import describe
@@ -26,7 +26,6 @@ from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.phases import PhaseContext
 from trainstep.records import Row, Scalar, make_row
 from trainstep.stats import RUN_SPREAD, summarize
 from trainstep.training_step import TrainingStep, build_step

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.phases import PhaseContext
+from trainstep.config import PhaseContext
 
 GIB = 2**30
 MIB = 2**20

@@ -17,14 +17,13 @@ from trainstep.bench.check.parallel import Agreement
 from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.parallel_case import ParallelCase
 from trainstep.bench.step import count_tokens, phase_samples
-from trainstep.config import ModelConfig, OptimizerImpl
+from trainstep.config import ModelConfig, OptimizerImpl, PhaseContext
 from trainstep.kinds import ParallelRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.parallel.process import Process
-from trainstep.phases import PhaseContext
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.plan.strategies import largest_group
 from trainstep.precision import PRECISIONS, PrecisionName

@@ -90,7 +90,7 @@ class StepWatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step, as `phases.PhaseContext`."""
+        """A phase of the step, as `config.PhaseContext`."""
         start = self.position()
         self._phase, self._node = name, _Mark(start, name)
         if name in LEAVING_ACTIVATIONS:
