@@ -94,7 +94,6 @@ def plain_form(config: StepConfig) -> StepConfig:
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:
-    """What is known before anything runs."""
     workload = source.build(config)
     parameters = {id(parameter): parameter for parameter in workload.module.parameters()}.values()
     facts = WorkloadRow(

@@ -104,8 +104,6 @@ _NOT_A_CHAIN = (
 
 
 class _Group:
-    """Blocks that are run together, by the call of the first."""
-
     def __init__(self, blocks: Sequence[nn.Module], run: Callable[[Sequence[Forward], Any], Any]) -> None:
         self._forwards = [block.forward for block in blocks]
         self._run = run
@@ -147,7 +145,6 @@ def _with_arguments(forward: Forward, others: tuple[Any, ...], keywords: dict[st
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two calls got the same objects."""
     (args, kwargs), (other_args, other_kwargs) = ours, theirs
     if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
         return False
@@ -161,7 +158,6 @@ def _in_turn(calls: Sequence[Forward], x: Any) -> Any:
 
 
 def _whole(calls: Sequence[Forward], x: Any) -> Any:
-    """Keep the input of the group."""
     return checkpoint(functools.partial(_in_turn, calls), x, use_reentrant=False)
 
 

@@ -202,7 +202,6 @@ class TrainingStep:
 
 
 def _checked(loss: Any) -> Tensor:
-    """The loss, if it is one that can be trained on."""
     if not isinstance(loss, Tensor):
         raise UsageError(f"the workload's loss returned a {type(loss).__name__}; expected a tensor of one element")
     if loss.numel() != 1:
@@ -239,7 +238,6 @@ def recipe(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict
 
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer, its own fused implementation asked for."""
     if "fused" not in inspect.signature(type(optimizer)).parameters:
         raise UnsupportedError(f"{type(optimizer).__name__} has no fused implementation")
     groups, options = recipe(optimizer)

@@ -217,7 +217,6 @@ class _Lines(TorchFunctionMode):
         return result
 
     def of(self, number: int) -> tuple[Frame, ...]:
-        """The stack of the call that made a node."""
         index = bisect.bisect_right(self._calls, number, key=lambda call: call[0]) - 1
         return self._calls[index][1] if index >= 0 else ()
 

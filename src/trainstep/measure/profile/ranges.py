@@ -123,7 +123,6 @@ class _OpenRanges(threading.local):
 
 
 def _announce_compiled(module: nn.Module, name: str) -> Callable[[], None]:
-    """Announce the calls of the module's compiled code, until what is returned is called."""
     compiled = module._compiled_call_impl
     assert compiled is not None, f"{name} is not compiled"
 

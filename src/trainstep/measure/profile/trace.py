@@ -291,7 +291,6 @@ class _Places:
         return Attribution() if index is None else self._places[index]
 
     def _place(self, index: int, outer: Attribution) -> Attribution:
-        """The place of what one range, inside `outer`, starts itself."""
         each = self._ranges[index]
         if each.kind == "phase":
             return replace(outer, phase=each.name, module=None, piece=None)
