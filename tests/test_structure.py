@@ -11,9 +11,9 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "phases", "kinds", "records"}
+GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
-STEP = {"casting", "workload", "training_step", "blocks", "checkpointing", "model", "attention"}
+STEP = {"casting", "workload", "training_step", "blocks", "model", "attention"}
 """What is run."""
 
 MAY_IMPORT = {
@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
-    "phases": {"config"},
     "kinds": {"stats"},
     "records": {"errors", "kinds"},
     "guards": {"errors"},
@@ -32,16 +31,15 @@ MAY_IMPORT = {
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
-    "blocks": {"errors"},
-    "checkpointing": {"blocks", "config", "errors"},
+    "blocks": {"config", "errors"},
     "workload": {"attention", "config", "errors", "model", "precision"},
-    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "phases", "precision", "workload"},
+    "training_step": {"blocks", "casting", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},
-    "measure": {"blocks", "casting", "errors", "phases", "precision"},
-    "measure/profile": {"blocks", "errors", "measure", "phases"},
-    "measure/allocations": {"blocks", "errors", "measure", "measure/profile", "phases"},
+    "measure": {"blocks", "casting", "config", "errors", "precision"},
+    "measure/profile": {"blocks", "config", "errors", "measure"},
+    "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
     "replicas": {"blocks", "casting", "config", "measure", "parallel", "parallel/fsdp", "schemes", "training_step"},
     "plan": GROUND,
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
@@ -144,7 +142,7 @@ def loaded_after(statement):
         ("import trainstep", {"torch", "triton", "pandas", "bokeh", "numpy", "tyro", "rich"}),
         ("import trainstep.cli", {"torch", "triton", "pandas", "bokeh", "numpy"}),
         (
-            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config, trainstep.phases",
+            "import trainstep.precision, trainstep.schemes, trainstep.hardware, trainstep.config",
             {"torch", "numpy"},
         ),
         (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import SIZE, plain, results, where
+from trainstep.config import PHASES
 from trainstep.kinds import RungRow, StepRow, TrainRow
-from trainstep.phases import PHASES
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.compare import compare, comparison_table, repeatability

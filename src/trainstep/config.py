@@ -1,4 +1,4 @@
-"""What is measured: a model's shape, and how one training step of it is taken.
+"""What is measured: a model's shape, how one training step of it is taken, and the phases it announces.
 
 Everything that can be chosen is a field here, once, with its default and its docstring. The command's flags, the TOML
 files and the grids of `trainstep bench` are made from these dataclasses. This module imports no torch.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -26,6 +27,37 @@ AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "f
 LossImpl = Literal["dense", "chunked"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
+
+# A step announces its phases once, as `with phase("forward"): ...`, and every instrument hears them. What `phase` is
+# decides what is measured: the stopwatch's laps, the memory instrument's peaks, both at once, or nothing.
+PHASES = ("forward", "loss", "backward", "optimizer")
+"""In order. `optimizer` includes gradient unscaling and setting the gradients to None."""
+
+PHASES_OF_MODE: dict[StepMode, tuple[str, ...]] = {
+    "forward": ("forward",),
+    "forward-backward": ("forward", "loss", "backward"),
+    "step": PHASES,
+}
+
+PhaseContext = Callable[[str], AbstractContextManager[Any]]
+"""Given a phase's name, the context in which that phase runs."""
+
+
+def no_phases(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def together(*contexts: PhaseContext) -> PhaseContext:
+    """Enter several instruments' contexts around each phase, the first outermost."""
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context(name))
+            yield
+
+    return phase
 
 
 @dataclass(frozen=True)

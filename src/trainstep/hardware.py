@@ -18,16 +18,11 @@ from trainstep.precision import PRECISIONS
 class DeviceSpec:
     """One device's datasheet."""
 
-    name: str
-    """The vendor's name, as the driver reports it."""
-    fp32_tflops: float
-    """Peak of ordinary float32 units."""
-    tf32_tflops: float
-    """Peak of tensor cores on float32 inputs rounded to TF32; equal to fp32_tflops where there are none."""
-    bf16_tflops: float
-    """Peak of tensor cores on bfloat16 or float16 inputs, dense."""
-    bandwidth_gb_s: float
-    """Device memory bandwidth."""
+    name: str  # the vendor's, as the driver reports it
+    fp32_tflops: float  # peak of ordinary float32 units
+    tf32_tflops: float  # of tensor cores on float32 inputs rounded to TF32; fp32_tflops where there are none
+    bf16_tflops: float  # of tensor cores on bfloat16 or float16 inputs, dense
+    bandwidth_gb_s: float  # of device memory
     memory_gib: float
     """Device memory as the driver reports it to torch, in GiB, rounded down to 0.01.
 
@@ -38,10 +33,8 @@ class DeviceSpec:
     """
     link_gb_s: float
     """What one GPU can send to the others of its node at once, in 1e9 bytes/s: NVLink, or else PCIe, one direction."""
-    multiprocessors: int
-    """Streaming multiprocessors: what the tiles of a matrix product are dealt out to."""
-    source: str
-    """The document the figures were read in."""
+    multiprocessors: int  # streaming multiprocessors: what the tiles of a matrix product are dealt out to
+    source: str  # the document the figures were read in
 
     def peak_tflops(self, precision: str) -> float:
         """Peak of the units that matrix products run on at this precision, in 1e12 FLOP/s."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-"""A torch dtype, by its name."""
+Dtype = Literal["float32", "bfloat16", "float16"]  # torch's names
 Rate = Literal["fp32", "tf32", "bf16"]
 """Units that multiply matrices, each named by a precision that runs on them: ordinary float32 units, tensor cores on
 TF32, tensor cores on 16-bit types."""
@@ -21,14 +20,10 @@ TF32, tensor cores on 16-bit types."""
 class Precision:
     """One precision. Everything else is derived from these four fields."""
 
-    stored: Dtype
-    """Of weights, gradients and the optimizer's state."""
-    computed: Dtype
-    """Of the inputs of matrix products; where it is not `stored`, autocast converts them."""
-    rate: Rate
-    """The units that matrix products run on."""
-    unit_roundoff: float
-    """Half the spacing of numbers near 1, in the format that the inputs of matrix products are rounded to."""
+    stored: Dtype  # of weights, gradients and the optimizer's state
+    computed: Dtype  # of the inputs of matrix products; where it is not `stored`, autocast converts them
+    rate: Rate  # the units that matrix products run on
+    unit_roundoff: float  # half the spacing of numbers near 1, in the format that products' inputs are rounded to
 
     @property
     def is_autocast(self) -> bool:

@@ -107,7 +107,6 @@ def read_records(path: Path) -> list[Row]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The line as the arguments of `kinds.rows_of`."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

@@ -33,23 +33,17 @@ TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
 class Scheme:
     """One scheme: a wrapper and its settings."""
 
-    name: str
-    """On the command line and in rows."""
+    name: str  # on the command line and in rows
     wrapper: Wrapper
-    planned_as: DataParallel | None
-    """What the planner calls it; None without communication."""
+    planned_as: DataParallel | None  # what the planner calls it; None without communication
     bucket_mb: float = 25.0
     """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer)."""
-    overlap: bool = True
-    """Whether gradients are sent during backward, not after it (ddp)."""
+    overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     transport: Literal["auto", "collectives"] = "auto"
     """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
-    in_bench: bool = True
-    """Whether `bench parallel` compares it."""
-    in_train: bool = False
-    """Whether `train` offers it."""
-    is_planned: bool = False
-    """Whether the planner predicts its step's time, so that `plan check` holds it against measurements."""
+    in_bench: bool = True  # whether `bench parallel` compares it
+    in_train: bool = False  # whether `train` offers it
+    is_planned: bool = False  # whether the planner predicts its time, which `plan check` holds against measurements
 
     @property
     def communicates(self) -> bool:

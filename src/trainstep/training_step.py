@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.blocks import find_blocks
+from trainstep.blocks import checkpoint_blocks, find_blocks
 from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
-from trainstep.checkpointing import apply as apply_checkpointing
-from trainstep.config import StepConfig, StepMode
+from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.phases import PhaseContext, no_phases
 from trainstep.precision import PRECISIONS
 from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
 
@@ -68,7 +66,7 @@ class TrainingStep:
         self._stored_dtype = stored_dtype(config.precision)
         if self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        apply_checkpointing(self.module, config.checkpointing)
+        checkpoint_blocks(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
 
@@ -155,8 +153,7 @@ class TrainingStep:
         scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
-        finite = all(bool(each.isfinite().all()) for each in values)
-        if finite or scale <= 1:
+        if scale <= 1 or all(bool(each.isfinite().all()) for each in values):
             return False
         scaler.update(scale / 2)
         return True
@@ -205,7 +202,6 @@ class TrainingStep:
 
 
 def _checked(loss: Any) -> Tensor:
-    """The loss, if it is one that can be trained on."""
     if not isinstance(loss, Tensor):
         raise UsageError(f"the workload's loss returned a {type(loss).__name__}; expected a tensor of one element")
     if loss.numel() != 1:
@@ -218,7 +214,6 @@ def _checked(loss: Any) -> Tensor:
 
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
-    """Build the source's workload and make it ready to step."""
     return TrainingStep(source.build(config), config)
 
 
@@ -240,7 +235,6 @@ def recipe(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict
 
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer, its own fused implementation asked for."""
     if "fused" not in inspect.signature(type(optimizer)).parameters:
         raise UnsupportedError(f"{type(optimizer).__name__} has no fused implementation")
     groups, options = recipe(optimizer)

@@ -203,7 +203,6 @@ def _forward_with_attention(forward: Callable[..., Any], impl: AttentionImpl, mo
 
 
 def _last_line(error: Exception) -> str:
-    """The error in one line, with the place in the user's code that raised it."""
     return f"{type(error).__name__}: {error}{place_of(error)}"
 
 

@@ -21,12 +21,12 @@ from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import Errors, Implementation, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.casting import DTYPES
+from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
 from trainstep.measure.timing import CpuClock, Timing, device_clock, time_steps
-from trainstep.phases import PhaseContext
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.records import Scalar, make_row

@@ -20,7 +20,7 @@ from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.profile_rows import busy_ms, profile_rows, summary_values
 from trainstep.bench.step import StepRunner, case_columns, phase_samples
 from trainstep.casting import check_precision
-from trainstep.config import StepConfig
+from trainstep.config import PHASES, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import CeilingRow, ProfileRow
 from trainstep.measure.environment import describe, measure_ceilings
@@ -30,7 +30,6 @@ from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
 from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.phases import PHASES
 from trainstep.precision import Rate
 from trainstep.records import Row, Scalar, make_row
 from trainstep.stats import RUN_SPREAD, summarize

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, TypeVar
 
 from trainstep.blocks import without_numbers
+from trainstep.config import PHASES
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.flops import COUNTED
@@ -20,7 +21,6 @@ from trainstep.measure.profile.kernels import (
     short_name,
 )
 from trainstep.measure.profile.trace import Stream
-from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, make_row
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainstep.bench.cases import expand
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.config import StepConfig, StepMode
+from trainstep.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
@@ -22,7 +22,6 @@ from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Timing, device_clock, time_steps
-from trainstep.phases import PHASES_OF_MODE, PhaseContext
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times

@@ -1,4 +1,4 @@
-"""`trainstep profile`: which kernels run in a training step, where, for how long, and how near to the limits."""
+"""`trainstep analyze`, the main job; and `trainstep profile`: a step's kernels, and how near to the limits they are."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ from trainstep.errors import UsageError
 if TYPE_CHECKING:
     from trainstep.records import Row
     from trainstep.workload import WorkloadSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analyze(OneModel):
+    """Measure a training step, explain it, make it faster rung by rung, and write the report."""
+
+    out: Path = Path("results/analyze")
+    """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
+
+    def run(self) -> int:
+        from trainstep.analysis import analysis_records
+
+        source = self.source()
+        records = analysis_records(source, self.step_config(), steps=self.steps, trace=self.out / "trace.json.gz")
+        return run_and_report(records, self.out, f"analyze {source.name}")
 
 
 @dataclass(frozen=True, kw_only=True)

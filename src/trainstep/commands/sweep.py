@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from trainstep.commands.analyze import Analyze
 from trainstep.commands.bench import Bench
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import run_and_report
 from trainstep.commands.plan import Plan
-from trainstep.commands.profile import Profile
+from trainstep.commands.profile import Analyze, Profile
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:

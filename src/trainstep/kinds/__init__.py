@@ -1,4 +1,4 @@
-"""The kinds of rows: a frozen dataclass each, by subject. Adding a kind is one class in a file here and its name below.
+"""The kinds of rows: a class each, by subject. Adding a kind is one class in a file here and its name below.
 
 `rows_of` makes rows from what a file has, those of earlier versions included.
 """
@@ -43,7 +43,7 @@ KINDS: Mapping[str, type[Row]] = {
         PlanMachineRow, PlanRow, PlanMemoryRow, PlanLimitRow, PlanScalingRow, PlanCheckRow, SweepRow,
     )
 }  # fmt: skip
-"""Name in files → kind."""
+"""Name in files → kind, in the order of the page."""
 
 
 def rows_of(
@@ -63,13 +63,8 @@ def rows_of(
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
-    rest: dict[str, Any] = {
-        "samples": samples or {},
-        "series": series or {},
-        "status": status,
-        "reason": reason,
-        "environment": environment or {},
-    }
+    rest: dict[str, Any] = {"samples": samples or {}, "series": series or {}, "environment": environment or {}}
+    rest |= {"status": status, "reason": reason}
     return [make_row(KINDS[kind], *columns, **rest) for columns in migrated(kind, case or {}, values or {})]
 
 
@@ -95,13 +90,10 @@ def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> l
 
 def _by_strategy(case: Columns, values: Mapping[str, Any]) -> list[tuple[Columns, Columns]]:
     """A row had the values of all strategies: `fsdp_tokens_per_s`."""
-    ending = "_tokens_per_s"
+    ending, names = "_tokens_per_s", ("tokens_per_s", "step_ms", "exposed_ms", "limit", "peak_gib", "fits")
     strategies = [name.removesuffix(ending) for name in values if name.endswith(ending)]
-    names = ("tokens_per_s", "step_ms", "exposed_ms", "limit", "peak_gib", "fits")
-    return [
-        ({**case, "strategy": strategy}, {name: values.get(f"{strategy}_{name}") for name in names})
-        for strategy in strategies
-    ]
+    of_each = [{name: values.get(f"{strategy}_{name}") for name in names} for strategy in strategies]
+    return [({**case, "strategy": strategy}, own) for strategy, own in zip(strategies, of_each, strict=True)]
 
 
 def _ceiling(case: Columns, values: Columns) -> None:
@@ -138,10 +130,8 @@ def _residual(case: Columns, values: Columns) -> None:
     if "what" in case:
         what = case.pop("what")
         rank, dot, module = what.partition(". ")
-        is_ranked = bool(dot) and rank.isdecimal()
-        case["group"] = "largest" if is_ranked else what
-        if is_ranked:
-            case["rank"], case["module"] = int(rank), module
+        is_ranked = dot and rank.isdecimal()
+        case |= {"group": "largest", "rank": int(rank), "module": module} if is_ranked else {"group": what}
 
 
 def _owner(case: Columns, values: Columns) -> None:
@@ -168,13 +158,7 @@ def _allocation(case: Columns, values: Columns) -> None:
 
 
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
-    "ceiling": _ceiling,
-    "family": _family,
-    "profile": _profile,
-    "dtype": _dtype,
-    "residual": _residual,
-    "owner": _owner,
-    "allocation": _allocation,
+    each.__name__[1:]: each for each in (_ceiling, _family, _profile, _dtype, _residual, _owner, _allocation)
 }
 
 __all__ = ["KINDS", "row_of", "rows_of"]

@@ -22,7 +22,6 @@ class TopKernel:
     most_calls: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProfileRow(StepSettings, kind="profile"):
     """One profiled step. Times are per step; `PHASE_profiled_ms` is with the profiler, `PHASE_ms` without."""
 
@@ -99,7 +98,6 @@ class ProfileRow(StepSettings, kind="profile"):
         return TopKernel(*(getattr(self, column) for column in columns))
 
 
-@dataclass(frozen=True, kw_only=True)
 class FamilyRow(StepSettings, Rates, kind="family"):
     """Kernels of one family in one phase ("step" for all)."""
 
@@ -112,7 +110,6 @@ class FamilyRow(StepSettings, Rates, kind="family"):
     """The precision of the measured product whose rate bounds this family; None for families that are no products."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PieceRow(StepSettings, Rates, kind="attention piece"):
     """Scores, softmax or weighted sum of eager attention; `main` is its product or softmax alone."""
 
@@ -128,7 +125,6 @@ class PieceRow(StepSettings, Rates, kind="attention piece"):
     main_flop_per_byte: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class KernelRow(StepSettings, Rates, kind="kernel"):
     """One kernel in one phase and module; modules that differ in a number only are one row."""
 
@@ -144,7 +140,6 @@ class KernelRow(StepSettings, Rates, kind="kernel"):
     full_name: str | None = None  # where `kernel` is a shortened form of it
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimelineRow(StepSettings, kind="timeline"):
     """One step kernel by kernel, as series: start and duration in nanoseconds, and indices into lists of names."""
 
@@ -154,7 +149,6 @@ class TimelineRow(StepSettings, kind="timeline"):
     """Neighbours that together are shorter are one bar; None where none were joined."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttentionRow(GpuState, kind="attention"):
     """One case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
 

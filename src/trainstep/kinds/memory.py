@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainstep.kinds.row import Peaks, StepSettings, Times, setting, times
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeakRow(StepSettings, Peaks, kind="peak"):
     """The most memory of a step, phase by phase."""
 
@@ -18,7 +16,6 @@ class PeakRow(StepSettings, Peaks, kind="peak"):
     prediction_error: float | None = None  # predicted / measured − 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     """Every allocation of a step; what the page draws is in the series."""
 
@@ -36,7 +33,6 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     snapshot: str | None = None  # file name
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnerRow(StepSettings, kind="owner"):
     """What one owner holds at the peak, or a part of it: the part has a module, an operation, a phase or a line."""
 
@@ -57,7 +53,6 @@ class OwnerRow(StepSettings, kind="owner"):
         return self.module is self.operation is self.phase is self.line is None
 
 
-@dataclass(frozen=True, kw_only=True)
 class AllocationRow(StepSettings, kind="allocation"):
     """One of the largest allocations; alike ones are one row."""
 
@@ -72,7 +67,6 @@ class AllocationRow(StepSettings, kind="allocation"):
     line: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResidualRow(StepSettings, kind="residual"):
     """What forward keeps for backward: a group of alike residuals of the step or of its first block."""
 
@@ -89,7 +83,6 @@ class ResidualRow(StepSettings, kind="residual"):
     formula_mib: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointingRow(StepSettings, kind="checkpointing"):
     """A step's peak and time under one checkpointing policy, predicted and measured."""
 

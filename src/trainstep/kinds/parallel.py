@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainstep.kinds.row import GpuState, Row, StepSettings, Times, setting, times
 
 
-@dataclass(frozen=True, kw_only=True)
 class CollectiveRow(GpuState, kind="collective"):
     """One collective at one size; a call lasts as long as on its slowest rank."""
 
@@ -28,7 +26,6 @@ class CollectiveRow(GpuState, kind="collective"):
     wrong_ranks: tuple[int, ...] | None = None  # those that did not get what they should
 
 
-@dataclass(frozen=True, kw_only=True)
 class CollectiveFitRow(Row, kind="collective fit"):
     """What a call costs: an overhead, and bytes on each link at a bandwidth."""
 
@@ -42,7 +39,6 @@ class CollectiveFitRow(Row, kind="collective fit"):
     worst_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelRow(StepSettings, GpuState, kind="parallel"):
     """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
@@ -80,7 +76,6 @@ class ParallelRow(StepSettings, GpuState, kind="parallel"):
     update_allowed: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParallelTraceRow(StepSettings, kind="parallel trace"):
     """One profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
 
@@ -103,7 +98,6 @@ class ParallelTraceRow(StepSettings, kind="parallel trace"):
     exposed_from_us: float | None = None  # exposed communication is drawn from this length on
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainRow(StepSettings, kind="train"):
     """A finished training run; its curve is in the series."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainstep.kinds.row import Row, Scalar, Times, further, setting, times
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanMachineRow(Row, kind="plan machine"):
     """What a prediction stands on."""
 
@@ -27,7 +25,6 @@ class PlanMachineRow(Row, kind="plan machine"):
     basis: str | None = None  # where the rates come from, in words
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlannedStep(Row):
     """The step that is planned; the batch is what each GPU brings."""
 
@@ -41,7 +38,6 @@ class PlannedStep(Row):
     optimizer: str = setting()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlannedMemory(PlannedStep):
     """What one GPU holds at its peak under a strategy and a checkpointing policy."""
 
@@ -61,7 +57,6 @@ class PlannedMemory(PlannedStep):
     largest_batch: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanRow(PlannedMemory, kind="plan"):
     """One step under one strategy."""
 
@@ -79,12 +74,10 @@ class PlanRow(PlannedMemory, kind="plan"):
     utilisation: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanMemoryRow(PlannedMemory, kind="plan memory"):
     """Memory of one GPU at its peak under one checkpointing policy."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanLimitRow(PlannedStep, kind="plan limit"):
     """How far one axis scales before its communication takes longer than the matrix products."""
 
@@ -97,7 +90,6 @@ class PlanLimitRow(PlannedStep, kind="plan limit"):
     tokens_per_gpu: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanScalingRow(PlannedStep, kind="plan scaling"):
     """Throughput of one strategy on a number of GPUs, with the same batch on each."""
 
@@ -111,7 +103,6 @@ class PlanScalingRow(PlannedStep, kind="plan scaling"):
     fits: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanCheckRow(Row, kind="plan check"):
     """A measured step beside its prediction."""
 
@@ -127,7 +118,6 @@ class PlanCheckRow(Row, kind="plan check"):
     memory_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class SweepRow(Row, kind="sweep"):
     """One case of a sweep, or one row of a case that measures several."""
 

@@ -1,6 +1,6 @@
 """What a row is made of, and the fields that rows of several kinds share.
 
-Every kind of row is a frozen dataclass in `trainstep.kinds`. Its fields are the case (what was run, made with
+Every kind of row is a class in `trainstep.kinds`. Its fields are the case (what was run, made with
 `setting()`: the fields by which rows of two files are matched) and the values (what was measured, with the unit at the
 end of the name). Beside them every row has samples, the environment, and a status with a reason, so that a failure is a
 row like any other.
@@ -12,11 +12,12 @@ that is None is not written.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from trainstep.stats import Summary
 
@@ -58,10 +59,8 @@ class Times:
         return Times(summary.median, low, high, summary.mean, std, summary.min, summary.max, summary.outliers)
 
 
-_TIME_COLUMNS = {
-    "low": "low_ms", "high": "high_ms", "mean": "mean_ms", "std": "std_ms", "min": "min_ms", "max": "max_ms",
-    "outliers": "outliers", "median": "ms",
-}  # fmt: skip
+_TIME_COLUMNS = {part: f"{part}_ms" for part in ("low", "high", "mean", "std", "min", "max")}
+_TIME_COLUMNS |= {"outliers": "outliers", "median": "ms"}
 """Field of `Times` → the ending of its column; the shortest ending last."""
 
 
@@ -70,14 +69,15 @@ def times() -> Any:
     return field(default_factory=dict, metadata={"section": "values", "times": True})
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What rows of every kind have."""
+    """What rows of every kind have; a class derived from it is a frozen dataclass without saying so."""
 
     kind: ClassVar[str]  # its name in files, `class StepRow(Row, kind="step")`
 
+    # The single measurements behind the values, in the order they were taken.
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata={"section": "samples"})
-    """The single measurements behind the values, in the order they were taken."""
     status: Status = field(default="ok", metadata={"section": ""})  # whether the case ran, and if not, why not
     reason: str = field(default="", metadata={"section": ""})  # one line, empty where the status is ok
     # Machine, versions, commit, date.
@@ -86,31 +86,31 @@ class Row:
     """Columns too long for values of their own, such as a timeline's events; which belong together, the kind says."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         if kind is not None:
             cls.kind = kind
 
     @cached_property
     def case(self) -> Mapping[str, Scalar]:
         """The settings by name, those that are None left out."""
-        return {name: value for name, value in self._fields("case") if value is not None}
+        return self._columns("case")
 
     @cached_property
     def values(self) -> Mapping[str, Scalar]:
         """What was measured by name, with a column for every part of `Times`; what is None is left out."""
-        return {name: value for name, value in self._fields("values") if value is not None}
+        return self._columns("values")
 
-    def _fields(self, section: str) -> Iterable[tuple[str, Any]]:
+    def _columns(self, section: str) -> Mapping[str, Scalar]:
+        found: dict[str, Scalar] = {}
         for each in dataclasses.fields(self):
-            if each.metadata.get("section", "values") != section:
-                continue
-            value = getattr(self, each.name)
-            if "times" in each.metadata:
-                for phase, timed in value.items():
-                    yield from ((f"{phase}_{end}", getattr(timed, part)) for part, end in _TIME_COLUMNS.items())
-            elif "open" in each.metadata:
-                yield from value.items()
-            else:
-                yield each.name, value
+            if each.metadata.get("section", "values") == section:
+                value = getattr(self, each.name)
+                if "times" in each.metadata:
+                    columns = itertools.product(value, _TIME_COLUMNS.items())
+                    found |= {f"{phase}_{end}": getattr(value[phase], part) for phase, (part, end) in columns}
+                else:
+                    found |= value if "open" in each.metadata else {each.name: value}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -155,25 +155,18 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
                 raise ValueError(f"a row of kind {kind.kind!r} has no {name!r} among its {section}")
     if times_field is not None:
         found[times_field] = {phase: Times(**parts) for phase, parts in timed.items() if parts["median"] is not None}
-    missing = [each.name for each in dataclasses.fields(kind) if _is_required(each) and each.name not in found]
-    if missing:
+    required = [each.name for each in dataclasses.fields(kind) if each.default is each.default_factory is MISSING]
+    if missing := [name for name in required if name not in found]:
         raise ValueError(f"a row of kind {kind.kind!r} lacks {missing[0]!r} in its case")
     return kind(**found, **rest)
 
 
-def _is_required(each: dataclasses.Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
-
-
 def _part_of_times(name: str) -> tuple[str, str] | None:
     """The phase and the field of `Times` of a column such as `forward_low_ms`."""
-    for part, end in _TIME_COLUMNS.items():
-        if name.endswith(f"_{end}"):
-            return name.removesuffix(f"_{end}"), part
-    return None
+    found = ((name.removesuffix(f"_{end}"), part) for part, end in _TIME_COLUMNS.items() if name.endswith(f"_{end}"))
+    return next(found, None)
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepSettings(Row):
     """How a training step was taken: fields of `StepConfig`, those that a user's workload fixes left None."""
 
@@ -189,7 +182,6 @@ class StepSettings(Row):
     seed: int | None = setting(None)
 
 
-@dataclass(frozen=True, kw_only=True)
 class GpuState(Row):
     """The GPU right after the last timed step; None on a CPU."""
 
@@ -199,7 +191,6 @@ class GpuState(Row):
     throttled_by: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rates(Row):
     """What kernels computed and moved, and how fast, where it could be counted."""
 
@@ -210,7 +201,6 @@ class Rates(Row):
     flop_per_byte: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Peaks(Row):
     """The most memory of a step, of each phase, and what is there before it."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainstep.kinds.row import GpuState, Peaks, Row, StepSettings, Times, setting, times
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkloadRow(StepSettings, kind="workload"):
     """What is known of a workload before anything runs. FLOPs are those of the mathematics."""
 
@@ -25,7 +23,6 @@ class WorkloadRow(StepSettings, kind="workload"):
     flops_counted: str | None = None  # what the counts leave out
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeasuredStep(StepSettings, GpuState, Peaks):
     """What one run of timed steps gives."""
 
@@ -46,7 +43,6 @@ class MeasuredStep(StepSettings, GpuState, Peaks):
         return self.times["step"].median if "step" in self.times else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepRow(MeasuredStep, kind="step"):
     """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included."""
 
@@ -56,7 +52,6 @@ class StepRow(MeasuredStep, kind="step"):
     repeat: int | None = setting(None)  # which pass over the grid, from 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class RungRow(MeasuredStep, kind="rung"):
     """One rung of the ladder: a change, whether it is right, and what it brings."""
 
@@ -80,7 +75,6 @@ class RungRow(MeasuredStep, kind="rung"):
     attempts: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ControlRow(StepSettings, kind="control"):
     """The ladder's first rung, measured again at its end."""
 
@@ -91,7 +85,6 @@ class ControlRow(StepSettings, kind="control"):
     ratio_high: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class CeilingRow(Row, kind="ceiling"):
     """What the device reaches: a large matrix product in one precision, or a large copy."""
 
@@ -101,7 +94,6 @@ class CeilingRow(Row, kind="ceiling"):
     gb_s: float | None = None  # read and written
 
 
-@dataclass(frozen=True, kw_only=True)
 class DtypeRow(StepSettings, kind="dtype"):
     """The dtypes that a module had in a step; alike modules are one row."""
 
@@ -114,7 +106,6 @@ class DtypeRow(StepSettings, kind="dtype"):
     gradients: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class AccumulationRow(Row, kind="accumulation"):
     """0.01 added a thousand times in one mixture of dtypes."""
 
@@ -124,7 +115,6 @@ class AccumulationRow(Row, kind="accumulation"):
     why: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class TourRow(Row, kind="tour"):
     """How long the commands of the documents' tour took, in seconds."""
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from trainstep.casting import DTYPES, matmul_precision
+from trainstep.config import PhaseContext
 from trainstep.measure.timing import device_clock, time_steps
-from trainstep.phases import PhaseContext
 from trainstep.precision import PrecisionName
 
 Environment = dict[str, str | float | int]  # column → value

@@ -113,8 +113,6 @@ class Lists:
 
 
 UNKNOWN_LISTS = Lists()
-
-
 _ATTENTION = {
     f"aten::_scaled_dot_product_{name}{suffix}": (query, causal)
     for name, causal in _FUSED.items()
@@ -162,12 +160,8 @@ def operator_cost(name: str, tensors: Tensors | None, lists: Lists = UNKNOWN_LIS
         return _convolution_backward(tensors, sizes)
     if name in _SOFTMAX:
         return Cost(_SOFTMAX[name] * elements[0], sum(sizes) + sizes[0])
-    if name == "aten::copy_":
-        return Cost(None, sum(sizes[:2]))
-    if name == "aten::cat":
-        return Cost(None, 2 * sum(sizes))
-    if name in ("aten::fill_", "aten::zero_"):
-        return Cost(None, sizes[0])
+    if name in ("aten::copy_", "aten::cat", "aten::fill_", "aten::zero_"):
+        return Cost(None, {"aten::copy_": sum(sizes[:2]), "aten::cat": 2 * sum(sizes)}.get(name, sizes[0]))
     if name in _REDUCTIONS:
         return Cost(elements[0], sizes[0])
     if name in _FUSED_ADAM:  # parameters, gradients and both moments are read; all but the gradients are written

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.phases import PhaseContext
+from trainstep.config import PhaseContext
 
 GIB = 2**30
 MIB = 2**20
@@ -62,8 +62,7 @@ class LiveStorages(TorchDispatchMode):
         on_new: Callable[[StorageLife, torch.UntypedStorage], object] = lambda life, storage: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-        self.peak = 0
+        self.bytes = self.peak = 0
         self.events = 0  # storages made plus storages released so far: the number of the present state
         self._on_new = on_new
         self._lives: weakref.WeakKeyDictionary[torch.UntypedStorage, StorageLife] = weakref.WeakKeyDictionary()
@@ -196,8 +195,6 @@ class Residuals:
 
 
 class _Packed:
-    """What the pack hook hands to autograd in a tensor's stead."""
-
     def __init__(self, tensor: Tensor, module: str) -> None:
         self.tensor = tensor.detach()  # with its graph, a saved output would keep itself alive in a circle
         self.module = module
@@ -288,8 +285,7 @@ def operation_name(node_name: str) -> str:
 
 def _casts_parameter(tensor: Tensor) -> bool:
     """Whether the tensor is a parameter that was only cast or viewed since."""
-    node = tensor.grad_fn
-    casts = False
+    node, casts = tensor.grad_fn, False
     while node is not None and node.name().rstrip("0123456789") in _CASTS_AND_VIEWS:
         casts |= node.name().startswith("ToCopy")
         node = node.next_functions[0][0]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainstep.phases import PhaseContext
+from trainstep.config import PhaseContext
 
 
 class DeviceClock(Protocol):

@@ -90,7 +90,7 @@ class StepWatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step, as `phases.PhaseContext`."""
+        """A phase of the step, as `config.PhaseContext`."""
         start = self.position()
         self._phase, self._node = name, _Mark(start, name)
         if name in LEAVING_ACTIVATIONS:
@@ -217,7 +217,6 @@ class _Lines(TorchFunctionMode):
         return result
 
     def of(self, number: int) -> tuple[Frame, ...]:
-        """The stack of the call that made a node."""
         index = bisect.bisect_right(self._calls, number, key=lambda call: call[0]) - 1
         return self._calls[index][1] if index >= 0 else ()
 

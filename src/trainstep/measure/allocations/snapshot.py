@@ -220,8 +220,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _check(content: Any, path: Path) -> None:
-    """Raise `UsageError` if any part of it that is used has not the type it must have."""
-
     def check(is_so: bool, otherwise: str) -> None:
         if not is_so:
             raise UsageError(f"{path} is no memory snapshot: {otherwise}; {_HOW}")
@@ -248,12 +246,10 @@ def _check(content: Any, path: Path) -> None:
 
 
 def _has(value: Any, **types: type | tuple[type, ...]) -> bool:
-    """Whether it is a dict with values of these types."""
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in types.items())
 
 
 def _has_size(value: Mapping[str, Any], name: str = "size") -> bool:
-    """Whether it is a number of bytes that a device could have."""
     return isinstance(value.get(name), int) and 0 <= value[name] < 2**48
 
 

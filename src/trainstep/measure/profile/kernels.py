@@ -24,8 +24,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
-from trainstep.measure.profile.attribution import AttributedWork, attribute, owner_of
-from trainstep.measure.profile.trace import Range, Stream, Trace, WorkKind, parents_of
+from trainstep.measure.profile.trace import (
+    AttributedWork,
+    Range,
+    Stream,
+    Trace,
+    WorkKind,
+    attribute,
+    owner_of,
+    parents_of,
+)
 
 Lane = Literal["compute", "communication", "copies"]
 Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
@@ -46,19 +54,13 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"symmetric_memory::|^(void )?barrier_kernel|(put|wait)_signal_kernel"),
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
-    (
-        "fused attention",
-        r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)",
-    ),
+    ("fused attention", r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)"),
     ("fused attention", r"cudnn.*(sdpa|flash)|flex_attention|fmha|mem_eff|attention_kernel_backward_batched"),
     ("fused attention", r"^(flash_attention_\w+|attn_fwd|_attn_\w+)$"),
     ("FP32 SIMT matmul", r"simt|ffma|f32f32_f32f32|(ampere|volta|turing|maxwell|pascal|hopper)_(s|d)gemm"),
     ("FP32 SIMT matmul", r"(^|[^a-z])(gemv|gemvN|gemv2[NT]|gemvNSP|gemmSN|gemmk1|dot_kernel|reduce_1Block)|sgemm_\d"),
     ("reduction", r"splitK_?reduce|splitKreduce"),
-    (
-        "tensor-core matmul",
-        r"_(h|fp16_s|bf16_s|tf32_?s?)\d*(884|1688|16816)|16816gemm|1688gemm|cutlass.*gemm",
-    ),
+    ("tensor-core matmul", r"_(h|fp16_s|bf16_s|tf32_?s?)\d*(884|1688|16816)|16816gemm|1688gemm|cutlass.*gemm"),
     ("tensor-core matmul", r"nvjet|wgmma|tensorop|xmma_gemm|[ish]\d{3,5}gemm|bf16gemm|gemm::|Gemm|GemmUniversal"),
     ("tensor-core matmul", r"cutlass_\d+|sm\d+_gemm|cublasLt|triton_tem_\w*(mm|conv)|(^|_)gemm"),
     ("softmax", r"soft_?max|SoftMax|triton_\w*softmax"),
@@ -123,8 +125,7 @@ def short_name(name: str, limit: int = 90) -> str:
 
 
 def _without_arguments(text: str) -> str:
-    """Cut the list of arguments: the first parenthesis that is outside of all angle brackets."""
-    depth = 0
+    depth = 0  # of angle brackets: the arguments begin at the first parenthesis outside of all
     for index, character in enumerate(text):
         if character == "<":
             depth += 1
@@ -260,11 +261,8 @@ def _left_to_others(cost_of: Mapping[int, Cost], parents: Mapping[int, int | Non
             flops[outer] += cost.flops or 0
             size[outer] += cost.bytes or 0
             outer = parents.get(outer)
-    return {
-        call
-        for call, cost in cost_of.items()
-        if size[call] and flops[call] >= (cost.flops or 0) and size[call] >= (cost.bytes or 0)
-    }
+    told = ((call, cost.flops or 0, cost.bytes or 0) for call, cost in cost_of.items())
+    return {call for call, own, moved in told if size[call] and flops[call] >= own and size[call] >= moved}
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
@@ -347,10 +345,8 @@ def intersection(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < end:
             shared.append((start, end))
-        if first[i][1] <= second[j][1]:
-            i += 1
-        else:
-            j += 1
+        ends_first = first[i][1] <= second[j][1]
+        i, j = i + ends_first, j + (not ends_first)
     return shared
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainstep.blocks import is_called
+from trainstep.config import PhaseContext, together
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
-from trainstep.phases import PhaseContext, together
 
 AnnouncedKind = Literal["step", "phase", "module", "attention"]
 ANNOUNCED: tuple[AnnouncedKind, ...] = ("step", "phase", "module", "attention")
@@ -123,7 +123,6 @@ class _OpenRanges(threading.local):
 
 
 def _announce_compiled(module: nn.Module, name: str) -> Callable[[], None]:
-    """Announce the calls of the module's compiled code, until what is returned is called."""
     compiled = module._compiled_call_impl
     assert compiled is not None, f"{name} is not compiled"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.config import PHASES
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
-from trainstep.phases import PHASES
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, told_apart

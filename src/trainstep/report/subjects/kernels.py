@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from trainstep.config import PHASES
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
-from trainstep.phases import PHASES
 from trainstep.records import Row, belonging, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, told_apart

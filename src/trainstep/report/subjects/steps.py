@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from trainstep.config import PHASES
 from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
-from trainstep.phases import PHASES
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, Times, of_kind
 from trainstep.report import columns
