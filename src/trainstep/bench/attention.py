@@ -156,7 +156,10 @@ def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
     if case.impl == "eager":
         memory = eager_memory(*sizes, is_causal=case.is_causal, on_gpu=device.type == "cuda")
     elif case.impl == "flash-triton":
-        memory = flash_memory(*sizes)
+        from trainstep.attention.flash import sums_dq_in_any_order  # here: it loads Triton
+
+        q = torch.empty((0, case.head_dim), dtype=DTYPES[case.dtype], device=device)
+        memory = flash_memory(*sizes, sums_dq=device.type == "cuda" and sums_dq_in_any_order(q))
     else:
         return {}
     return {

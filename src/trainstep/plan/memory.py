@@ -231,8 +231,8 @@ class AttentionMemory:
     scaled ones, and masks of a byte per score of one head are alive too.
 
     Flash. No score matrix exists. Backward needs o and the log-sum-exp (one float32 per query), and adds the three
-    gradients and one more float32 per query (the row sums of dO ∘ O). Left out is the float32 sum of dQ that our
-    backward holds on Hopper where it need not be deterministic.
+    gradients and one more float32 per query (the row sums of dO ∘ O). Our single backward kernel on Hopper also sums dQ
+    in float32, with head_dim rounded up to 64 or 128.
     """
 
     before_backward: int
@@ -257,9 +257,15 @@ def eager_memory(
     return AttentionMemory(before, max(forward, backward), in_backward if backward > forward else 2)
 
 
-def flash_memory(batch: int, heads: int, seq: int, head_dim: int, element_bytes: int) -> AttentionMemory:
-    """Memory of a flash implementation, forward and backward, self-attention: linear in seq."""
+def flash_memory(
+    batch: int, heads: int, seq: int, head_dim: int, element_bytes: int, *, sums_dq: bool = False
+) -> AttentionMemory:
+    """Memory of a flash implementation, forward and backward, self-attention: linear in seq.
+
+    `sums_dq`: backward is the one that adds up dQ in a float32 tensor of its own (head_dim at most 128).
+    """
     tensor = batch * heads * seq * head_dim * element_bytes
     statistics = batch * heads * seq * 4  # float32
     before = 5 * tensor + statistics
-    return AttentionMemory(before, before + 3 * tensor + statistics, 0)
+    summed = 4 * batch * heads * seq * (64 if head_dim <= 64 else 128) if sums_dq else 0
+    return AttentionMemory(before, before + 3 * tensor + statistics + summed, 0)
