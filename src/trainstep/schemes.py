@@ -43,7 +43,7 @@ class Scheme:
     """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
     in_bench: bool = True  # whether `bench parallel` compares it
     in_train: bool = False  # whether `train` offers it
-    is_planned: bool = False  # whether the planner predicts its time, which rows of kind "plan check" hold against measured ones
+    is_planned: bool = False  # its time is predicted; rows of kind "plan check" hold that against measurements
 
     @property
     def communicates(self) -> bool:
