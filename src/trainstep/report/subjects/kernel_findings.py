@@ -130,7 +130,8 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     if simt is None or simt.share is None or simt.share < MUCH:
         return every
     said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
-    if profile.precision is None or PRECISIONS[profile.precision].rate == "fp32":
+    entry = PRECISIONS.get(profile.precision or "fp32")  # None for one that only another version knows
+    if entry is not None and entry.rate == "fp32":
         proof, gains = _proof(records, ("TF32 matmuls", "bf16 autocast"))
         said += f": TF32 or bf16 moves them there.{proof}"
     else:

@@ -153,7 +153,8 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
         judged = "more than can be, so the machine was slower when the large product was measured"
     else:
         judgement, judged = "high", "the matrix products set the pace"
-        judged += "; a lower precision moves that limit" if not PRECISIONS[str(step.precision)].is_half else ""
+        entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
+        judged += "; a lower precision moves that limit" if entry is not None and not entry.is_half else ""
     said = (
         "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
         f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}."
