@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from trainstep.bench.allocations import allocation_records
+from trainstep.bench.check.step import plain_form
 from trainstep.bench.ladder import climb
 from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
@@ -77,25 +78,12 @@ def analysis_records(
         raise UsageError(f"steps is {steps}; expected at least 1")
     device = resolve_device(config.device)
     yield _facts(source, config)
-    yield from run_cases([StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS])
+    cases = [StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS]
+    yield from run_cases(cases, check=config != plain_form(config))  # what is plain has nothing plainer beside it
     yield from allocation_records(source, config)
     yield from ceiling_records(device)
     yield from profile_records(source, config, warmup=2, steps=PROFILED_AGAINST, profiled_steps=2, trace=trace)
     yield from climb(source, plain_form(config), steps=steps)
-
-
-def plain_form(config: StepConfig) -> StepConfig:
-    """The step that the ladder starts from: the same training by the plainest means."""
-    plain = StepConfig()
-    optimizer = config.optimizer if config.optimizer == "sgd" else plain.optimizer
-    return dataclasses.replace(
-        config,
-        precision=plain.precision,
-        compile=plain.compile,
-        attention=plain.attention,
-        loss=plain.loss,
-        optimizer=optimizer,
-    )
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:

@@ -1,8 +1,13 @@
-"""The ladder: from the plain fp32 step upwards, one change per rung, each rung checked before it is timed.
+"""The ladder: from the plain step upwards, one change per rung, each rung checked before it is timed.
 
-The first rung that fits is the reference. Every later rung is rebuilt from the same seed, computes loss and gradients
-of the same first batch, and must stay within its error budget; only then is it timed, over the same following batches.
-A rung that is wrong or slower says so and is not built upon; one that is faster, or no slower and smaller, is.
+Every rung is rebuilt from the same seed and judged beside the plain step (`check.step`): in float32, in its own
+precision, with initial and with trained weights, and by its updates. Only what is right is timed, over the same
+batches. A rung that is faster is built upon, and one that is smaller if it is certainly not much slower (`NO_SLOWER`).
+
+Times of a quiet minute and of a disturbed one cannot be compared. Where the first samples of a rung and of the one it
+is held against leave the question open, or scatter, both are measured once more, one after the other, and all samples
+count. A rung that was not kept is tried once more on the top, where it may bring what it did not bring below. Last, the
+first rung and the top are measured again, as controls.
 """
 
 from __future__ import annotations
@@ -10,22 +15,29 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from trainstep.bench.check.step import GradientCheck, Verdict
+from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, measured_fields, phase_samples
 from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
-from trainstep.stats import RUN_SPREAD, WILD_INTERVAL, Ratio, ratio_of_medians, summarize, verdict
+from trainstep.measure.timing import Sample, Timing
+from trainstep.stats import RUN_SPREAD, Ratio, ratio_of_medians, summarize, verdict
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
+
+NO_SLOWER = 0.98
+"""A change that saves memory is kept where the whole interval of its gain is above this."""
+
+NOISY = 0.08
+"""A median whose interval is wider than this part of it is measured again before anything is held against it."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +67,26 @@ def rungs_for(source: WorkloadSource, device: torch.device, optimizer: Optimizer
     return fused_attention + fused_optimizer + precision + compiled[:1] + chunked
 
 
-@dataclass(frozen=True)
+@dataclass
 class Climbed:
-    """One rung that ran."""
+    """One rung that was judged, and timed if it is right."""
 
     config: StepConfig
-    measurement: StepMeasurement
     check: Verdict
     check_s: float
-    """Seconds of the first forward and backward, compilation included."""
+    """Seconds of the check, compilation included."""
+    runs: list[StepMeasurement] = field(default_factory=list)
 
     @property
     def wall_ms(self) -> list[float]:
-        """The timed steps."""
-        return [sample.wall_ms for sample in self.measurement.timing.samples]
+        """The timed steps of all runs."""
+        return [sample.wall_ms for run in self.runs for sample in run.timing.samples]
 
     @property
-    def is_unsteady(self) -> bool:
-        """Whether the median's interval is so wide that something else must have run."""
+    def is_noisy(self) -> bool:
+        """Whether the median's interval is wide."""
         found = summarize(self.wall_ms)
-        return found.interval is not None and found.interval.high - found.interval.low > WILD_INTERVAL * found.median
+        return found.interval is not None and found.interval.high - found.interval.low > NOISY * found.median
 
 
 def climb(
@@ -82,94 +94,110 @@ def climb(
 ) -> Iterator[RungRow | ControlRow]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
-    Last comes a row of kind "control": the first rung measured once more. Its ratio to itself should contain 1; if it
-    does not, the machine changed during the climb, and the report says so.
+    Last come rows of kind "control": the first rung and the top measured once more. Their ratios to themselves should
+    contain 1; if they do not, the machine changed during the climb, and the report says so.
     """
     device = resolve_device(base.device)
-    ladder = _Ladder(source, device, warmup, steps)
-    for rung in [Rung("baseline", {}), *rungs_for(source, device, base.optimizer)]:
-        yield ladder.try_rung(rung, dataclasses.replace(ladder.kept.config if ladder.kept else base, **rung.change))
-    if ladder.first is not None:
+    ladder = _Ladder(source, base, device, warmup, steps)
+    rungs = rungs_for(source, device, base.optimizer)
+    for rung in [Rung("baseline", {}), *rungs]:
+        yield ladder.try_rung(rung)
+    for rung in rungs:
+        if ladder.is_worth_another_try(rung):
+            yield ladder.try_rung(Rung(f"{rung.name}, on the top", rung.change))
+    if ladder.first is not None and ladder.kept is not None:
         yield ladder.control(ladder.first)
+        if ladder.kept is not ladder.first:
+            yield ladder.control(ladder.kept)
 
 
 class _Ladder:
-    """What the climb remembers: what is right, and the best rung so far."""
+    """What the climb remembers: what is right, the best rung so far, and what each change was tried on."""
 
-    def __init__(self, source: WorkloadSource, device: torch.device, warmup: int, steps: int) -> None:
-        self.source, self.device, self.warmup, self.steps = source, device, warmup, steps
-        self.gradients = GradientCheck(source)
+    def __init__(self, source: WorkloadSource, base: StepConfig, device: torch.device, warmup: int, steps: int) -> None:
+        self.source, self.base, self.device, self.warmup, self.steps = source, base, device, warmup, steps
+        self.judge = StepCheck(source, plain_form(base))
         self.first: Climbed | None = None
         self.kept: Climbed | None = None
+        self._left: dict[str, StepConfig] = {}
+        """Rungs that ran and were not kept, with the configuration they were tried on."""
 
-    def try_rung(self, rung: Rung, config: StepConfig) -> RungRow:
+    def try_rung(self, rung: Rung) -> RungRow:
+        before = self.kept.config if self.kept else self.base
+        config = dataclasses.replace(before, **rung.change)
         case = {"rung": rung.name} | case_columns(self.source, config)
         environment = describe(self.device)
-        result, attempts = attempt(partial(self._measure, config)), 1
-        if isinstance(result, Climbed) and result.check.is_right and result.is_unsteady:
-            result, attempts = attempt(partial(self._measure, config)), 2  # which counts, whatever it finds
+        result = attempt(partial(self._checked, config))
+        row = partial(RungRow, **case, environment=environment)
         if isinstance(result, Failure):
             return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
-        check, off, measurement = result.check, result.check.deviation, result.measurement
-        row = partial(
-            RungRow,
-            **case,
-            loss_error=off.loss,
-            gradient_error=off.gradient,
-            worst_gradient_error=off.worst,
-            worst_parameter=off.worst_name,
-            error_budget=check.budget,
-            compared=None if check.compared == "as it is" else check.compared,
-            environment=environment,
-        )
-        if not check.is_right:
-            reason = (
-                f"off by {off.gradient:.2g} in the gradients, {off.loss:.2g} in the loss and {off.worst:.2g} in "
-                f"{off.worst_name}; the budget is {check.budget:.2g}"
-            )
-            return row(verdict="wrong", kept=False, status="wrong", reason=reason)
+        if not result.check.is_right:
+            return row(**result.check.columns(), verdict="wrong", kept=False, status="wrong", reason=str(result.check))
+        judged = self._compare(result)
+        if not judged["kept"]:
+            self._left[rung.name] = before
+        last = result.runs[-1]
         return row(
-            **measured_fields(measurement, measurement.timing, config.precision),
-            **self._judge(result),
+            **result.check.columns(),
+            **measured_fields(last, Timing(_all_steps(result), 0), config.precision)
+            | {"first_step_ms": result.runs[0].timing.first.wall_ms},
+            **judged,
             check_s=result.check_s,
-            attempts=attempts,
-            samples=phase_samples(measurement.timing) | {"training_loss": measurement.losses},
+            attempts=len(result.runs),
+            samples=_samples(result),
         )
 
+    def is_worth_another_try(self, rung: Rung) -> bool:
+        """Whether it ran, was not kept, and something else was kept since that it would not undo."""
+        before, now = self._left.get(rung.name), self.kept.config if self.kept else None
+        return before not in (None, now) and all(getattr(before, name) == getattr(now, name) for name in rung.change)
+
     def control(self, first: Climbed) -> ControlRow:
-        """The first rung again, at the end of the climb."""
+        """A rung again, at the end of the climb."""
         case, environment = case_columns(self.source, first.config), describe(self.device)
-        again = attempt(partial(self._measure, first.config))
+        again = attempt(partial(self._timed, first.config))
         if isinstance(again, Failure):
             return failed_row(ControlRow, case, again, environment)
+        samples = [sample.wall_ms for sample in again.timing.samples]
         return ControlRow(
             **case,
             first_ms=statistics.median(first.wall_ms),
-            again_ms=statistics.median(again.wall_ms),
-            **_ratio_fields("ratio", ratio_of_medians(again.wall_ms, first.wall_ms)),
-            samples={"step": again.wall_ms},
+            again_ms=statistics.median(samples),
+            **_ratio_fields("ratio", ratio_of_medians(samples, first.wall_ms)),
+            samples={"step": samples},
             environment=environment,
         )
 
-    def _measure(self, config: StepConfig) -> Climbed:
-        step = build_step(self.source, config)
+    def _checked(self, config: StepConfig) -> Climbed:
         start = time.perf_counter()
-        check = self.gradients.check(step)
-        check_s = time.perf_counter() - start
-        measurement = measure_training_step(step, self.source, "step", self.warmup, self.steps)
-        return Climbed(config, measurement, check, check_s)
+        step, check = self.judge.start(config)
+        found = Climbed(config, check, time.perf_counter() - start)
+        if check.is_right:
+            found.runs.append(measure_training_step(step, self.source, "step", self.warmup, self.steps))
+            start = time.perf_counter()
+            found.check = self.judge.end(step, check)
+            found.check_s += time.perf_counter() - start
+        return found
 
-    def _judge(self, rung: Climbed) -> dict[str, Any]:
-        """What it brings; it becomes the rung to build upon if it is faster, or no slower and smaller."""
-        self.first = self.first or rung
-        total = gain = Ratio(1.0, None)
-        called, keep = "baseline", True
-        if self.kept is not None:
-            total = ratio_of_medians(self.first.wall_ms, rung.wall_ms)
+    def _timed(self, config: StepConfig) -> StepMeasurement:
+        return measure_training_step(build_step(self.source, config), self.source, "step", self.warmup, self.steps)
+
+    def _compare(self, rung: Climbed) -> dict[str, Any]:
+        """What it brings; it becomes the rung to build upon if it is faster, or smaller and certainly not slower."""
+        if self.kept is None or self.first is None:
+            self.first = self.kept = rung
+            one = Ratio(1.0, None)
+            return {**_ratio_fields("speedup", one), **_ratio_fields("gain", one), "verdict": "baseline", "kept": True}
+        gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
+        if gain.interval is not None and (verdict(gain) == "inconclusive" or self.kept.is_noisy or rung.is_noisy):
+            for each in (self.kept, rung):
+                again = attempt(partial(self._timed, each.config))
+                if not isinstance(again, Failure):
+                    each.runs.append(again)
             gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
-            called = verdict(gain)
-            no_slower = called == "inconclusive" and gain.interval is not None
-            keep = called == "faster" or (no_slower and _is_smaller(rung, self.kept))
+        total, called = ratio_of_medians(self.first.wall_ms, rung.wall_ms), verdict(gain)
+        no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER
+        keep = called == "faster" or (no_slower and _is_smaller(rung, self.kept))
         if keep:
             self.kept = rung
         return {**_ratio_fields("speedup", total), **_ratio_fields("gain", gain), "verdict": called, "kept": keep}
@@ -177,8 +205,17 @@ class _Ladder:
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
     """Whether the rung's peak is known and lower by more than runs differ."""
-    own, other = rung.measurement.memory, than.measurement.memory
+    own, other = rung.runs[0].memory, than.runs[0].memory
     return own is not None and other is not None and own.peak < (1 - RUN_SPREAD) * other.peak
+
+
+def _all_steps(rung: Climbed) -> tuple[Sample, ...]:
+    return tuple(sample for run in rung.runs for sample in run.timing.samples)
+
+
+def _samples(rung: Climbed) -> dict[str, Sequence[float]]:
+    """Phases of all runs; losses of the first, whose batches are those of every rung's."""
+    return phase_samples(Timing(_all_steps(rung), 0)) | {"training_loss": rung.runs[0].losses}
 
 
 def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:

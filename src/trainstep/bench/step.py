@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainstep.bench.cases import expand
+from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.config import PHASES_OF_MODE, PhaseContext, StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -89,18 +90,44 @@ def step_cases(
     ]
 
 
-def run_cases(cases: Iterable[StepCase]) -> Iterator[StepRow]:
-    """Measure case by case and yield each row when it is known; a case that fails is a row too.
+Judged = dict[tuple[WorkloadSource, StepConfig], Verdict | Failure]
+
+
+def run_cases(cases: Iterable[StepCase], *, check: bool = True) -> Iterator[StepRow]:
+    """Measure case by case and yield each row when it is known; a case that fails, or is wrong, is a row too.
 
     Neighbours that differ only in their warm-up share one run: each row is the window of it that such a case would have
-    been, first step included for a warm-up of 0.
+    been, first step included for a warm-up of 0. Before a configuration is first timed it is judged beside the plain
+    step of its workload (`check.step`), and with it all others of the grid that have the same plain step.
     """
-    for _, group in itertools.groupby(cases, key=lambda case: dataclasses.replace(case, warmup=0)):
+    every = list(cases)
+    verdicts: Judged = {}
+    for _, group in itertools.groupby(every, key=lambda case: dataclasses.replace(case, warmup=0)):
         alike = list(group)
         run = max(alike, key=lambda case: case.warmup)
-        result = attempt(partial(measure_step, run.source, run.config, run.mode, run.warmup, run.steps))
+        key = run.source, run.config
+        if check and key not in verdicts:
+            verdicts |= _judge_alike(run, every)
+        found = verdicts.get(key)
+        measure = partial(measure_step, run.source, run.config, run.mode, run.warmup, run.steps)
+        is_wrong = isinstance(found, Verdict) and not found.is_right
+        result = Failure("wrong", str(found)) if is_wrong else attempt(measure)
         for case in alike:
-            yield _record(case, result)
+            yield _record(case, result, found)
+
+
+def _judge_alike(
+    case: StepCase, cases: Sequence[StepCase]
+) -> dict[tuple[WorkloadSource, StepConfig], Verdict | Failure]:
+    """Verdicts on all configurations of the grid whose plain step is that of `case`, so that it is taken once."""
+    plain = _plainest(case)
+    judge = StepCheck(case.source, plain)
+    alike = dict.fromkeys(each.config for each in cases if each.source == case.source and _plainest(each) == plain)
+    return {(case.source, config): attempt(partial(judge.judge, config)) for config in alike}
+
+
+def _plainest(case: StepCase) -> StepConfig:
+    return dataclasses.replace(plain_form(case.config), checkpointing="none")
 
 
 @dataclass(frozen=True)
@@ -236,15 +263,21 @@ def phase_samples(timing: Timing) -> dict[str, list[float]]:
     return columns
 
 
-def _record(case: StepCase, result: StepMeasurement | Failure) -> StepRow:
+def _record(case: StepCase, result: StepMeasurement | Failure, judged: Verdict | Failure | None) -> StepRow:
     environment = describe(resolve_device(case.config.device))
+    check: dict[str, Any] = {"not_checked": "not asked for"}
+    if isinstance(judged, Failure):
+        check = {"not_checked": f"{judged.status}: {judged.reason}"}
+    elif judged is not None:
+        check = judged.columns()
     if isinstance(result, Failure):
-        return failed_row(StepRow, case.columns(), result, environment)
+        return dataclasses.replace(failed_row(StepRow, case.columns(), result, environment), **check)
     window = result.timing.window(case.warmup, case.steps)
     assert set(window.samples[0].laps) == set(PHASES_OF_MODE[case.mode]), "a phase went unmeasured"
     return StepRow(
         **case.columns(),
         **measured_fields(result, window, case.config.precision),
+        **check,
         samples=phase_samples(window) | ({"training_loss": result.losses} if result.losses else {}),
         environment=environment,
     )

@@ -43,8 +43,27 @@ class MeasuredStep(StepSettings, GpuState, Peaks):
         return self.times["step"].median if "step" in self.times else None
 
 
-class StepRow(MeasuredStep, kind="step"):
+class Checked(Row):
+    """How far a step is from the plain one, beside what is allowed: relative errors, at most of two places."""
+
+    loss_error: float | None = None
+    gradient_error: float | None = None  # over all parameters, in the step's precision
+    error_budget: float | None = None
+    worst_gradient_error: float | None = None  # where most of what is allowed is used: a parameter, or a row of one
+    worst_allowed: float | None = None
+    worst_parameter: str | None = None
+    float32_error: float | None = None  # over all parameters, the same step in float32
+    float32_allowed: float | None = None
+    not_in_float32: str | None = None  # why there is no such step
+    update_error: float | None = None  # of two updates of the optimizer from equal gradients
+    update_allowed: float | None = None
+    compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
+
+
+class StepRow(MeasuredStep, Checked, kind="step"):
     """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included."""
+
+    not_checked: str | None = None  # why nothing says whether the step is right
 
     mode: str | None = setting(None)
     warmup: int | None = setting(None)
@@ -52,7 +71,7 @@ class StepRow(MeasuredStep, kind="step"):
     repeat: int | None = setting(None)  # which pass over the grid, from 0
 
 
-class RungRow(MeasuredStep, kind="rung"):
+class RungRow(MeasuredStep, Checked, kind="rung"):
     """One rung of the ladder: a change, whether it is right, and what it brings."""
 
     rung: str = setting()
@@ -62,12 +81,6 @@ class RungRow(MeasuredStep, kind="rung"):
     gain: float | None = None  # the same against the rung kept before
     gain_low: float | None = None
     gain_high: float | None = None
-    loss_error: float | None = None  # relative error of the loss on the first batch, against the first rung
-    gradient_error: float | None = None
-    worst_gradient_error: float | None = None
-    worst_parameter: str | None = None
-    error_budget: float | None = None
-    compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
     verdict: str | None = None
     """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
     kept: bool = False  # whether later rungs were built on it

@@ -1,0 +1,226 @@
+"""How far a loss and gradients are from a reference, and how far rounding may take them: per parameter and per row.
+
+Three things are held against the reference, each by what the plain computation in the same precision is off by
+(`Rounding`): every parameter's gradient, and every row of it, by ‖x − ref‖; all gradients together also by their scale,
+⟨x, ref⟩ / ⟨ref, ref⟩. Norms find what is wrong somewhere, rows what is wrong in one place of a large matrix. Rounding
+hits the elements independently, so it leaves the scale alone, and a factor that norms would allow shows there.
+
+A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
+z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
+that much (`_headroom`). The rule of every check, twice the plain error plus one rounding, comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.errors import UsageError
+
+HEADROOM = 4.0
+"""Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Loss and gradients of one batch, on the host, in float32."""
+
+    loss: float
+    by_name: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(loss: Tensor | float, module: nn.Module) -> Gradients:
+        """What backward left in the module's `.grad`; they are taken off it."""
+        by_name = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                by_name[name] = _dense(parameter.grad).to("cpu", torch.float32, copy=True)
+                parameter.grad = None
+        return Gradients(float(loss), by_name)
+
+    def check_finite(self, precision: str) -> None:
+        """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite."""
+        broken = [name for name, gradient in self.by_name.items() if not gradient.isfinite().all()]
+        if not math.isfinite(self.loss) or broken:
+            where = f", the gradient of {broken[0]} is not finite" if broken else ""
+            raise UsageError(
+                f"in {precision}, the loss of the first batch is {self.loss:.4g}{where}: there is nothing to hold "
+                "other settings against; look at the batch, the loss and the initial weights"
+            )
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one gradient is off: absolute, as norms."""
+
+    norm: float
+    rows: Tensor
+    """Of each slice along the first dimension; one element for a vector, whose elements are too few to judge alone."""
+
+
+@dataclass
+class Rounding:
+    """The most that rounding did to a loss and gradients, over everything it was measured on."""
+
+    loss: float = 0.0
+    scale: float = 0.0
+    by_name: dict[str, Error] = field(default_factory=dict)
+
+    @staticmethod
+    def between(a: Gradients, b: Gradients) -> Rounding:
+        """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
+        errors = {name: _error(a.by_name[name] - each) for name, each in b.by_name.items() if name in a.by_name}
+        return Rounding(abs(a.loss - b.loss), abs(_scale(a, b)), errors)
+
+    @staticmethod
+    def most(several: Iterable[Rounding]) -> Rounding:
+        """The largest of each."""
+        found = Rounding()
+        for one in several:
+            found.loss, found.scale = max(found.loss, one.loss), max(found.scale, one.scale)
+            for name, error in one.by_name.items():
+                known = found.by_name.get(name, error)
+                found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
+        return found
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far loss and gradients are from the reference's, relative, and what is allowed."""
+
+    loss: float
+    loss_allowed: float
+    gradient: float
+    """‖g − g_ref‖ / ‖g_ref‖ over all parameters."""
+    gradient_allowed: float
+    scale: float
+    """|⟨g, g_ref⟩ / ⟨g_ref, g_ref⟩ − 1| over all parameters."""
+    scale_allowed: float
+    worst: float
+    """The error of the parameter, or the row of one, that uses most of what it is allowed, relative to its gradient."""
+    worst_allowed: float
+    worst_name: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether everything is allowed; NaN never is."""
+        return (
+            self.loss <= self.loss_allowed
+            and self.gradient <= self.gradient_allowed
+            and self.scale <= self.scale_allowed
+            and self.worst <= self.worst_allowed
+        )
+
+    def __str__(self) -> str:
+        named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}
+        parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]
+        over = [part for part in parts if not part[1] <= part[2]]
+        return ", ".join(f"{name} off by {found:.2g} of {allowed:.2g}" for name, found, allowed in over or parts)
+
+
+def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: float) -> Deviation:
+    """Hold loss and gradients against the reference's; a gradient that is missing on one side is off by its norm.
+
+    Args:
+        plain: what the plain computation in the same precision is off by.
+        rounding: one rounding of that precision, relative. Gradients that the mathematics makes zero, such as that of
+            a key projection's bias, are nothing but rounding, so that no gradient counts as smaller than `rounding`
+            times as many typical elements.
+    """
+    squares = {name: float(_norm(gradient)) ** 2 for name, gradient in reference.by_name.items()}
+    elements = sum(gradient.numel() for gradient in reference.by_name.values())
+    square = sum(squares.values())
+    typical = math.sqrt(square / elements) if elements else 0.0
+    error_square = allowed_square = 0.0
+    worst = (0.0, 0.0, 1.0, "")  # share of what is allowed, error, allowed, name
+    for name in sorted(reference.by_name.keys() | found.by_name.keys()):
+        expected, own = reference.by_name.get(name), found.by_name.get(name)
+        if expected is None or own is None:
+            alone = own if expected is None else expected
+            assert alone is not None
+            error_square += float(_norm(alone)) ** 2
+            worst = max(worst, (math.inf, 1.0, 0.0, name))
+            continue
+        error, known = _error(own - expected), plain.by_name.get(name)
+        norm, count = math.sqrt(squares[name]), expected.numel()
+        floor = rounding * typical
+        size = max(norm, floor * math.sqrt(count))
+        usual = known.norm if known else 0.0
+        allowed = 2 * _headroom(count) * usual + rounding * size
+        error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
+        worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
+        if known is not None and error.rows.numel() > 1:
+            sizes = _rows(expected).clamp(
+                min=max(norm / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
+            )
+            usual_rows = torch.maximum(known.rows, usual / size * sizes if size else known.rows)
+            most = 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
+            row = int((error.rows / most).argmax())  # NaN counts as the largest
+            place = f"row {row} of {name}"
+            worst = max(
+                worst, _share(float(error.rows[row]), float(most[row]), float(sizes[row]), place), key=_nan_first
+            )
+    size, loss_size = math.sqrt(square), abs(reference.loss) or 1.0
+    _, worst_error, worst_allowed, worst_name = worst
+    return Deviation(
+        loss=abs(found.loss - reference.loss) / loss_size,
+        loss_allowed=2 * _headroom(1) * plain.loss / loss_size + rounding,
+        gradient=math.sqrt(error_square) / size if size else math.inf,
+        gradient_allowed=2 * math.sqrt(allowed_square) / size + rounding if size else 0.0,
+        scale=abs(_scale(found, reference)),
+        scale_allowed=2 * _headroom(1) * plain.scale + rounding / 2,
+        worst=worst_error,
+        worst_allowed=worst_allowed,
+        worst_name=worst_name,
+    )
+
+
+def _share(error: float, allowed: float, size: float, name: str) -> tuple[float, float, float, str]:
+    if not allowed:
+        return (math.inf, math.inf, 0.0, name) if error else (0.0, 0.0, 0.0, name)
+    return error / allowed, error / size, allowed / size, name
+
+
+def _nan_first(share: tuple[float, float, float, str]) -> float:
+    return math.inf if math.isnan(share[0]) else share[0]
+
+
+def _headroom(count: float) -> float:
+    return 1 + HEADROOM / math.sqrt(2 * count)
+
+
+def _error(difference: Tensor) -> Error:
+    return Error(float(_norm(difference)), _rows(difference))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    whole = tensor.dim() < 2 or tensor.shape[0] < 2
+    flat = tensor.reshape(1, -1) if whole else tensor.reshape(tensor.shape[0], -1)
+    return torch.linalg.vector_norm(flat, dim=1)
+
+
+def _scale(found: Gradients, reference: Gradients) -> float:
+    """⟨found, reference⟩ / ⟨reference, reference⟩ − 1, the difference summed so that nothing cancels."""
+    product = square = 0.0
+    for name, expected in reference.by_name.items():
+        own = found.by_name.get(name)
+        square += float(_norm(expected)) ** 2
+        product += -(float(_norm(expected)) ** 2) if own is None else _dot(own - expected, expected)
+    return product / square if square else 0.0
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum(dtype=torch.float64))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """An embedding's gradient may be sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)

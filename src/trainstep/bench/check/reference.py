@@ -1,0 +1,169 @@
+"""What a workload's plain step computes, as the reference of every check, and how far rounding takes it.
+
+The plain step is the workload's own model in float32, eager, nothing replaced. It is looked at in two places: with its
+initial weights, and with those it has after some training, because at the start attention's gradients are a few per
+cent of all and a mistake in them is hard to see. Its gradients are taken in float64 where the model runs in it, so that
+float32's own error is measured too; else float32's stand in. Both updates of the optimizer are taken here as well.
+
+How far another precision may be off is measured, not assumed: the plain step in that precision, and the same with
+roundings drawn at random (`RandomRounding`). Where the plain step is further off than its roundings explain, something
+is wrong with it, and the random ones alone set the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.bench.check import one_rounding
+from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
+from trainstep.bench.check.rounding import RandomRounding
+from trainstep.bench.check.updates import take_updates
+from trainstep.bench.outcome import attempt
+from trainstep.config import StepConfig
+from trainstep.precision import PrecisionName
+from trainstep.training_step import TrainingStep, build_step
+from trainstep.workload import WorkloadSource, map_tensors
+
+TRAINED_STEPS = 10
+"""Updates before the second place."""
+DRAWS = 3
+"""Of random roundings: their largest error counts."""
+MORE_DRAWS = 20
+"""Where something is over its budget: a router that sends a token elsewhere for one rounding in ten shows by then."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Weights and a batch, with the loss and gradients there."""
+
+    state: Mapping[str, Tensor]
+    """Parameters and buffers, on the host."""
+    batch: Any
+    gradients: Gradients
+
+
+class Reference:
+    """The plain step of one workload: its gradients in two places, its updates, and what rounding does to it.
+
+    Args:
+        config: the plain configuration, whose precision is float32 unless that does not fit.
+
+    Raises:
+        UsageError: loss or gradients are not finite.
+    """
+
+    def __init__(self, source: WorkloadSource, config: StepConfig) -> None:
+        self.source, self.config = source, config
+        step = build_step(source, config)
+        batch = step.next_batch()
+        states = [_state_of(step.module)]
+        plain = [gradients_at(step, batch)]
+        plain[0].check_finite(config.precision)
+        for _ in range(TRAINED_STEPS):
+            step(step.next_batch())
+        states.append(_state_of(step.module))
+        plain.append(gradients_at(step, batch))
+        batch = map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True))
+        del step
+        exact = attempt(lambda: self._in_float64(states, batch))
+        believed = isinstance(exact, list) and all(
+            compare(one, other, Rounding(), FLOAT32_AT_MOST).is_right for one, other in zip(plain, exact, strict=True)
+        )
+        self.is_exact = believed
+        """Whether the gradients are float64's."""
+        chosen = exact if isinstance(exact, list) and believed else plain
+        self.places = [Place(*each) for each in zip(states, [batch, batch], chosen, strict=True)]
+        self._measured: dict[PrecisionName, list[Rounding]] = {}
+        self._measured_again: set[PrecisionName] = set()
+
+    def _in_float64(self, states: Sequence[Mapping[str, Tensor]], batch: Any) -> list[Gradients]:
+        step = build_step(self.source, self.config)
+        step.module.double()
+        double = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        found = []
+        for state in states:
+            load(step.module, state)
+            found.append(gradients_at(step, step.place(double)))
+        return found
+
+    @cached_property
+    def updates(self) -> Mapping[str, Tensor]:
+        """How far each parameter moves in two updates of the gradients of the two places."""
+        step = build_step(self.source, self.config)
+        return take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
+
+    @property
+    def update_gradients(self) -> list[Mapping[str, Tensor]]:
+        """The gradients of the two updates."""
+        return [place.gradients.by_name for place in self.places]
+
+    @cached_property
+    def sizes(self) -> Mapping[str, float]:
+        """‖W‖ of each parameter at the start."""
+        return {name: float(value.norm()) for name, value in self.places[0].state.items() if value.is_floating_point()}
+
+    def compare(self, found: Gradients, place: int, precision: PrecisionName) -> Deviation:
+        """Hold what a step in this precision computed in one of the places against the reference."""
+        expected, rounding = self.places[place].gradients, one_rounding(precision)
+        if precision not in self._measured:
+            self._measured[precision] = self._measure(precision, DRAWS)
+        deviation = compare(found, expected, self._measured[precision][place], rounding)
+        if not deviation.is_right and precision not in self._measured_again:
+            self._measured[precision] = self._measure(precision, MORE_DRAWS)
+            self._measured_again.add(precision)
+            deviation = compare(found, expected, self._measured[precision][place], rounding)
+        return deviation
+
+    def _measure(self, precision: PrecisionName, draws: int) -> list[Rounding]:
+        """The most that this precision's rounding does in each place."""
+        found = []
+        step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
+        for place in self.places:
+            load(step.module, place.state)
+            plain = gradients_at(step, step.place(place.batch))
+            random = Rounding()
+            for seed in range(draws):
+                with RandomRounding(precision, seed):
+                    load(step.module, place.state)
+                    drawn = gradients_at(step, step.place(place.batch))
+                random = Rounding.most([random, Rounding.between(drawn, plain)])
+            explained = compare(plain, place.gradients, random, one_rounding(precision)).is_right
+            trusted = explained or (precision == self.config.precision and self.is_exact)
+            own = Rounding.between(plain, place.gradients)
+            found.append(Rounding.most([random, own]) if trusted else random)
+        return found
+
+
+FLOAT32_AT_MOST = 1e-3
+"""Float64's gradients further from float32's than this are of a model that computes something else in float64."""
+
+
+def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
+    """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
+    devices = [step.device.index or 0] if step.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(step.config.seed)
+        loss = step.gradients(batch)
+    return Gradients.of(loss, step.module)
+
+
+def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy parameters and buffers into the module, whatever their dtype is there."""
+    with torch.no_grad():
+        for name, value in _tensors_of(module):
+            value.copy_(state[name])
+
+
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in _tensors_of(module)}
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]

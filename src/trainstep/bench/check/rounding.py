@@ -1,0 +1,77 @@
+"""What a precision's rounding does to a computation, measured without another implementation: rounding it at random.
+
+Every operation whose result has the precision's format is rounded once more: one result in twelve moves by one unit in
+the last place, up or down. Moves of one unit with probability 1/12 have the mean square of rounding to nearest, which
+is uniform over half a unit to both sides: ulp²/12 (Higham 2002, section 2.6, has the model; CESTAC and stochastic
+arithmetic use it the same way). So the difference to the undisturbed computation is as large as what rounding does.
+
+TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. An output is a sum of products
+whose inputs err independently, by √2 · 2⁻¹¹/√12 · 2 in the root mean square, and so errs by that share of a typical
+output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainstep.precision import PRECISIONS, PrecisionName
+
+ODDS = 1 / 12
+_TF32_NOISE = 2**-11 * (2 / 3) ** 0.5
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
+_EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
+"""Operations that move numbers without rounding them."""
+
+
+class RandomRounding(TorchDispatchMode):
+    """While entered, results of the precision's computed format are rounded once more at random, in backward too.
+
+    Args:
+        precision: whose rounding; float32's are those of all results.
+        seed: of the random numbers, which are its own.
+    """
+
+    def __init__(self, precision: PrecisionName, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        entry = PRECISIONS[precision]
+        self._tf32, self._unit = entry.uses_tf32, entry.unit_roundoff
+        self._dtype = getattr(torch, entry.computed)
+        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
+            if isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
+                self._round(args[0])
+        elif self._tf32:
+            if func.overloadpacket in _PRODUCTS:
+                self._round_all(result)
+        elif func.overloadpacket not in _EXACT and not any(each.alias_info for each in func._schema.returns):
+            self._round_all(result)
+        return result
+
+    def _round_all(self, result: Any) -> None:
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, Tensor):
+                self._round(each)
+
+    def _round(self, tensor: Tensor) -> None:
+        if tensor.dtype != self._dtype or not tensor.numel() or tensor.layout != torch.strided:
+            return
+        device = tensor.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        generator = self._generators[device]
+        if self._tf32:
+            noise = torch.randn(tensor.shape, device=device, generator=generator)
+            tensor.add_(noise * (_TF32_NOISE * float(tensor.square().mean().sqrt())))
+            return
+        random = torch.rand(tensor.shape, device=device, generator=generator)
+        sign = (random < ODDS / 2).to(torch.float32) - (random > 1 - ODDS / 2).to(torch.float32)
+        wide = tensor.double() if tensor.dtype == torch.float32 else tensor.float()
+        tensor.copy_(wide * (1 + 1.4 * self._unit * sign))  # more than half a unit in the last place, less than 1.5

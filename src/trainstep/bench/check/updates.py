@@ -1,0 +1,91 @@
+"""Does an optimizer update as the plain one does? Two updates from equal gradients, held against the plain optimizer's.
+
+Gradients are compared before the update, so an optimizer that does nothing, ascends or takes another learning rate
+would pass. From the same weights and gradients two implementations differ by float32's rounding alone: that of the
+weights, which are stored twice, and that of the update's own arithmetic, where 1 − β₂ᵗ loses most: with β₂ = 0.999 it
+keeps ten bits less. The second update takes other gradients than the first: by then bias correction, momentum and the
+second moment have something to be wrong about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDING = 2.0**-24
+"""Unit roundoff of float32, in which every optimizer computes."""
+LOST_BITS = 2.0**10
+"""1 − 0.999 has lost this factor of its digits."""
+
+
+@dataclass(frozen=True)
+class UpdateError:
+    """How far two updates are from the plain optimizer's, where they use most of what is allowed."""
+
+    error: float = 0.0
+    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of the change of a parameter."""
+    allowed: float = 0.0
+    name: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of what is allowed that it uses; more than any number for NaN."""
+        used = self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
+        return math.inf if math.isnan(used) else used
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the worst is allowed; NaN never is."""
+        return self.error <= self.allowed
+
+
+def take_updates(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, Tensor]],
+    gradients: Sequence[Mapping[str, Tensor]],
+) -> dict[str, Tensor]:
+    """How far each parameter moves, on the host, in updates of these gradients; weights and state are put back.
+
+    Args:
+        optimizer: as it is made, without state yet.
+        gradients: of each update by parameter's name; one that is missing is None.
+    """
+    named = dict(parameters)
+    before = {name: value.detach().clone() for name, value in named.items()}
+    state = optimizer.state_dict()
+    for given in gradients:
+        for name, parameter in named.items():
+            parameter.grad = given[name].to(parameter.device, parameter.dtype) if name in given else None
+        optimizer.step()
+    moved = {name: (value.detach().double() - before[name].double()).cpu() for name, value in named.items()}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(before[name])
+            parameter.grad = None
+    optimizer.load_state_dict(state)
+    return {name: value.float() for name, value in moved.items()}
+
+
+def compare_updates(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    sizes: Mapping[str, float],
+    unit: float = ROUNDING,
+) -> UpdateError:
+    """The parameter whose change uses most of what is allowed.
+
+    Args:
+        found, expected: how far each parameter moved.
+        sizes: ‖W‖ of each parameter, which is rounded after either update on either side.
+        unit: unit roundoff of the format that weights are stored in.
+    """
+    worst = UpdateError()
+    for name, reference in expected.items():
+        error, moved = float((found[name] - reference).norm()), float(reference.norm())
+        allowed = 4 * unit * (sizes[name] + moved) + 2 * LOST_BITS * ROUNDING * moved
+        worst = max(worst, UpdateError(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
+    return worst
