@@ -24,9 +24,9 @@ def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
     return of_kind(read_records(path), kind)
 
 
-def one(name: str, kind: type[AnyRow], **case: Scalar) -> AnyRow:
-    """The only row of docs/results/NAME.jsonl with these columns."""
-    rows: list[AnyRow] = [row for row in results(name, kind) if case.items() <= row.case.items()]
+def one(name: str, kind: type[AnyRow], without: Sequence[str] = (), /, **case: Scalar) -> AnyRow:
+    """The only row of docs/results/NAME.jsonl with these settings and none of those in `without`."""
+    rows = [row for row in results(name, kind) if case.items() <= row.case.items() and not row.case.keys() & without]
     assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
     return rows[0]
 

@@ -123,6 +123,18 @@ def memory() -> Table:
     return tabulate("attention-memory", f"head_dim 128; {where(rows)}", wanted, rows)
 
 
+def headline() -> Table:
+    """Our kernels beside PyTorch's on three shapes."""
+    rows = results("h200-attention-peers", AttentionRow)
+    shapes = {(16384, 64): "1×16×16,384×64", (4096, 128): "4×16×4,096×128", (32768, 128): "1×32×32,768×128"}
+    found = {(row.seq, row.head_dim, row.impl): number(row.values["both_ms"]) for row in rows if row.causal == "yes"}
+    impls = (OURS, "sdpa-flash", "sdpa-cudnn", "flex")
+    cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
+    caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
+    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
+    return text_table("headline-attention", caption, wanted, cells)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "attention-peers": peers,
     "attention-naive": naive,
@@ -132,4 +144,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         for head_dim in (16, 64, 128)
     },
     "attention-memory": memory,
+    "headline-attention": headline,
 }

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import plain, results, setting, where
+from tables import one, plain, results, setting, where
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row
 from trainstep.report import columns
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.columns import Column
+from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.schemes import SCHEMES
+from trainstep.stats import ratio_of_medians
 
 
 def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
@@ -71,6 +73,54 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
+PAIRS = (
+    ("bucketed-25", "torch-ddp"),
+    ("bucketed-100", "torch-ddp"),
+    ("bucketed-1000", "torch-ddp"),
+    ("sharded-optimizer", "torch-zero"),
+    ("sharded-optimizer-1000", "torch-zero"),
+    ("fsdp", "torch-fsdp2"),
+)  # Our schemes and what they replace
+
+
+def parallel_ratios() -> Table:
+    """Ours over torch's: time with its interval, and peak memory."""
+    cells = []
+    for name, gpus in (("h200-parallel", 2), ("h200-parallel-4gpus", 4)):
+        rows = {row.scheme: row for row in results(name, ParallelRow)}
+        for ours, theirs in PAIRS:
+            if ours not in rows or theirs not in rows:
+                continue
+            time = ratio_of_medians(rows[ours].samples["step"], rows[theirs].samples["step"])
+            low, high = (time.interval.low, time.interval.high) if time.interval else (None, None)
+            peak = (rows[ours].peak_gib or 0) / (rows[theirs].peak_gib or 1)
+            cells.append((str(gpus), ours, theirs, f"{time.value:.3f} [{low:.3f}–{high:.3f}]", f"{peak:.3f}"))
+    wanted = ("GPUs", "ours", "torch's", "time, ours over torch's [95 %]", "peak memory, ours over torch's")
+    return text_table(
+        "parallel-ratios", f"Each pair in one run; {where(results('h200-parallel', ParallelRow))}", wanted, cells
+    )
+
+
+def headline() -> Table:
+    """Our schemes beside PyTorch's."""
+    names = {
+        "single": "one GPU, no communication",
+        "torch-ddp": "DistributedDataParallel, torch's",
+        "bucketed-25": "DistributedDataParallel, ours",
+        "torch-zero": "sharded optimizer, torch's",
+        "sharded-optimizer": "sharded optimizer, ours",
+        "torch-fsdp2": "fully sharded, torch's FSDP2",
+        "fsdp": "fully sharded, ours",
+    }
+    rows = [one("h200-parallel", ParallelRow, scheme=name) for name in names]
+    wanted = (
+        Column("scheme", lambda row: names[str(row.case["scheme"])]),
+        *columns.values({"step (ms)": "step_ms", "beyond one GPU's (ms)": "exposed_ms"}),
+        *columns.values({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
+    )
+    return tabulate("headline-parallel", f"2.7B on two GPUs, bf16 autocast; {where(rows)}", wanted, rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
@@ -81,4 +131,6 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "collectives-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveRow),
     "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveFitRow),
     "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
+    "parallel-ratios": parallel_ratios,
+    "headline-parallel": headline,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import SIZE, plain, results, where
+from tables import SIZE, one, plain, results, where
 from trainstep.kinds import (
     AllocationRow,
     CheckpointingRow,
@@ -134,6 +134,19 @@ def memory_checkpointing() -> Table:
     return tabulate("memory-checkpointing", where(rows), wanted, rows)
 
 
+def headline_memory() -> Table:
+    """What checkpointing saves and costs."""
+    rows = [
+        one("h200-checkpointing", CheckpointingRow, checkpointing=name) for name in ("none", "selective", "every-1")
+    ]
+    wanted = (
+        columns.case("checkpointing", "checkpointing"),
+        *columns.values({"peak, predicted (GiB)": "predicted_gib", "peak, measured (GiB)": "peak_gib"}, digits=4),
+        columns.value("step (ms)", "step_ms"),
+    )
+    return tabulate("headline-memory", f"2.7B, context 2,048, bf16, fused attention; {where(rows)}", wanted, rows)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-kernels": profile_kernels,
     "profile-attention": profile_attention,
@@ -144,4 +157,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-checkpointing": memory_checkpointing,
     "memory-owners": partial(plain, "h200-allocations", OwnerRow, brief=False),
     "memory-largest": partial(plain, "h200-allocations", AllocationRow, brief=False),
+    "headline-memory": headline_memory,
 }

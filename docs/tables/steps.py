@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import SIZE, plain, results, where
+from tables import SIZE, figure, plain, results, where
 from trainstep.config import PHASES
 from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.report import columns
@@ -96,6 +96,23 @@ def curves() -> Table:
     return text_table("train-curves", caption, wanted, tuple(lines))
 
 
+def headline() -> Table:
+    """Where the ladder of each size begins and where it ends."""
+    cells = []
+    for size in ("small", "large", "2.7B"):
+        kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
+        first, last = kept[0], kept[-1]
+        low, high = (figure(last, f"speedup_{end}") for end in ("low", "high"))
+        times, peaks = ([number(figure(row, name)) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        error = f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}"
+        cells.append((size, *times, f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]", *peaks, error))
+    wanted = (
+        *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
+        *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
+    )
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, tuple(cells))
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
     "sizes-fp32": partial(sizes, "fp32", "off"),
     "sizes-bf16": partial(sizes, "bf16", "off"),
@@ -109,4 +126,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
     "train": partial(plain, "h200-train", TrainRow),
     "train-curves": curves,
+    "headline-ladder": headline,
 }
