@@ -56,11 +56,12 @@ def main() -> None:
                 page.write_text(made, encoding="utf-8")
     if "--check" not in sys.argv:
         for report, names in REPORTS.items():
-            files = [RESULTS / f"{name}.jsonl" for name in names]
-            for file in files:
-                if not file.exists():
+            rows = []
+            for file in (RESULTS / f"{name}.jsonl" for name in names):
+                if file.exists():
+                    rows += read_records(file)
+                else:
                     print(f"{report} goes without {file.name}: not measured yet")
-            rows = [row for file in files if file.exists() for row in read_records(file)]
             write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)
     print(f"changed: {', '.join(stale)}" if stale else "all tables are up to date")
     if stale and "--check" in sys.argv:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import results, where
+from tables import OUTCOME, of_rows, results, where
 from trainstep.kinds import AttentionRow, CeilingRow
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
-from trainstep.report.tables import Table, tabulate, text_table
+from trainstep.report.tables import Table, text_table
 
 OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")
@@ -105,24 +105,6 @@ def by_length(dtype: str, head_dim: int) -> Table:
     return text_table(name, caption, ("sequence", *impls), lines)
 
 
-def memory() -> Table:
-    """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
-    names = ("h200-attention-flash", "h200-attention-naive")
-    rows = [row for name in names for row in results(name, AttentionRow)]
-    rows = [row for row in rows if row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384]
-    wanted = (
-        Column("implementation", lambda row: str(row.case["impl"])),
-        *columns.named("dtype", "causal", "batch", "seq"),
-        *columns.values(
-            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
-        ),
-        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
-        columns.value("score matrices at the peak", "score_matrices_at_peak"),
-        Column("outcome", lambda row: row.status),
-    )
-    return tabulate("attention-memory", f"head_dim 128; {where(rows)}", wanted, rows)
-
-
 def headline() -> Table:
     """Our kernels beside PyTorch's on three shapes."""
     rows = results("h200-attention-peers", AttentionRow)
@@ -143,6 +125,20 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         for dtype in ("bf16", "fp32")
         for head_dim in (16, 64, 128)
     },
-    "attention-memory": memory,
+    "attention-memory": partial(
+        of_rows,
+        ("h200-attention-flash", "h200-attention-naive"),
+        AttentionRow,
+        Column("implementation", lambda row: str(row.case["impl"])),
+        *columns.named("dtype", "causal", "batch", "seq"),
+        *columns.values(
+            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
+        ),
+        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
+        columns.value("score matrices at the peak", "score_matrices_at_peak"),
+        OUTCOME,
+        caption="head_dim 128",
+        only=lambda row: row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384,
+    ),
     "headline-attention": headline,
 }

@@ -45,10 +45,8 @@ COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 class Link:
     """What a call costs, as fitted to measurements by `trainstep bench collectives`."""
 
-    overhead_s: float
-    """Of each call, whatever its size."""
-    bus_bytes_per_s: float
-    """On each link of the ring."""
+    overhead_s: float  # of each call, whatever its size
+    bus_bytes_per_s: float  # on each link of the ring
 
     def algorithm_bytes_per_s(self, collective: CollectiveName, world_size: int) -> float:
         """Payload bytes per second; infinite for a single rank, which sends nothing."""
@@ -129,19 +127,13 @@ class RankBytes:
     """What a scheme keeps on one rank, and sends in a step."""
 
     weights: int
-    gradients: int
-    """Once backward is done."""
+    gradients: int  # once backward is done
     optimizer_state: int
-    buffers: int
-    """Beyond these, at most, while communicating."""
-    sent: int
-    """By each rank in one step, on average over the ranks."""
-    staging: int = 0
-    """Of the buffers, what stays allocated."""
-    gradients_stay: bool = False
-    """Whether gradients are views of buckets, which are there from the start and stay."""
-    gradients_spent: bool = False
-    """Whether the optimizer's step gives the gradients back."""
+    buffers: int  # beyond these, at most, while communicating
+    sent: int  # by each rank in one step, on average over the ranks
+    staging: int = 0  # of the buffers, what stays allocated
+    gradients_stay: bool = False  # whether gradients are views of buckets, which are there from the start and stay
+    gradients_spent: bool = False  # whether the optimizer's step gives the gradients back
 
     @property
     def start(self) -> int:

@@ -43,17 +43,12 @@ class StepPlan:
 
     layout: Layout
     memory: MemorySplit
-    sent: int
-    """Bytes that each GPU sends in a step."""
+    sent: int  # bytes that each GPU sends in a step
     compute: StepSeconds
-    communication_s: float
-    """For which a GPU's connections are busy."""
-    exposed_s: float
-    """By how much it makes the step longer: what sticks out, and what hidden communication slows."""
-    tokens: int
-    """Of all GPUs."""
-    flops: int
-    """Of the model, for all GPUs."""
+    communication_s: float  # for which a GPU's connections are busy
+    exposed_s: float  # by how much it makes the step longer: what sticks out, and what hidden communication slows
+    tokens: int  # of all GPUs
+    flops: int  # of the model, for all GPUs
 
     @property
     def step_s(self) -> float:

@@ -70,10 +70,8 @@ class PhaseSeconds:
 class StepSeconds:
     """What one GPU computes in a step, without any communication."""
 
-    forward: PhaseSeconds
-    """The loss included."""
-    backward: PhaseSeconds
-    """What checkpointing computes again included."""
+    forward: PhaseSeconds  # the loss included
+    backward: PhaseSeconds  # what checkpointing computes again included
     optimizer: PhaseSeconds
 
     @property

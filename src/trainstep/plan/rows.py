@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.plan import limits
@@ -40,11 +39,9 @@ class PlanRequest:
 
     name: str
     model: ModelConfig
-    step: StepConfig
-    """The batch is what each GPU brings."""
+    step: StepConfig  # the batch is what each GPU brings
     cluster: Cluster
-    tensor_parallel: int | None = None
-    """None: the one with the highest predicted throughput."""
+    tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
 
@@ -72,26 +69,22 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
     if request.step.context > model.max_context:
-        raise UsageError(
-            f"context is {request.step.context}; the model accepts at most {model.max_context} (max_context)"
-        )
+        given = f"context is {request.step.context}"
+        raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
     layouts = _layouts(request)
     policies = request.policies
     if not policies:
         eager = dataclasses.replace(request.step, compile="off")
         best = f"every-{best_blocks_per_checkpoint(model, eager, on_cuda=True)}"
         policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
+    steps = [dataclasses.replace(request.step, checkpointing=policy) for policy in policies]
     plans = [request.plan(layout) for layout in layouts]
-    for policy in policies:
-        blocks_per_checkpoint(policy)
-        strategy_memory(model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+    memory = [(layout, step, strategy_memory(model, step, layout)) for layout in layouts for step in steps]
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
-    for layout, policy in itertools.product(layouts, policies):
-        stepped = dataclasses.replace(request.step, checkpointing=policy)
-        memory = strategy_memory(model, stepped, layout)
-        yield PlanMemoryRow(**_memory_columns(request, stepped, layout, memory))
+    for layout, step, split in memory:
+        yield PlanMemoryRow(**_memory_columns(request, step, layout, split))
     yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_rows(request, layouts)
 

@@ -93,10 +93,8 @@ class MemorySplit:
     weights: int
     gradients: int
     optimizer_state: int
-    activations: int
-    """Everything else that computing keeps or makes, casts of weights included."""
-    buffers: int
-    """For communication."""
+    activations: int  # everything else that computing keeps or makes, casts of weights included
+    buffers: int  # for communication
     moment: str
 
     @property
