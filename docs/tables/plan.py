@@ -229,17 +229,18 @@ def plan_rates() -> Table:
         "rate of a copy": f"the same; else {ATTAINABLE['copy']} of the datasheet",
         "the optimizer's fraction of a copy's rate": "the best step of the calibration; else "
         f"{OPTIMIZER_FRACTION['adamw-foreach']} (foreach), {OPTIMIZER_FRACTION['adamw-fused']} (fused)",
-        "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; else "
-        "not counted",
+        "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; "
+        "else not counted",
         "bytes between products": "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
         "tiles and the speed of smaller ones": f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × "
         f"{fp32[0][1]} (float32), and smaller at {min(slower)} to {max(slower)}",
         "fused attention": f"{FUSED_ATTENTION} of the rate of products, assumed from long sequences on an H200",
-        "links": f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe and "
-        f"{machine.LINK_OVERHEAD_S * 1e6:.0f} µs a call",
-        "slowed by hidden communication": f"{machine.INTERFERENCE} of its time, from data parallel training on two H200s",
-        "memory for tensors": "what the driver of a calibration's device reports, else the device's in hardware.py; less "
-        f"{RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
+        "links": f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe "
+        f"and {machine.LINK_OVERHEAD_S * 1e6:.0f} µs a call",
+        "slowed by hidden communication": f"{machine.INTERFERENCE} of its time, from data parallel training on two "
+        "H200s",
+        "memory for tensors": "what the driver of a calibration's device reports, else the device's in hardware.py; "
+        f"less {RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
         "network": f"--network-gb-s; {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured",
     }
     return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
