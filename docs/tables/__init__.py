@@ -34,13 +34,6 @@ def one(name: str, kind: type[AnyRow], without: Sequence[str] = (), /, **case: S
     return rows[0]
 
 
-def figure(row: Row, name: str) -> float:
-    """A measured figure that must be there."""
-    value = row.values[name]
-    assert isinstance(value, int | float), (row.case, name, value)
-    return float(value)
-
-
 class NotMeasuredError(Exception):
     """The results that a table or sentence is made from are not there."""
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from tables import OUTCOME, of_rows, results, where
 from trainstep.kinds import AttentionRow, CeilingRow
+from trainstep.records import by_case
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
@@ -20,24 +21,16 @@ def peers() -> Table:
     """Our kernels beside what torch ships, shape by shape, all in one run."""
     rows = results("h200-attention-peers", AttentionRow)
     shape = ("batch", "heads", "seq", "head_dim", "causal")
-    groups: dict[tuple[object, ...], dict[str, AttentionRow]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.case[name] for name in shape), {})[row.impl] = row
     others = [impl for impl in dict.fromkeys(row.impl for row in rows) if impl != OURS]
     ceiling = ceiling_tflops()
     lines = []
-    for sizes, by_impl in groups.items():
-        ours, times = by_impl[OURS], [by_impl[impl].times["both"].median for impl in others]
-        of_ceiling = [100 * rate / ceiling for rate in (ours.forward_tflops, ours.backward_tflops)]
-        lines.append(
-            (
-                *map(number, sizes),
-                passes(ours),
-                number(ours.both_tflops),
-                " / ".join(f"{share:.0f}" for share in of_ceiling),
-                *(f"{number(time)} ({time / ours.times['both'].median:.2f}×)" for time in times),
-            )
-        )
+    for group in by_case(rows, "impl"):
+        times = {row.impl: row.times["both"].median for row in group}
+        (ours,) = (row for row in group if row.impl == OURS)
+        of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
+        reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
+        beside = (f"{number(times[impl])} ({times[impl] / times[OURS]:.2f}×)" for impl in others)
+        lines.append((*(number(ours.case[name]) for name in shape), *reached, *beside))
     wanted = (
         *shape,
         "ours: forward / backward / both (ms)",
@@ -68,16 +61,10 @@ def naive() -> Table:
         both = eager, compiled = [found[head_dim, seq, impl] for impl in ("eager", "eager-compiled")]
         is_timed = eager.status == compiled.status == "ok"
         ratio = eager.times["both"].median / compiled.times["both"].median if is_timed else None
-        lines.append(
-            (
-                number(head_dim),
-                f"{seq:,}",
-                *map(passes, both),
-                NONE if ratio is None else f"{ratio:.2f}×",
-                *(f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both),
-                f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}",
-            )
-        )
+        times = (*map(passes, both), NONE if ratio is None else f"{ratio:.2f}×")
+        held = (f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both)
+        formula = f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}"
+        lines.append((number(head_dim), f"{seq:,}", *times, *held, formula))
     wanted = (
         *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),

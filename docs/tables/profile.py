@@ -6,16 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import OUTCOME, SIZE, of_rows, plain
-from trainstep.kinds import (
-    AllocationRow,
-    CheckpointingRow,
-    FamilyRow,
-    OwnerRow,
-    PeakRow,
-    PieceRow,
-    ProfileRow,
-    ResidualRow,
-)
+from trainstep import kinds
 from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
@@ -49,7 +40,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-kernels": partial(
         of_rows,
         PROFILES,
-        ProfileRow,
+        kinds.ProfileRow,
         *PROFILED,
         *top_kernel("forward", "forward"),
         *top_kernel("step", "the step"),
@@ -57,7 +48,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-attention": partial(
         of_rows,
         PROFILES,
-        PieceRow,
+        kinds.PieceRow,
         *PROFILED,
         columns.case("piece", "piece"),
         *columns.values({"all its kernels (ms)": "ms", "product or softmax alone (ms)": "main_ms"}),
@@ -69,7 +60,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-families": partial(
         of_rows,
         PROFILES,
-        FamilyRow,
+        kinds.FamilyRow,
         *PROFILED,
         columns.case("family", "family"),
         columns.count("calls", "calls"),
@@ -79,7 +70,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "profile-sums": partial(
         of_rows,
         PROFILES,
-        ProfileRow,
+        kinds.ProfileRow,
         *PROFILED,
         columns.value("in a known phase and module (%)", "module_coverage", digits=5),
         *columns.values({"step (ms)": "step_ms", "profiled (ms)": "profiled_step_ms"}),
@@ -90,7 +81,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-peaks": partial(
         of_rows,
         "h200-memory",
-        PeakRow,
+        kinds.PeakRow,
         SIZE,
         *columns.named("batch", "attention", "optimizer", "precision", "context", "mode"),
         columns.value("at rest (GiB)", "at_rest_gib"),
@@ -103,7 +94,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-residuals": partial(
         of_rows,
         "h200-residuals",
-        ResidualRow,
+        kinds.ResidualRow,
         *columns.named("batch", "context", "attention", "precision"),
         Column("code", lambda row: "eager" if row.case["compile"] == "off" else "compiled"),
         Column("module", residual_name),
@@ -115,7 +106,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "memory-checkpointing": partial(
         of_rows,
         "h200-checkpointing",
-        CheckpointingRow,
+        kinds.CheckpointingRow,
         SIZE,
         *columns.named("batch", "context", "optimizer", "precision", "attention"),
         columns.case("policy", "checkpointing"),
@@ -127,7 +118,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "headline-memory": partial(
         of_rows,
         "h200-checkpointing",
-        CheckpointingRow,
+        kinds.CheckpointingRow,
         columns.case("checkpointing", "checkpointing"),
         *columns.values({"peak, predicted (GiB)": "predicted_gib", "peak, measured (GiB)": "peak_gib"}, digits=4),
         columns.value("step (ms)", "step_ms"),
@@ -135,6 +126,6 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         only=lambda row: row.checkpointing in POLICIES,
         key=lambda row: POLICIES.index(row.checkpointing),
     ),
-    "memory-owners": partial(plain, "h200-allocations", OwnerRow, brief=False),
-    "memory-largest": partial(plain, "h200-allocations", AllocationRow, brief=False),
+    "memory-owners": partial(plain, "h200-allocations", kinds.OwnerRow, brief=False),
+    "memory-largest": partial(plain, "h200-allocations", kinds.AllocationRow, brief=False),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import RUNG, SIZE, figure, of_rows, plain, results, where
+from tables import RUNG, SIZE, of_rows, plain, results, where
 from trainstep.config import PHASES
 from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.report import columns
@@ -85,7 +85,7 @@ def curves() -> Table:
         lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
     wanted = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
     caption = f"{rows[0].workload}, context {rows[0].context}, {rows[0].precision}; {where(rows)}"
-    return text_table("train-curves", caption, wanted, tuple(lines))
+    return text_table("train-curves", caption, wanted, lines)
 
 
 def headline() -> Table:
@@ -94,15 +94,14 @@ def headline() -> Table:
     for size in ("small", "large", "2.7B"):
         kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
         first, last = kept[0], kept[-1]
-        low, high = (figure(last, f"speedup_{end}") for end in ("low", "high"))
-        times, peaks = ([number(figure(row, name)) for row in (first, last)] for name in ("step_ms", "peak_gib"))
-        error = f"{figure(last, 'gradient_error'):.2g} of {figure(last, 'error_budget'):.2g}"
-        cells.append((size, *times, f"{figure(last, 'speedup'):.2f}× [{low:.2f}–{high:.2f}]", *peaks, error))
+        times, peaks = ([number(row.values[name]) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        speedup = f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]"
+        cells.append((size, *times, speedup, *peaks, f"{last.gradient_error:.2g} of {last.error_budget:.2g}"))
     wanted = (
         *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
-    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, tuple(cells))
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, cells)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

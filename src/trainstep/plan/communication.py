@@ -106,6 +106,11 @@ def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: flo
     return max(last_call, back_to_back)
 
 
+def best_calls(work_s: float, transfer_s: float, overhead_s: float) -> float:
+    """The number of calls that sticks out least (see above)."""
+    return max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s)
+
+
 def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backward_s: float | None = None) -> float:
     """The bucket size that exposes least (see above); at most all gradients.
 
@@ -117,9 +122,8 @@ def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backwa
     if world_size == 1:
         return gradient_bytes
     transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
-    backward = transfer if backward_s is None else backward_s
-    buckets = max(math.sqrt(backward / link.overhead_s), (backward - transfer) / link.overhead_s, 1.0)
-    return gradient_bytes / buckets
+    calls = best_calls(transfer if backward_s is None else backward_s, transfer, link.overhead_s)
+    return gradient_bytes / max(calls, 1.0)
 
 
 @dataclass(frozen=True)

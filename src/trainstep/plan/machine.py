@@ -34,9 +34,6 @@ INTERFERENCE = 0.42
 """By how much of the time that communication is hidden it slows the computation that hides it: NCCL takes
 multiprocessors and bandwidth. From one case on two H200s, bucketed data parallel training of 2.7B: 26 ms of 62."""
 
-LaunchKey = tuple[str, str]
-"""(compile, attention): what decides how much the host has to do for a block."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -50,8 +47,8 @@ class Machine:
     peak_flops: Mapping[str, float]  # the datasheet's: what utilisation is a fraction of
     link: Link  # between GPUs of one node
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
-    launch_s: Mapping[LaunchKey, tuple[float, float]] = field(default_factory=dict)
-    """What launching one block's forward and backward takes the host; empty where it was not measured."""
+    launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 

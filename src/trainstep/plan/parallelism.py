@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.plan.communication import collective_seconds, passes, sticking_out_s
+from trainstep.plan.communication import best_calls, collective_seconds, passes, sticking_out_s
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
@@ -139,7 +139,7 @@ def _in_best_calls(
 ) -> tuple[float, float]:
     """(busy, sticking out) of the best number of calls of at least `least` bytes; see `plan.communication`."""
     most = max(1, math.ceil(payload / least))
-    calls = min(most, max(1, round(max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s))))
+    calls = min(most, max(1, round(best_calls(work_s, transfer_s, overhead_s))))
     return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s)
 
 
