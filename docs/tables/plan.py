@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from tables import RESULTS
+from tables import RESULTS, results
 from trainstep.errors import UsageError
 from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
 from trainstep.plan import machine
@@ -40,7 +40,7 @@ from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
-from trainstep.records import Row, of_kind, read_records
+from trainstep.records import Row
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
@@ -135,27 +135,22 @@ def alternate_seconds(way: AlternateRing, payload: float, world_size: int, bytes
 
 
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
-CHECKED: Mapping[str, tuple[type[Row], ...]] = {
-    "h200-step-sizes": (StepRow,),
-    "h200-analyze-2.7B": (RungRow,),
-    "h200-memory": (PeakRow,),
-    "h200-checkpointing": (CheckpointingRow,),
-    "h200-parallel": (ParallelRow,),
-    "h200-parallel-4gpus": (ParallelRow,),
-}  # Files whose rows of these kinds are predicted; those that are not there yet are left out
+CHECKED: Mapping[str, type[Row]] = {
+    "h200-step-sizes": StepRow,
+    "h200-analyze-2.7B": RungRow,
+    "h200-memory": PeakRow,
+    "h200-checkpointing": CheckpointingRow,
+    "h200-parallel": ParallelRow,
+    "h200-parallel-4gpus": ParallelRow,
+}  # Files whose rows of a kind are predicted; those that are not there yet are left out
 
 
 def predictions() -> dict[str, list[Row]]:
     """File → its measured rows beside predictions from `CALIBRATION`."""
-    rates = [row for name in CALIBRATION for row in read_records(RESULTS / f"{name}.jsonl")]
-    rates += [row for path in sorted(RESULTS.glob("h200-collectives*.jsonl")) for row in read_records(path)]
-    rated = calibrated(rates)
-    found = {}
-    for name, kinds in CHECKED.items():
-        if (path := RESULTS / f"{name}.jsonl").exists():
-            rows = read_records(path)
-            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, kind)], rated))
-    return found
+    files = (*CALIBRATION, *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
+    rated = calibrated([row for name in files for row in results(name, Row)])
+    kept = {name: kind for name, kind in CHECKED.items() if (RESULTS / f"{name}.jsonl").exists()}
+    return {name: list(checked(results(name, kind), rated)) for name, kind in kept.items()}
 
 
 def plan_check() -> Table:

@@ -42,10 +42,6 @@ class PlanRequest:
         chosen = {name: getattr(self.step, name) for name in names}
         return {"workload": self.name, "device": self.cluster.machine.name} | chosen
 
-    def plan(self, layout: Layout) -> StepPlan:
-        """The prediction for one layout."""
-        return strategy_plan(self.model, self.step, self.cluster, layout)
-
 
 def plan_records(request: PlanRequest) -> Iterator[Row]:
     """Everything `trainstep plan` shows. Errors come before the first row."""
@@ -68,7 +64,7 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
         best = f"every-{best_blocks_per_checkpoint(model, eager, on_cuda=True)}"
         policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
     steps = [dataclasses.replace(request.step, checkpointing=policy) for policy in policies]
-    plans = [request.plan(layout) for layout in layouts]
+    plans = [strategy_plan(model, request.step, request.cluster, layout) for layout in layouts]
     memory = [(layout, step, strategies.strategy_memory(model, step, layout)) for layout in layouts for step in steps]
     yield _machine_row(request)
     for plan in plans:
@@ -84,7 +80,7 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
     meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
-    plans = [request.plan(mesh) for mesh in meshes if mesh.tensor > 1]
+    plans = [strategy_plan(model, request.step, request.cluster, mesh) for mesh in meshes if mesh.tensor > 1]
     plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), -plan.tokens_per_s))
     alone = [strategies.layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]]
     return [*alone, *(plan.layout for plan in plans[:1])]
