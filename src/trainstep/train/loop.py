@@ -12,6 +12,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trainstep.records import write_whole
 from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
 from trainstep.train.config import RunConfig
 from trainstep.train.data import open_data
-from trainstep.train.folder import CHECKPOINTS, RESULTS, Asked, check_not_of_others, check_shared, open_folder
+from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
 from trainstep.train.learner import Learner, Reading, Readings
 from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
 
@@ -64,8 +65,8 @@ def train(
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
-        asked = Asked(config.train.steps, resume_from, is_restart())
-        start = on_first_rank(process, lambda: open_folder(out, identity, asked))
+        opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
+        start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
         on_all_ranks(process, lambda: check_shared(out))
         show.line(start.describe(config, process.world_size, out))
         if start.is_finished:
