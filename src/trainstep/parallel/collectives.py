@@ -9,6 +9,7 @@ same order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,6 +153,20 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
         last[kind] = position
     closed += [(last[kind], bucket) for kind, (bucket, _) in open_buckets.items()]
     return [bucket for _, bucket in sorted(closed)]
+
+
+def weak_hook(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook of a parameter: `method(number)`, as long as the method's object lives.
+
+    It holds nothing that leads back to the parameter: Python could never collect such a circle.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(number)
+
+    return hook
 
 
 @dataclass

@@ -13,6 +13,7 @@ the wire as one in the narrow dtype: half of them for bfloat16 into float32.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,17 +56,12 @@ class GatherGroup:
         self.arrived: set[ShardedParameter] = set()
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
-        self.buffers: list[GradientBuffer] = []
-        self._buffer_of: dict[ShardedParameter, GradientBuffer] = {}
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = defaultdict(list)
         for parameter in self._trainable:
             if parameter.rows is not None:
-                kind = (parameter.compute_dtype(compute_dtype), parameter.shard.dtype)
-                kinds.setdefault(kind, []).append(parameter)
-        for members in kinds.values():
-            buffer = GradientBuffer(members, process_group)
-            self.buffers.append(buffer)
-            self._buffer_of.update(dict.fromkeys(members, buffer))
+                kinds[parameter.compute_dtype(compute_dtype), parameter.shard.dtype].append(parameter)
+        self.buffers = [GradientBuffer(members, process_group) for members in kinds.values()]
+        self._buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
 
     def _lay_out(self, compute_dtype: torch.dtype | None, device: torch.device) -> None:
         """Place every full parameter in the group's storage, then give the memory back."""
@@ -79,13 +75,13 @@ class GatherGroup:
             rows = parameter.rows
             region = memory[start : start + size]
             whole = region.view(dtype).view(parameter.padded_shape)
-            own = whole if rows is None else whole[rows.start : rows.stop]
+            own = whole if rows is None else whole[rows]
             if own.numel() > 0:
                 self._copies.append((own, parameter.shard))
             if rows is not None:
                 self._gathered_bytes.append(region)
             # .data: gathering must not count as a change of what autograd saved
-            full = whole.data if rows is None else whole.data[: rows.shape[0]]
+            full = whole.data if rows is None else whole.data[: parameter.shape[0]]
             parameter.full = nn.Parameter(full, requires_grad=parameter.trainable)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
@@ -173,7 +169,7 @@ class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
-        self._parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
+        self.parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
         self._dtype = parameters[0].shard.dtype
         self._starts: dict[ShardedParameter, int] = {}
         self._size = 0  # elements per destination
@@ -186,7 +182,7 @@ class GradientBuffer:
 
     def exchange_bytes(self, compute_dtype: torch.dtype | None) -> int:
         """Bytes of the buffer when it is exchanged; 0 if its gradients are as wide as the shards, and reduced."""
-        dtype = self._parameters[0].compute_dtype(compute_dtype)
+        dtype = self.parameters[0].compute_dtype(compute_dtype)
         return 0 if dtype == self._dtype else self._ranks * self._size * dtype.itemsize
 
     @property
@@ -224,7 +220,7 @@ class GradientBuffer:
         assert self._send is not None
         send, written = self._send, self._written
         self.discard()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter not in written:
                 self._place(send, parameter).zero_()
         result = torch.empty(self._size, dtype=self._dtype, device=send.device)
@@ -285,15 +281,13 @@ class ReplicatedGradients:
 
         The host waits for the device only if this rank left a parameter unused and must ask about it.
         """
-        count = sum(parameter.shape.numel() for parameter in self._replicated)
-        flat = torch.zeros(count + len(self._trainable), dtype=self._dtype, device=device)
-        *means, flags = flat.split([*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)])
+        sizes = [*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)]
+        flat = torch.zeros(sum(sizes), dtype=self._dtype, device=device)
+        *means, flags = flat.split(sizes)
         places = dict(zip(self._replicated, means, strict=True))
         if self._gradients:
-            torch._foreach_copy_(
-                [places[parameter] for parameter in self._gradients],
-                [gradient.reshape(-1) for gradient in self._gradients.values()],
-            )
+            gradients = [gradient.reshape(-1) for gradient in self._gradients.values()]
+            torch._foreach_copy_([places[parameter] for parameter in self._gradients], gradients)
         self.discard()
         all_used = len(used) == len(self._trainable)
         if all_used:

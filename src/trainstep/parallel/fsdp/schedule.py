@@ -18,7 +18,6 @@ after backward has left it.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.parallel.collectives import SideStream
+from trainstep.parallel.collectives import SideStream, weak_hook
 from trainstep.parallel.fsdp.group import BufferReduction, GatherGroup, ReplicatedGradients
 from trainstep.parallel.fsdp.shards import ShardedParameter
 
@@ -89,7 +88,7 @@ class Schedule:
         for number, (_, parameter) in enumerate(self._members):
             if parameter.trainable:
                 assert parameter.full is not None
-                parameter.full.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
+                parameter.full.register_post_accumulate_grad_hook(weak_hook(self._on_gradient, number))
 
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
@@ -185,7 +184,8 @@ class Schedule:
                 if use.needs_backward:
                     yield use.group
 
-    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter) -> None:
+    def _on_gradient(self, number: int) -> None:
+        group, parameter = self._members[number]
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
         if replicated is not None:
@@ -224,17 +224,6 @@ class Schedule:
 def in_backward() -> bool:
     """Whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _hook(schedule: weakref.ref[Schedule], number: int) -> Callable[[Tensor], None]:
-    """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
-
-    def on_gradient(_: Tensor) -> None:
-        this = schedule()
-        assert this is not None, "the boundaries in the module keep it alive"
-        this._on_gradient(*this._members[number])
-
-    return on_gradient
 
 
 class Boundary:

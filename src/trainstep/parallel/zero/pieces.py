@@ -25,12 +25,6 @@ from torch.distributed.tensor import DTensor, Shard
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
 
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
-)
-"""Optimizers that treat each element alone, so that slices can be updated. What a subclass changes is not known."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -41,27 +35,6 @@ class Piece:
     parameter: nn.Parameter
     owner: int | None  # the rank that updates all of it; None where every rank updates its slice
     mine: nn.Parameter | None  # what this rank updates: its slice, sharing memory, or the parameter, or nothing
-
-
-def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
-    """Whether an optimizer's parameters are cut into slices, by its class and the caller's choice.
-
-    Raises:
-        UsageError: not an optimizer, one that cannot be divided, or one that cannot be divided as asked.
-    """
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
-        raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
-    if issubclass(optimizer_cls, torch.optim.LBFGS):
-        raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
-    if shard not in ("auto", "slices", "parameters"):
-        raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
-    if shard == "slices" and optimizer_cls not in ELEMENTWISE:
-        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
-        raise UsageError(
-            f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
-            "parameters; use shard='parameters'"
-        )
-    return optimizer_cls in ELEMENTWISE and shard != "parameters"
 
 
 def cut(
@@ -88,16 +61,14 @@ def cut(
         owner = min(range(world_size), key=lambda each: (loads[each], each))
         loads[owner] += size
         owners[number] = owner
-    return [
-        Piece(number, group, parameter, owners[number], _mine(parameter, owners[number], rank, world_size))
-        for number, group, parameter in parameters
-    ]
-
-
-def _mine(parameter: nn.Parameter, owner: int | None, rank: int, world_size: int) -> nn.Parameter | None:
-    if owner is None:
-        return nn.Parameter(slice_of(parameter.detach(), rank, world_size))
-    return parameter if owner == rank else None
+    pieces = []
+    for number, group, parameter in parameters:
+        owned_by = owners[number]
+        mine = parameter if owned_by == rank else None
+        if owned_by is None:
+            mine = nn.Parameter(slice_of(parameter.detach(), rank, world_size))
+        pieces.append(Piece(number, group, parameter, owned_by, mine))
+    return pieces
 
 
 @dataclass
@@ -117,28 +88,23 @@ class ParameterBucket:
             if piece.group == group and piece.mine is not None and self.optimizer is not None
         ]
 
-    def take_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Give the bucket's optimizer the hyper-parameters as they are now in the groups of the whole."""
-        for group, index in self._groups():
-            group.update(hyper_parameters(param_groups[index]))
+    def groups_beside(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each parameter group of `optimizer`, and the one of the whole, in `param_groups`, that it belongs to."""
+        own = [] if self.optimizer is None else self.optimizer.param_groups
+        return [(group, param_groups[index]) for group, index in zip(own, self.groups, strict=True)]
 
-    def give_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """The other way round, after a step: some optimizers count there."""
-        for group, index in self._groups():
-            param_groups[index].update(hyper_parameters(group))
-
-    def _groups(self) -> list[tuple[dict[str, Any], int]]:
-        return [] if self.optimizer is None else list(zip(self.optimizer.param_groups, self.groups, strict=True))
+    def slices(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(parameter, this rank's slice) for what is sliced."""
+        return [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
 
     def update(self, process_group: dist.ProcessGroup) -> None:
         if self.optimizer is None:
             return
-        sliced = [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
-        for parameter, mine in sliced:
+        for parameter, mine in self.slices():
             if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
                 mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
         self.optimizer.step()
-        for _, mine in sliced:
+        for _, mine in self.slices():
             mine.grad = None  # a view of the whole gradient, which would live on with it
 
     def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:
@@ -210,12 +176,13 @@ def consolidate(
     whole: dict[int, dict[str, Any]] = {}
     for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
         assert values is not None
-        if piece.owner is not None:
-            whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
-            continue
-        full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
-        if is_first:
-            state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
+        if piece.owner is None:
+            values = {key: _gathered(value, piece, process_group) for key, value in values.items()}
+        if piece.owner is not None or is_first:
+            kept = state if piece.owner is None else whole
+            kept[piece.number] = {
+                key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in values.items()
+            }
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
     if received is None:
@@ -304,7 +271,3 @@ def _own_part(value: Any, piece: Piece) -> Any:
     shaped = torch.empty_like(piece.mine, dtype=value.dtype, device=value.device, requires_grad=False)
     flat(shaped).copy_(row)
     return shaped
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
