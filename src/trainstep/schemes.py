@@ -87,6 +87,5 @@ _ALL = (
     Scheme("torch-fsdp2", "torch-fsdp2", "fsdp"),
 )
 
-SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}
-"""By name, in the order of tables."""
+SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}  # by name, in the order of tables
 BENCH_SCHEMES: tuple[str, ...] = tuple(each.name for each in _ALL if each.in_bench)

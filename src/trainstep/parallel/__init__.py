@@ -47,15 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "Process", "ShardedOptimizer", "join_group"]
 __all__ += ["load_checkpoint", "save_checkpoint"]
 
-_HOME = {
-    "DistributedDataParallel": "ddp",
-    "FullyShardedDataParallel": "fsdp.wrapper",
-    "Process": "process",
-    "ShardedOptimizer": "zero.optimizer",
-    "join_group": "process",
-    "load_checkpoint": "fsdp.checkpoint",
-    "save_checkpoint": "fsdp.checkpoint",
-}
+_HOME = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp.wrapper"}
+_HOME |= {"Process": "process", "ShardedOptimizer": "zero.optimizer", "join_group": "process"}
+_HOME |= dict.fromkeys(("load_checkpoint", "save_checkpoint"), "fsdp.checkpoint")
 
 
 def __getattr__(name: str) -> Any:

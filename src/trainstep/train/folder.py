@@ -18,12 +18,10 @@ from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, se
 from trainstep.train.config import RunConfig, differences
 from trainstep.train.metrics import METRICS, read_metrics
 
-RUN = "run.json"
-"""What the run is: written once, at its start."""
+RUN = "run.json"  # what the run is: written once, at its start
 _DRAFT = f".{RUN}"
 CHECKPOINTS = "checkpoints"
-RESULTS = "results.jsonl"
-"""Written at the run's end, and so the sign of it."""
+RESULTS = "results.jsonl"  # written at the run's end, and so the sign of it
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,9 @@ class Start:
     """Where a run starts or goes on."""
 
     is_new: bool
-    checkpoint: Checkpoint | None
-    """None: from the first step."""
+    checkpoint: Checkpoint | None  # None: from the first step
     is_finished: bool = False
-    aside: tuple[str, ...] = ()
-    """Later checkpoints, by the names that they were given."""
+    aside: tuple[str, ...] = ()  # later checkpoints, by the names that they were given
 
     @property
     def step(self) -> int:

@@ -26,10 +26,8 @@ from trainstep.train.data import TokenData
 from trainstep.training_step import TrainingStep
 from trainstep.workload import builtin_workload, make_optimizer
 
-PROMPT = 48
-"""Tokens of validation text that a sample begins with."""
-BYTES = 256
-"""Text has no other ids than these, so no other is drawn."""
+PROMPT = 48  # tokens of validation text that a sample begins with
+BYTES = 256  # text has no other ids than these, so no other is drawn
 
 
 class Learner:
@@ -142,14 +140,10 @@ class Reading:
     """One update, as all ranks see it."""
 
     step: int
-    loss: float
-    """Mean over the global batch."""
-    gradient_norm: float
-    """Before clipping."""
-    stop: bool
-    """Whether some rank was told to stop by the end of this update."""
-    seconds: float
-    """From the end of the update before, or from `restart`, to this one's end."""
+    loss: float  # mean over the global batch
+    gradient_norm: float  # before clipping
+    stop: bool  # whether some rank was told to stop by the end of this update
+    seconds: float  # from the end of the update before, or from `restart`, to this one's end
 
     @property
     def is_finite(self) -> bool:

@@ -35,12 +35,9 @@ from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summ
 class Outcome:
     """How a run ended."""
 
-    step: int
-    """Updates made; the newest checkpoint is of this one."""
-    is_finished: bool
-    """Whether it was the last."""
-    stopped_by: signal.Signals | None = None
-    """The signal that this rank got, if it got one."""
+    step: int  # updates made; the newest checkpoint is of this one
+    is_finished: bool  # whether it was the last
+    stopped_by: signal.Signals | None = None  # the signal that this rank got, if it got one
 
 
 def train(
@@ -115,8 +112,7 @@ class _Run:
     process: Process
     learner: Learner
     checkpoints: CheckpointWriter
-    note: Mapping[str, Any]
-    """What goes into every checkpoint beside the state."""
+    note: Mapping[str, Any]  # what goes into every checkpoint beside the state
     meter: Meter
     metrics: MetricsWriter
     show: Show

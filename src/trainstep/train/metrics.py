@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-METRICS = "metrics.jsonl"
-"""The file's name in the run's folder."""
+METRICS = "metrics.jsonl"  # the file's name in the run's folder
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
 """What TensorBoard draws."""
-WARMUP = 10
-"""Updates after a start whose speed is not counted: compilation and first allocations are in them."""
-POINTS = 50
-"""Updates whose losses are kept in the record; metrics.jsonl has all."""
+WARMUP = 10  # updates after a start whose speed is not counted: compilation and first allocations are in them
+POINTS = 50  # updates whose losses are kept in the record; metrics.jsonl has all
 
 
 class Meter:
