@@ -31,8 +31,6 @@ TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """One scheme: a wrapper and its settings."""
-
     name: str  # on the command line and in rows
     wrapper: Wrapper
     planned_as: DataParallel | None  # what the planner calls it; None without communication
@@ -47,7 +45,6 @@ class Scheme:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything."""
         return self.wrapper != "none"
 
     @property

@@ -45,7 +45,6 @@ class GradientBucket:
         self.reset()
 
     def reset(self) -> None:
-        """Get ready for the next step."""
         self.waiting = set(self.numbers)  # those whose gradient has not come yet
         self._gradients: list[Tensor] = []
         self._sent: list[Tensor] = []

@@ -44,8 +44,6 @@ _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
     path: Path
     step: int  # updates made when it was taken
     note: Mapping[str, Any]
@@ -61,7 +59,6 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def name_of(step: int) -> str:
-    """The folder name of a checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -157,7 +154,6 @@ class CheckpointWriter:
         self.last = step
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, and leave the group."""
         self.wait()
         dist.destroy_process_group(self.group)
 

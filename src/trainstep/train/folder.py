@@ -26,8 +26,6 @@ RESULTS = "results.jsonl"  # written at the run's end, and so the sign of it
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts or goes on."""
-
     is_new: bool
     checkpoint: Checkpoint | None  # None: from the first step
     is_finished: bool = False

@@ -147,7 +147,6 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither the loss nor the gradient is infinite or NaN."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 

@@ -33,8 +33,6 @@ from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summ
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
-
     step: int  # updates made; the newest checkpoint is of this one
     is_finished: bool  # whether it was the last
     stopped_by: signal.Signals | None = None  # the signal that this rank got, if it got one

@@ -103,7 +103,6 @@ class MetricsWriter(contextlib.ExitStack):
         self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
             self._file.flush()
@@ -121,7 +120,6 @@ class Show:
         self._bar: tuple[Progress, TaskID] | None = None
 
     def line(self, text: str) -> None:
-        """One line."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -134,7 +132,6 @@ class Show:
 
     @contextlib.contextmanager
     def progress(self, steps: int, done: int) -> Iterator[None]:
-        """Inside, the bar is shown."""
         if self._console is None or not self._console.is_terminal:
             yield
             return
@@ -148,7 +145,6 @@ class Show:
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    """A row of the metrics for the terminal."""
     parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}", f"learning rate {row['learning_rate']:.2e}"]
     parts += [f"gradient norm {row['gradient_norm']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["utilisation"] is not None:

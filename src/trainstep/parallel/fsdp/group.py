@@ -14,8 +14,7 @@ the wire as one in the narrow dtype: half of them for bfloat16 into float32.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from weakref import WeakSet
@@ -30,16 +29,7 @@ from trainstep.parallel.fsdp.transport import Collectives, Start, Transport, pad
 
 
 class GatherGroup:
-    """One group.
-
-    Attributes:
-        parameters: in order of definition.
-        buffers: of the gradients of its sharded, trainable parameters; one for each pair of dtypes.
-        awaiting: calls whose backward has not reached the call's inputs. A call whose graph is gone leaves by itself.
-        users: calls that are running in forward.
-        full_bytes: of the storage, while gathered.
-        arrived: parameters whose gradient backward has brought since the group's gradients were sent.
-    """
+    """One group; its parameters are in order of definition."""
 
     def __init__(
         self,
@@ -48,12 +38,14 @@ class GatherGroup:
         compute_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self.parameters, self.users = parameters, 0
-        self.awaiting: WeakSet[object] = WeakSet()
-        self._process_group = process_group
+        self.parameters, self._process_group = parameters, process_group
+        self.users = 0  # calls that are running in forward
+        self.awaiting: WeakSet[object] = (
+            WeakSet()
+        )  # calls that backward has not left; one whose graph is gone drops out
+        self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since the last were sent
         self._pending: Pending | None = None
         self._all_gather: Start | None = None
-        self.arrived: set[ShardedParameter] = set()
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
         kinds: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = defaultdict(list)
@@ -104,7 +96,6 @@ class GatherGroup:
             buffer.transport = transport
 
     def gather(self, stream: SideStream) -> None:
-        """Start gathering, unless it has been started."""
         if not self.is_gathered:
             self._storage.resize_(self.full_bytes)
             self._pending = stream.run(self._all_gather, before=self._copy_own)
@@ -146,23 +137,6 @@ class GatherGroup:
     @property
     def all_arrived(self) -> bool:
         return len(self.arrived) == len(self._trainable) > 0
-
-
-@dataclass
-class BufferReduction:
-    """A buffer's content under way: the mean over the ranks of this rank's rows."""
-
-    pending: Pending
-    rows: list[tuple[ShardedParameter, Tensor]]
-    written: set[ShardedParameter]  # those that this rank had a gradient of
-
-    def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """Wait; attach what this rank had a gradient of. Returns what it sent zeros for, to be decided later."""
-        self.pending.wait()
-        for parameter, gradient in self.rows:
-            if parameter in self.written:
-                parameter.attach_gradient(gradient)
-        return [row for row in self.rows if row[0] not in self.written]
 
 
 class GradientBuffer:
@@ -215,8 +189,12 @@ class GradientBuffer:
     def discard(self) -> None:
         self._send, self._written = None, set()
 
-    def launch(self, stream: SideStream) -> BufferReduction:
-        """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
+    def launch(self, stream: SideStream) -> Callable[[], list[tuple[ShardedParameter, Tensor]]]:
+        """Send the buffer; parameters without a gradient on this rank are sent as zeros.
+
+        What is returned waits for the mean of this rank's rows over the ranks, attaches what this rank had a gradient
+        of, and returns what it sent zeros for, to be decided later.
+        """
         assert self._send is not None
         send, written = self._send, self._written
         self.discard()
@@ -235,7 +213,15 @@ class GradientBuffer:
             pending = stream.run(lambda: exchange(receive, send), after=add_up)
         shapes = [(parameter, start, parameter.shard.shape) for parameter, start in self._starts.items()]
         rows = [(each, result[start : start + shape.numel()].view(shape)) for each, start, shape in shapes]
-        return BufferReduction(pending, rows, written)
+
+        def complete() -> list[tuple[ShardedParameter, Tensor]]:
+            pending.wait()
+            for each, gradient in rows:
+                if each in written:
+                    each.attach_gradient(gradient)
+            return [row for row in rows if row[0] not in written]
+
+        return complete
 
     def _shard_size(self, parameter: ShardedParameter) -> int:
         return parameter.padded_shape.numel() // self._ranks

@@ -83,7 +83,6 @@ class ShardedParameter:
         self.shard.copy_(value)
 
     def install_full(self) -> None:
-        """Let the module compute with the full parameter."""
         assert self.full is not None
         if self.shard.requires_grad != self.trainable:
             raise UsageError(
@@ -106,7 +105,6 @@ class ShardedParameter:
             module._parameters[attribute] = parameter
 
     def attach_gradient(self, gradient: Tensor) -> None:
-        """Add to the shard's `.grad`, or become it."""
         if self.shard.grad is None:
             self.shard.grad = gradient
         else:

@@ -90,6 +90,7 @@ class PeerMemory:
         OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
 
     Attributes:
+        buffers: by rank: (nbytes,), uint8, on this rank's device.
         uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
     """
 
@@ -107,15 +108,11 @@ class PeerMemory:
                 self.uncounted = 0
             with _agreed(group):
                 handle = symmetric_memory.rendezvous(self._own, group)
-            self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+            self.buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
             self._handle = handle
             self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
         else:
-            self._buffers = _mapped_by_all(nbytes, group)
-
-    def of(self, rank: int) -> Tensor:
-        """The rank's buffer: (nbytes,), uint8, on this rank's device."""
-        return self._buffers[rank]
+            self.buffers = _mapped_by_all(nbytes, group)
 
     def barrier(self, channel: int = 0) -> None:
         """What the current stream does from here on comes after what every rank's stream was given before its barrier.
@@ -162,7 +159,7 @@ class PeerCopies:
         @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
         def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
             """Of every tensor: the rank's slice in its outbox, and here in its place."""
-            outbox = self._memory.of(rank)
+            outbox = self._memory.buffers[rank]
             slices = [slice_of(tensor, rank, self._ranks) for tensor in tensors]
             return list(zip([outbox[place] for place in places], slices, strict=True))
 
@@ -190,7 +187,7 @@ class PeerCopies:
         self._memory.barrier(_EXCHANGE)
 
     def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
-        inbox = self._memory.of(rank)[self._slice_bytes :]
+        inbox = self._memory.buffers[rank][self._slice_bytes :]
         return inbox[: like.nbytes].view(like.dtype).view(like.shape)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import assign_buckets, clip_gradients_
+from trainstep.parallel.collectives import Waitable, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.process import check_ranks_agree, resolve_group
 from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "leave out ddp=, or train in bfloat16, which needs no scaling"
             )
         self._check()
-        underway: list[Callable[[], object]] = []
+        underway: list[Waitable] = []
         beside = [pair for bucket in self._buckets for pair in bucket.groups_beside(self.param_groups)]
         for own, asked in beside:
             own.update(hyper_parameters(asked))
@@ -121,8 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             underway += bucket.exchange(self.process_group)
         for own, asked in beside:
             asked.update(hyper_parameters(own))  # some optimizers count there
-        for finish in underway:
-            finish()
+        for call in underway:
+            call.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

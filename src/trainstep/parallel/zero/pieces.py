@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
+from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, flat, slice_of
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class ParameterBucket:
         for _, mine in self.slices():
             mine.grad = None  # a view of the whole gradient, which would live on with it
 
-    def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:
-        """Start giving every rank the new parameters; returns what waits for each call."""
+    def exchange(self, process_group: dist.ProcessGroup) -> list[Waitable]:
+        """Start giving every rank the new parameters."""
         if process_group.size() == 1:
             return []
         parameters = [piece.parameter.detach() for piece in self.pieces]
         if self.pieces[0].owner is None:
-            return [all_gather_slices(parameters, process_group).wait]
-        calls = []
+            return [all_gather_slices(parameters, process_group)]
+        calls: list[Waitable] = []
         for owner in range(process_group.size()):
             owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]
             if owned:
@@ -127,18 +127,16 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Callable[[], object]:
-    """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
+def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Waitable:
+    """Send one rank's tensors to the others in one call; its wait puts them in place."""
     together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     work = dist.broadcast(together, group=process_group, group_src=owner, async_op=True)
 
-    def finish() -> None:
-        assert work is not None, "an asynchronous call by a member of the group returns its work"
-        work.wait()
+    def unpack() -> None:
         if len(tensors) > 1 and process_group.rank() != owner:
             torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
 
-    return finish
+    return Pending(work=work, then=unpack)
 
 
 def dump(
