@@ -26,12 +26,6 @@ group
     In `process`, `collectives`, `ddp` and `fsdp.transport` the *process group*: the ranks that communicate. In `zero` a
     *parameter group*, as in torch.optim: parameters with hyper-parameters of their own. In `fsdp` a *gather group*:
     parameters that are gathered and freed together, for the calls of its *units*, usually one block.
-buffer
-    Memory that FSDP's gradients are copied into to be sent, by destination.
-flat
-    A tensor's elements in the order of their memory, as a one-dimensional view.
-transport
-    What carries FSDP's parameters and gradients: collectives, or copies between the memories of one host's ranks.
 """
 
 from importlib import import_module

@@ -109,12 +109,11 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
+    As `torch.nn.utils.clip_grad_norm_`; every rank of the group calls it.
+
     Args:
         divided: this rank's part of the gradients, which may be none; no other rank has these elements.
         replicated: gradients that are the same on every rank, and so counted once.
-        max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
-        group: the ranks; all of them call.
-        device: of the gradients.
     """
     of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
     if norm_type == float("inf"):

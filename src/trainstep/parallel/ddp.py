@@ -187,10 +187,8 @@ class DistributedDataParallel(nn.Module):
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
         After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`) and
-        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`.
-
-        Args:
-            slices: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
+        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`; `slices`
+        has the parameter that stands for this rank's slice of each, the same ones on every rank.
         """
         assert not self._came, "called between backward and finish_gradient_synchronization()"
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
@@ -275,12 +273,11 @@ class DistributedDataParallel(nn.Module):
         self._make_buckets(order[0])
 
     def _check_unchanged(self) -> None:
-        now = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if len(now) == len(self._trained) and all(a is b for a, b in zip(now, self._trained, strict=True)):
+        now = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        then = {id(parameter): name for name, parameter in zip(self._names, self._trained, strict=True)}
+        if list(now) == list(then):
             return
-        ours, theirs = {id(parameter) for parameter in self._trained}, {id(parameter) for parameter in now}
-        gone = [name for name, parameter in zip(self._names, self._trained, strict=True) if id(parameter) not in theirs]
-        new = [name for name, parameter in self.module.named_parameters() if id(parameter) in theirs - ours]
+        new, gone = ([a[each] for each in a if each not in b] for a, b in ((now, then), (then, now)))
         parts = ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen"))
         changes = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names) or "their order"
         what = f"the module's parameters changed since it was wrapped ({changes})"
@@ -306,6 +303,6 @@ def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dt
         raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError("the module has no parameter that requires a gradient; there is nothing to average")
-    on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
-    if on_meta:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
         raise UsageError(f"{on_meta[0]} is on the meta device; move the module to a real device before wrapping it")

@@ -107,8 +107,7 @@ class CheckpointWriter:
     """Writes checkpoints of all ranks; every rank has one and calls it at the same steps.
 
     Args:
-        folder: where, seen by all ranks.
-        keep: how many of the newest stay.
+        folder: seen by all ranks; `keep` of its checkpoints, the newest, stay.
         group: a Gloo group of all ranks that nothing else uses, since it is used from a thread; `close` ends it.
         last: the step of the checkpoint that the run goes on from; None where there is none.
     """

@@ -56,19 +56,13 @@ class Start:
 
 
 def open_folder(
-    out: Path,
-    identity: Mapping[str, Scalar],
-    *,
-    updates: int,
-    resume_from: str | None = None,
-    is_restart: bool = False,
+    out: Path, identity: Mapping[str, Scalar], *, updates: int, resume_from: str | None = None, is_restart: bool = False
 ) -> Start:
     """Find out where the run in `out` is, or begin one there. For one process; it alone changes the folder.
 
     A run that never made an update, as its settings cannot be run, counts as none.
 
     Args:
-        out: the run's folder.
         identity: what the run's curve depends on.
         updates: that are made in all.
         resume_from: a checkpoint's name to go back to; None for the newest.
@@ -111,9 +105,8 @@ def check_not_of_others(out: Path) -> None:
     if (out / RUN).exists() or not out.is_dir():
         return
     if others := sorted({path.name for path in out.iterdir()} - {LOCK, _DRAFT, CHECKPOINTS}):
-        raise UsageError(
-            f"{out} holds no run but other files ({', '.join(others[:3])}); choose a new folder with --out"
-        )
+        what = f"no run but other files ({', '.join(others[:3])})"
+        raise UsageError(f"{out} holds {what}; choose a new folder with --out")
 
 
 def check_shared(out: Path) -> None:

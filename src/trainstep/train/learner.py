@@ -48,9 +48,8 @@ class Learner:
     def update(self, number: int) -> tuple[Tensor, Tensor]:
         """Update number `number` of the weights, from 1 on.
 
-        Returns:
-            This rank's loss, and the norm of the gradient over all ranks before it was clipped; both on the device,
-            where they may not be computed yet.
+        Returns this rank's loss, and the norm of the gradient over all ranks before it was clipped; both on the device,
+        where they may not be computed yet.
         """
         parts = self._tokens.training_parts(number, *self._part)
         for group in self.step.optimizer.param_groups:
@@ -68,8 +67,7 @@ class Learner:
 
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
-        device = self._process.device
-        mine = 0
+        device, mine = self._process.device, 0
         if device.type == "cuda":
             mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica)
         peaks: list[int] = [0] * self._process.world_size

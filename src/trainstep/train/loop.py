@@ -116,11 +116,7 @@ class _Run:
     show: Show
 
     def go(self, done: int, signals: StopSignals) -> int:
-        """Train from the update after `done` to the last, or until some rank is told to stop; then all is saved.
-
-        Returns:
-            Updates made.
-        """
+        """Train on from update `done` to the last, or until some rank is told to stop; returns the updates made."""
         train = self.config.train
         readings = Readings(self.process)
         stopping = False
@@ -156,8 +152,7 @@ class _Run:
     def _not_finite(self, reading: Reading) -> AgreedError:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
-        last = self.checkpoints.last
-        good = "there is no checkpoint yet"
+        good, last = "there is no checkpoint yet", self.checkpoints.last
         if last is not None:
             good = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
         return AgreedError(

@@ -170,9 +170,8 @@ def as_summary(record: TrainRow) -> str:
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
 ) -> TrainRow:
-    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
-
-    Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
+    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone, as earlier ones
+    may have been of another number of ranks or another scheme.
 
     `rows` has every update once. `first` is the update from which the last start went on; if it was the last one, there
     is no speed and no memory. `peak_bytes` is the most that a rank held since; None where it is not counted.

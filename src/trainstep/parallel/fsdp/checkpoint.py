@@ -78,7 +78,6 @@ def state_by_name(
     """The optimizer's state of parameters, to be saved. Tensors share memory with the optimizer's.
 
     Args:
-        optimizer: of any of torch's classes.
         trained: name → what the optimizer updates: a parameter or its shard.
         weights: name → the weight as it is saved. A state with an element for each of the parameter's (a moment, not a
             step count) is saved as the same part of a whole.

@@ -145,13 +145,14 @@ class GradientBuffer:
     def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
         self.parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
         self._dtype = parameters[0].shard.dtype
-        self._starts: dict[ShardedParameter, int] = {}
+        self._places: dict[ShardedParameter, slice] = {}  # its elements, the same ones for every destination
         self._size = 0  # elements per destination
         for parameter in parameters:
-            self._starts[parameter] = self._size
-            self._size += -(-self._shard_size(parameter) // 16) * 16  # each starts at a multiple
+            elements = parameter.padded_shape.numel() // self._ranks
+            self._places[parameter] = slice(self._size, self._size + elements)
+            self._size += -(-elements // 16) * 16  # each starts at a multiple
         self.transport: Transport = Collectives(process_group)
-        self._send: Tensor | None = None  # (ranks, size)
+        self.send: Tensor | None = None  # (ranks, size); None while it holds no gradients
         self._written: set[ShardedParameter] = set()
 
     def exchange_bytes(self, compute_dtype: torch.dtype | None) -> int:
@@ -159,21 +160,17 @@ class GradientBuffer:
         dtype = self.parameters[0].compute_dtype(compute_dtype)
         return 0 if dtype == self._dtype else self._ranks * self._size * dtype.itemsize
 
-    @property
-    def holds_gradients(self) -> bool:
-        return self._send is not None
-
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, accumulate: bool) -> None:
         """Put a gradient of the full parameter's shape in its place, or add it to what is there.
 
         `accumulate`: more will come before it is sent, so the buffer is in the shards' dtype.
         """
-        if self._send is None:
+        if self.send is None:
             dtype = self._dtype if accumulate else gradient.dtype
-            self._send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
-        elif accumulate and self._send.dtype != self._dtype:
-            self._send = self._send.to(self._dtype)
-        place = self._place(self._send, parameter)  # (ranks, elements of a shard)
+            self.send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
+        elif accumulate and self.send.dtype != self._dtype:
+            self.send = self.send.to(self._dtype)
+        place = self.send[:, self._places[parameter]]  # (ranks, elements of a shard)
         source = gradient.reshape(-1)
         full, rest = divmod(source.numel(), place.shape[1])  # ranks with all their rows; elements of the next
         pairs = [(place[:full], source[: full * place.shape[1]].view(full, -1))] if full else []
@@ -187,7 +184,7 @@ class GradientBuffer:
         self._written.add(parameter)
 
     def discard(self) -> None:
-        self._send, self._written = None, set()
+        self.send, self._written = None, set()
 
     def launch(self, stream: SideStream) -> Callable[[], list[tuple[ShardedParameter, Tensor]]]:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros.
@@ -195,12 +192,12 @@ class GradientBuffer:
         What is returned waits for the mean of this rank's rows over the ranks, attaches what this rank had a gradient
         of, and returns what it sent zeros for, to be decided later.
         """
-        assert self._send is not None
-        send, written = self._send, self._written
+        assert self.send is not None
+        send, written = self.send, self._written
         self.discard()
         for parameter in self.parameters:
             if parameter not in written:
-                self._place(send, parameter).zero_()
+                send[:, self._places[parameter]].zero_()
         result = torch.empty(self._size, dtype=self._dtype, device=send.device)
         if self._ranks == 1:
             result, pending = send[0].to(self._dtype), Pending()
@@ -211,8 +208,8 @@ class GradientBuffer:
             exchange, receive, dtype = self.transport.exchange, self.transport.receive_buffer(send), self._dtype
             add_up = partial(torch.mean, receive, dim=0, dtype=dtype, out=result)
             pending = stream.run(lambda: exchange(receive, send), after=add_up)
-        shapes = [(parameter, start, parameter.shard.shape) for parameter, start in self._starts.items()]
-        rows = [(each, result[start : start + shape.numel()].view(shape)) for each, start, shape in shapes]
+        starts = [(each, place.start, each.shard.numel()) for each, place in self._places.items()]
+        rows = [(each, result[start : start + size].view(each.shard.shape)) for each, start, size in starts]
 
         def complete() -> list[tuple[ShardedParameter, Tensor]]:
             pending.wait()
@@ -222,14 +219,6 @@ class GradientBuffer:
             return [row for row in rows if row[0] not in written]
 
         return complete
-
-    def _shard_size(self, parameter: ShardedParameter) -> int:
-        return parameter.padded_shape.numel() // self._ranks
-
-    def _place(self, send: Tensor, parameter: ShardedParameter) -> Tensor:
-        """The parameter's rows in the buffer, by destination: (ranks, elements of a shard)."""
-        start = self._starts[parameter]
-        return send[:, start : start + self._shard_size(parameter)]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

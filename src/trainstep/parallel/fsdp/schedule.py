@@ -189,7 +189,7 @@ class Schedule:
 
     def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
-        ready = [buffer for buffer in group.buffers if buffer.holds_gradients]
+        ready = [buffer for buffer in group.buffers if buffer.send is not None]
         if ready:
             self._complete()
             self._under_way = [buffer.launch(self._reductions) for buffer in ready]

@@ -81,11 +81,6 @@ class PeerMemory:
     Nothing here orders the ranks but `barrier`: whoever copies must have one before, so that the buffers are ready, and
     one after, before their owners touch them again. All ranks of the group must construct it, with the same size.
 
-    Args:
-        nbytes: of each rank's buffer.
-        group: the ranks, all of one host.
-        device: of this rank: a GPU of its own, or the CPU.
-
     Raises:
         OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
 
@@ -117,10 +112,8 @@ class PeerMemory:
     def barrier(self, channel: int = 0) -> None:
         """What the current stream does from here on comes after what every rank's stream was given before its barrier.
 
-        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
-
-        Args:
-            channel: barriers that different streams may be at in one moment have different ones.
+        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout. Barriers that
+        different streams may be at in one moment have different channels.
         """
         if self._handle is not None:
             self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
@@ -135,8 +128,6 @@ class PeerCopies:
     its place. To exchange, every rank writes into the others' inboxes.
 
     Args:
-        group: the ranks.
-        device: of this rank.
         slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256.
         exchange_bytes: the most bytes in a call of `exchange`.
     """

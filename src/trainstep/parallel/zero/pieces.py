@@ -40,13 +40,9 @@ class Piece:
 def cut(
     parameters: Iterable[tuple[int, int, nn.Parameter]], *, rank: int, loads: list[int], sliced: bool
 ) -> list[Piece]:
-    """Divide parameters among the ranks, evenly by bytes.
+    """Divide `parameters`, (number, group, parameter), among the ranks, evenly by bytes; `sliced`: they may be cut.
 
-    Args:
-        parameters: (number, group, parameter), the same on every rank.
-        rank: this one.
-        loads: bytes that each rank has as whole parameters; added to.
-        sliced: whether parameters may be cut.
+    To `loads`, the bytes that each rank has as whole parameters, these are added.
     """
     parameters, world_size = list(parameters), len(loads)
     owners: dict[int, int | None] = {}  # None: sliced
