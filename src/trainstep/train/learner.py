@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -142,10 +141,6 @@ class Reading:
     gradient_norm: float  # before clipping
     stop: bool  # whether some rank was told to stop by the end of this update
     seconds: float  # from the end of the update before, or from `restart`, to this one's end
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class Readings:

@@ -8,6 +8,7 @@ All ranks go through it together and decide alike: what they decide by has been 
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -143,7 +144,7 @@ class _Run:
 
     def _account(self, reading: Reading, *, validate: bool = False) -> None:
         """Check an update, validate if that is due, and write and show its row."""
-        if not reading.is_finite:
+        if not (math.isfinite(reading.loss) and math.isfinite(reading.gradient_norm)):
             raise self._not_finite(reading)
         row = self.meter.row(reading, self.learner.validate() if validate else None)
         self.metrics.write(row)

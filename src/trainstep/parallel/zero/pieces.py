@@ -11,6 +11,7 @@ or by three, for which the same parameter may be whole.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,17 +148,14 @@ def dump(
     """
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
-    meshes: dict[str, DeviceMesh] = {}
+    mesh = functools.cache(functools.partial(DeviceMesh.from_group, process_group))
     for bucket in buckets:
         own = bucket.states()
         stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
         for (piece, values), (_, stand_in) in zip(own, stand_ins, strict=True):
-            name, device = str(piece.number), piece.parameter.device.type
+            name, filled = str(piece.number), (stand_in if values is None else values) or {}
             fresh[name] = values is None
-            if piece.owner is None and device not in meshes:
-                meshes[device] = DeviceMesh.from_group(process_group, device)
-            filled = (stand_in if values is None else values) or {}
-            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in filled.items()}
+            state[name] = {key: _portable(value, piece, mesh) for key, value in filled.items()}
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
@@ -227,14 +225,13 @@ def _is_elementwise(value: Any, piece: Piece) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.mine.shape
 
 
-def _portable(value: Any, piece: Piece, mesh: DeviceMesh | None) -> Any:
+def _portable(value: Any, piece: Piece, mesh: Callable[[str], DeviceMesh]) -> Any:
     if not _is_elementwise(value, piece):
         return value
     if piece.owner is not None:
         return flat(value)
-    assert mesh is not None
-    shape = torch.Size([piece.parameter.numel()])
-    return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+    shape, own_mesh = torch.Size([piece.parameter.numel()]), mesh(piece.parameter.device.type)
+    return DTensor.from_local(value, own_mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
