@@ -241,8 +241,9 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket, self._next = self._buckets[self._next], self._next + 1
+        bucket = self._buckets[self._next]
         bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype, self.process_group)
+        self._next += 1
 
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad

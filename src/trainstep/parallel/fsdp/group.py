@@ -40,9 +40,7 @@ class GatherGroup:
     ) -> None:
         self.parameters, self._process_group = parameters, process_group
         self.users = 0  # calls that are running in forward
-        self.awaiting: WeakSet[object] = (
-            WeakSet()
-        )  # calls that backward has not left; one whose graph is gone drops out
+        self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
         self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since the last were sent
         self._pending: Pending | None = None
         self._all_gather: Start | None = None
@@ -261,8 +259,8 @@ class ReplicatedGradients:
         *means, flags = flat.split(sizes)
         places = dict(zip(self._replicated, means, strict=True))
         if self._gradients:
-            gradients = [gradient.reshape(-1) for gradient in self._gradients.values()]
-            torch._foreach_copy_([places[parameter] for parameter in self._gradients], gradients)
+            targets = [places[parameter] for parameter in self._gradients]
+            torch._foreach_copy_(targets, [gradient.reshape(-1) for gradient in self._gradients.values()])
         self.discard()
         all_used = len(used) == len(self._trainable)
         if all_used:
