@@ -53,9 +53,7 @@ class Checkpoint:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the checkpoints that are there, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+    return sorted(int(found[1]) for path in folder.glob("step-*") if (found := _NAME.fullmatch(path.name)))
 
 
 def name_of(step: int) -> str:

@@ -138,9 +138,7 @@ def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> l
     unit_of = _units(root, _checked(root, chosen))
     planned: dict[int, PlannedParameter] = {}
     for prefix, module in root.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found = planned.setdefault(id(parameter), PlannedParameter(parameter))
             found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             found.slots.append((module, attribute))
