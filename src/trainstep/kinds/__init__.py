@@ -1,4 +1,4 @@
-"""The kinds of rows: a class each, by subject. Adding a kind is one class in a file here and its name below.
+"""The kinds of rows: a class each, by subject. Adding a kind is one class in a file here.
 
 `rows_of` makes rows from what a file has, those of earlier versions included.
 """
@@ -8,41 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainstep.kinds.kernels import AttentionRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
-from trainstep.kinds.memory import AllocationRow, CheckpointingRow, MemoryTimelineRow, OwnerRow, PeakRow, ResidualRow
-from trainstep.kinds.parallel import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
-from trainstep.kinds.plan import (
-    PlanCheckRow,
-    PlanLimitRow,
-    PlanMachineRow,
-    PlanMemoryRow,
-    PlanRow,
-    PlanScalingRow,
-    SweepRow,
-)
+from trainstep.kinds import kernels, memory, parallel, plan, steps
+from trainstep.kinds.kernels import *
+from trainstep.kinds.memory import *
+from trainstep.kinds.parallel import *
+from trainstep.kinds.plan import *
 from trainstep.kinds.row import Row, Scalar, Status, make_row
-from trainstep.kinds.steps import (
-    AccumulationRow,
-    CeilingRow,
-    ControlRow,
-    DtypeRow,
-    RungRow,
-    StepRow,
-    TourRow,
-    WorkloadRow,
-)
+from trainstep.kinds.steps import *
 
 KINDS: Mapping[str, type[Row]] = {
     kind.kind: kind
-    for kind in (
-        WorkloadRow, StepRow, RungRow, ControlRow, CeilingRow, DtypeRow, AccumulationRow, TourRow,
-        ProfileRow, FamilyRow, PieceRow, KernelRow, TimelineRow,
-        PeakRow, MemoryTimelineRow, OwnerRow, AllocationRow, ResidualRow, CheckpointingRow,
-        AttentionRow,
-        CollectiveRow, CollectiveFitRow, ParallelRow, ParallelTraceRow, TrainRow,
-        PlanMachineRow, PlanRow, PlanMemoryRow, PlanLimitRow, PlanScalingRow, PlanCheckRow, SweepRow,
-    )
-}  # fmt: skip
+    for subject in (steps, kernels, memory, parallel, plan)
+    for kind in vars(subject).values()
+    if isinstance(kind, type) and issubclass(kind, Row) and "kind" in vars(kind)
+}
 """Name in files → kind, in the order of the page."""
 
 
@@ -160,10 +139,3 @@ def _allocation(case: Columns, values: Columns) -> None:
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
     each.__name__[1:]: each for each in (_ceiling, _family, _profile, _dtype, _residual, _owner, _allocation)
 }
-
-__all__ = ["KINDS", "row_of", "rows_of"]
-__all__ += ["AccumulationRow", "CeilingRow", "ControlRow", "DtypeRow", "RungRow", "StepRow", "TourRow", "WorkloadRow"]
-__all__ += ["AttentionRow", "FamilyRow", "KernelRow", "PieceRow", "ProfileRow", "TimelineRow"]
-__all__ += ["AllocationRow", "CheckpointingRow", "MemoryTimelineRow", "OwnerRow", "PeakRow", "ResidualRow"]
-__all__ += ["CollectiveFitRow", "CollectiveRow", "ParallelRow", "ParallelTraceRow", "TrainRow"]
-__all__ += ["PlanCheckRow", "PlanLimitRow", "PlanMachineRow", "PlanMemoryRow", "PlanRow", "PlanScalingRow", "SweepRow"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, RungRow
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Finding, found, listed, literal
+from trainstep.report.numbers import numeric
 from trainstep.stats import RUN_SPREAD
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
@@ -79,19 +79,20 @@ def _trust(profile: ProfileRow) -> list[Finding]:
     return [*every, found(f"kernels.{called}", said, **figures)]
 
 
-def _top(profile: ProfileRow, where: Literal["forward", "step"], words: str) -> list[Finding]:
+def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
     """The longest kernel beside the one that is called most often."""
-    top = profile.top(where)
-    if top is None:
+    values, top, often = profile.values, f"top_{where}_kernel", f"most_called_{where}_kernel"
+    if top not in values:
         return []
+    figures = {"kernel": values[top], **{name: values[f"{top}_{name}"] for name in ("share", "ms", "calls")}}
+    calls = "1 call" if round(numeric(figures["calls"])) == 1 else "{calls:.0f} calls"
     said = (
-        f"In {words}, the kernel that takes most time is {literal(brief_name(top.name))} ({top.family}): "
-        f"{{share:share}} of the kernel time, {{ms:ms}} in {'1 call' if round(top.calls) == 1 else '{calls:.0f} calls'}"
+        f"In {words}, the kernel that takes most time is {literal(brief_name(str(values[top])))} "
+        f"({values[f'{top}_family']}): {{share:share}} of the kernel time, {{ms:ms}} in {calls}"
     )
-    figures: dict[str, Scalar] = {"kernel": top.name, "share": top.share, "ms": top.ms, "calls": top.calls}
-    if top.most_called != top.name:
-        said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(top.most_called))
-        figures |= {"most_called": top.most_called, "most_calls": top.most_calls}
+    if values[often] != values[top]:
+        said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(str(values[often])))
+        figures |= {"most_called": values[often], "most_calls": values[f"{often}_calls"]}
     return [found(f"kernels.top-of-{where}", f"{said}.", **figures)]
 
 
