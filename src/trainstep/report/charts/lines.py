@@ -31,6 +31,11 @@ class Series:
     texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
 
 
+def key_of(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """The legend of these lines."""
+    return [(one.role, one.name) for one in series]
+
+
 def lines(
     series: Sequence[Series],
     x_axis: str,

@@ -6,7 +6,7 @@ To show a new kind of row, write its table, and what there is to find and to dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainstep.kinds import KINDS, SweepRow
@@ -38,7 +38,7 @@ def _all(name: str) -> list[Any]:
 _BY_KIND: Mapping[type[Row], Definition] = {each.kind: each for each in _all("TABLES")}
 TABLES = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
 """The table of every kind of row that has one, in the order of `KINDS`."""
-RULES: Sequence[Callable[[Sequence[Row]], list[Finding]]] = _all("RULES")
+RULES: Sequence[Callable[[Sequence[Row]], Iterable[Finding]]] = _all("RULES")
 """Each looks at all rows and finds something worth a sentence, or nothing."""
 SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
 """Parts of the page, in its order; each is None where there are no rows for it."""
