@@ -76,7 +76,7 @@ def render(records: Sequence[Row]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["typeset"] = typeset
+    environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__}
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
         title=_title(records),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.records import Row
@@ -36,7 +36,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[TableRow]
     name: str = ""  # File name without ending, and the page's `data-table`
-    kind: str = field(default="table", init=False)
 
     def texts(self) -> list[tuple[str, ...]]:
         """The cells' texts, row by row."""
