@@ -23,9 +23,7 @@ _ROLES: Mapping[str, str] = {
     "optimizer state": "kind-6",
     "gradients": "kind-3",
     "temporaries": "kind-8",
-    "batch": "neutral",
-    "unknown": "neutral",
-    "others": "neutral",
+    **dict.fromkeys(("batch", "unknown", "others"), "neutral"),
     "activations of other modules": "series-2",
 }
 _OTHER_ROLES = ("kind-2", "kind-5", "kind-4", "kind-7", "kind-1", "kind-3", "kind-6")

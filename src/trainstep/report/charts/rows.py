@@ -64,7 +64,7 @@ def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figur
     _whiskers(plot, [(y, row.low, row.high) for y, row in drawn])
     if limit is not None:
         plot.add_layout(Span(location=limit, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
-    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    _hover_rows(plot, rows)
     return plot
 
 
@@ -95,7 +95,7 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
         x, y = (list(column) for column in zip(*crosses, strict=True))
         plot.scatter(x, y, marker="x", size=11, color=COLOURS["warn"], line_width=2.5)
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
-    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    _hover_rows(plot, rows)
     return plot
 
 
@@ -116,9 +116,9 @@ def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: 
     right = LinearAxis()
     style_axes(right)
     plot.add_layout(right, "right")
-    for axis, texts in ((plot.yaxis, names), (right, map(typeset, labels))):
+    for side, texts in ((plot.yaxis, names), (right, map(typeset, labels))):
         cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
-        name_ticks(axis, {-index: text for index, text in enumerate(cut)}, "ink")
+        name_ticks(side, {-index: text for index, text in enumerate(cut)}, "ink")
     return plot
 
 
@@ -136,16 +136,15 @@ def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | N
     style = {"line_color": COLOURS["ink"], "line_width": 1.2}
     y, low, high = (list(column) for column in zip(*known, strict=True))
     plot.segment(low, y, high, y, **style)
-    cap = 0.1
     for ends in (low, high):
-        plot.segment(ends, [at - cap for at in y], ends, [at + cap for at in y], **style)
+        plot.segment(ends, [at - 0.1 for at in y], ends, [at + 0.1 for at in y], **style)
 
 
-def _hover_rows(plot: figure, texts: Sequence[tuple[str, str]]) -> None:
+def _hover_rows(plot: figure, rows: Sequence[Bar] | Sequence[Fall]) -> None:
     """The whole row reacts, not only its bar: an invisible bar lies over each."""
     from bokeh.models import ColumnDataSource
 
-    columns = {"y": [-index for index in range(len(texts))], "name": [name for name, _ in texts]}
-    columns |= {"tip": [tip for _, tip in texts]}
+    places = [-index for index in range(len(rows))]
+    columns = {"y": places, "name": [row.name for row in rows], "tip": [row.tip for row in rows]}
     cover = plot.hbar(y="y", height=1, left=0, right=plot.x_range.end, source=ColumnDataSource(columns), **COVER)
     add_hover(plot, cover)

@@ -109,8 +109,6 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
 
 @dataclass
 class _Bars:
-    """The columns of one kind of bar."""
-
     columns: dict[str, list[Any]] = field(
         default_factory=lambda: {name: [] for name in ("y", "left", "right", "name", "tip", "colour")}
     )

@@ -178,8 +178,7 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[OwnerRow], list[OwnerRow]]:
-    """Who owns most of the peak, the largest first, and the parts of all owners; empty where no timeline of this step
-    was recorded or it peaks elsewhere."""
+    """Who owns most of the peak, the largest first, and the parts of all owners; empty without such a timeline."""
     for timeline in of_kind(records, MemoryTimelineRow):
         if timeline.status == "ok" and timeline.peak_phase == phase and is_same_step(step, timeline):
             rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]

@@ -79,7 +79,6 @@ def _trust(profile: ProfileRow) -> Iterator[Finding]:
 
 
 def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
-    """The longest kernel beside the one that is called most often."""
     values, top, often = profile.values, f"top_{where}_kernel", f"most_called_{where}_kernel"
     if top not in values:
         return []

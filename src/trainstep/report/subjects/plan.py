@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
@@ -176,7 +176,7 @@ def _made(definitions: Sequence[Definition], records: Sequence[Row]) -> list[Tab
     return [make_table(each, rows, "page") for each in definitions if (rows := of_kind(records, each.kind))]
 
 
-SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (plan,)
+SECTIONS = (plan,)
 
 
 def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:

@@ -130,7 +130,6 @@ def shown(value: Scalar) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> Sequence[Column]:
-    """The flags that the file sets, and what was measured."""
     swept = of_kind(rows, SweepRow)
     step = "predicted step (ms)" if is_predicted(swept) else "step (ms) [95 %]"
     return (

@@ -69,8 +69,8 @@ def _flop_chart(parts: dict[str, int | float]) -> Chart:
     for name, flop in parts.items():
         tip = f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward"
         drawn.append(Bar(name.replace("_", "-"), 100 * flop / total, f"{flop / total:.0%}", tip))
-    plot = partial(bars, drawn, "% of the FLOPs")
-    return Chart("flops", "Arithmetic of one forward pass", "Backward does twice as much.", plot)
+    title, caption = "Arithmetic of one forward pass", "Backward does twice as much."
+    return Chart("flops", title, caption, partial(bars, drawn, "% of the FLOPs"))
 
 
 def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
@@ -85,13 +85,10 @@ def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart
         tip += f"\nthe fastest kept step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
         share = f" · {best / rate:.0%}" if best and rate else ""
         drawn.append(Bar(operation(row), rate, f"{number(rate)}{share}", tip, second=best, role="neutral"))
-    return Chart(
-        "ceilings",
-        "How close the step comes to the device’s matrix products",
-        "The percentage is what the fastest kept step in that precision reaches of it.",
-        partial(bars, drawn, "TFLOP/s"),
-        [("neutral", "a large matrix product alone"), ("accent", "the whole step")],
-    )
+    title = "How close the step comes to the device’s matrix products"
+    caption = "The percentage is what the fastest kept step in that precision reaches of it."
+    legend = [("neutral", "a large matrix product alone"), ("accent", "the whole step")]
+    return Chart("ceilings", title, caption, partial(bars, drawn, "TFLOP/s"), legend)
 
 
 def environment(rows: Sequence[Row]) -> Section | None:
