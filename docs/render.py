@@ -47,24 +47,21 @@ def render(text: str) -> str:
 
 def main() -> None:
     """Rewrite the pages in place, or with --check only say which differ."""
-    stale = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        if (made := render(text)) != text:
-            stale.append(page.name)
-            if "--check" not in sys.argv:
-                page.write_text(made, encoding="utf-8")
-    if "--check" not in sys.argv:
-        for report, names in REPORTS.items():
-            files = [RESULTS / f"{name}.jsonl" for name in names]
-            for file in files:
-                if not file.exists():
-                    print(f"{report} goes without {file.name}: not measured yet")
-            rows = [row for file in files if file.exists() for row in read_records(file)]
-            write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)
-    print(f"changed: {', '.join(stale)}" if stale else "all tables are up to date")
-    if stale and "--check" in sys.argv:
-        sys.exit(1)
+    made = {page: render(page.read_text(encoding="utf-8")) for page in PAGES}
+    stale = [page for page, text in made.items() if text != page.read_text(encoding="utf-8")]
+    print(f"changed: {', '.join(page.name for page in stale)}" if stale else "all tables are up to date")
+    if "--check" in sys.argv:
+        sys.exit(1 if stale else 0)
+    for page in stale:
+        page.write_text(made[page], encoding="utf-8")
+    for report, names in REPORTS.items():
+        rows = []
+        for file in (RESULTS / f"{name}.jsonl" for name in names):
+            if file.exists():
+                rows += read_records(file)
+            else:
+                print(f"{report} goes without {file.name}: not measured yet")
+        write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)
 
 
 if __name__ == "__main__":

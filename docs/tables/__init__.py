@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
-from trainstep.report.tables import Table, make_table
+from trainstep.report.tables import Table, make_table, tabulate
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 SIZE = Column("size", lambda row: str(row.case["workload"]))
+RUNG = Column("rung", lambda row: str(row.case["rung"]))
+OUTCOME = Column("outcome", lambda row: row.status)
 
 
 def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
@@ -24,18 +27,11 @@ def results(name: str, kind: type[AnyRow]) -> list[AnyRow]:
     return of_kind(read_records(path), kind)
 
 
-def one(name: str, kind: type[AnyRow], **case: Scalar) -> AnyRow:
-    """The only row of docs/results/NAME.jsonl with these columns."""
-    rows: list[AnyRow] = [row for row in results(name, kind) if case.items() <= row.case.items()]
+def one(name: str, kind: type[AnyRow], without: Sequence[str] = (), /, **case: Scalar) -> AnyRow:
+    """The only row of docs/results/NAME.jsonl with these settings and none of those in `without`."""
+    rows = [row for row in results(name, kind) if case.items() <= row.case.items() and not row.case.keys() & without]
     assert len(rows) == 1, f"{len(rows)} rows of kind {kind} in {name} have {case}"
     return rows[0]
-
-
-def figure(row: Row, name: str) -> float:
-    """A measured figure that must be there."""
-    value = row.values[name]
-    assert isinstance(value, int | float), (row.case, name, value)
-    return float(value)
 
 
 class NotMeasuredError(Exception):
@@ -57,6 +53,21 @@ def setting(rows: Sequence[Row]) -> str:
     ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
     autocast = " autocast" if precision in ("bf16", "fp16") else ""
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
+
+
+def of_rows(
+    files: str | Sequence[str],
+    kind: type[AnyRow],
+    *wanted: Column,
+    caption: str = "",
+    only: Callable[[AnyRow], bool] | None = None,
+    key: Callable[[AnyRow], Any] | None = None,
+) -> Table:
+    """These columns of the rows of one kind in docs/results/: those for which `only` is true, in the order of `key`."""
+    files = [files] if isinstance(files, str) else files
+    rows = [row for name in files for row in results(name, kind) if only is None or only(row)]
+    rows = rows if key is None else sorted(rows, key=key)
+    return tabulate("rows", f"{caption}; {where(rows)}" if caption else where(rows), wanted, rows)
 
 
 def plain(name: str, kind: type[AnyRow], *, brief: bool = True) -> Table:

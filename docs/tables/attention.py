@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import results, where
+from tables import OUTCOME, of_rows, results, where
 from trainstep.kinds import AttentionRow, CeilingRow
+from trainstep.records import by_case
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
-from trainstep.report.tables import Table, tabulate, text_table
+from trainstep.report.tables import Table, text_table
 
 OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")
@@ -20,24 +21,16 @@ def peers() -> Table:
     """Our kernels beside what torch ships, shape by shape, all in one run."""
     rows = results("h200-attention-peers", AttentionRow)
     shape = ("batch", "heads", "seq", "head_dim", "causal")
-    groups: dict[tuple[object, ...], dict[str, AttentionRow]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.case[name] for name in shape), {})[row.impl] = row
     others = [impl for impl in dict.fromkeys(row.impl for row in rows) if impl != OURS]
     ceiling = ceiling_tflops()
     lines = []
-    for sizes, by_impl in groups.items():
-        ours, times = by_impl[OURS], [by_impl[impl].times["both"].median for impl in others]
-        of_ceiling = [100 * rate / ceiling for rate in (ours.forward_tflops, ours.backward_tflops)]
-        lines.append(
-            (
-                *map(number, sizes),
-                passes(ours),
-                number(ours.both_tflops),
-                " / ".join(f"{share:.0f}" for share in of_ceiling),
-                *(f"{number(time)} ({time / ours.times['both'].median:.2f}×)" for time in times),
-            )
-        )
+    for group in by_case(rows, "impl"):
+        times = {row.impl: row.times["both"].median for row in group}
+        (ours,) = (row for row in group if row.impl == OURS)
+        of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
+        reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
+        beside = (f"{number(times[impl])} ({times[impl] / times[OURS]:.2f}×)" for impl in others)
+        lines.append((*(number(ours.case[name]) for name in shape), *reached, *beside))
     wanted = (
         *shape,
         "ours: forward / backward / both (ms)",
@@ -68,16 +61,10 @@ def naive() -> Table:
         both = eager, compiled = [found[head_dim, seq, impl] for impl in ("eager", "eager-compiled")]
         is_timed = eager.status == compiled.status == "ok"
         ratio = eager.times["both"].median / compiled.times["both"].median if is_timed else None
-        lines.append(
-            (
-                number(head_dim),
-                f"{seq:,}",
-                *map(passes, both),
-                NONE if ratio is None else f"{ratio:.2f}×",
-                *(f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both),
-                f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}",
-            )
-        )
+        times = (*map(passes, both), NONE if ratio is None else f"{ratio:.2f}×")
+        held = (f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both)
+        formula = f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}"
+        lines.append((number(head_dim), f"{seq:,}", *times, *held, formula))
     wanted = (
         *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
@@ -105,22 +92,16 @@ def by_length(dtype: str, head_dim: int) -> Table:
     return text_table(name, caption, ("sequence", *impls), lines)
 
 
-def memory() -> Table:
-    """Measured bytes beside the formula: the eager formula's, ours, and what a case that did not fit needed."""
-    names = ("h200-attention-flash", "h200-attention-naive")
-    rows = [row for name in names for row in results(name, AttentionRow)]
-    rows = [row for row in rows if row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384]
-    wanted = (
-        Column("implementation", lambda row: str(row.case["impl"])),
-        *columns.named("dtype", "causal", "batch", "seq"),
-        *columns.values(
-            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
-        ),
-        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
-        columns.value("score matrices at the peak", "score_matrices_at_peak"),
-        Column("outcome", lambda row: row.status),
-    )
-    return tabulate("attention-memory", f"head_dim 128; {where(rows)}", wanted, rows)
+def headline() -> Table:
+    """Our kernels beside PyTorch's on three shapes."""
+    rows = results("h200-attention-peers", AttentionRow)
+    shapes = {(16384, 64): "1×16×16,384×64", (4096, 128): "4×16×4,096×128", (32768, 128): "1×32×32,768×128"}
+    found = {(row.seq, row.head_dim, row.impl): number(row.values["both_ms"]) for row in rows if row.causal == "yes"}
+    impls = (OURS, "sdpa-flash", "sdpa-cudnn", "flex")
+    cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
+    caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
+    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
+    return text_table("headline-attention", caption, wanted, cells)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {
@@ -131,5 +112,20 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         for dtype in ("bf16", "fp32")
         for head_dim in (16, 64, 128)
     },
-    "attention-memory": memory,
+    "attention-memory": partial(
+        of_rows,
+        ("h200-attention-flash", "h200-attention-naive"),
+        AttentionRow,
+        Column("implementation", lambda row: str(row.case["impl"])),
+        *columns.named("dtype", "causal", "batch", "seq"),
+        *columns.values(
+            {"before backward (GiB)": "before_backward_gib", "by formula": "predicted_before_backward_gib"}
+        ),
+        *columns.values({"peak (GiB)": "peak_gib", "peak by formula": "predicted_peak_gib"}),
+        columns.value("score matrices at the peak", "score_matrices_at_peak"),
+        OUTCOME,
+        caption="head_dim 128",
+        only=lambda row: row.predicted_peak_gib is not None and row.head_dim == 128 and row.seq >= 16384,
+    ),
+    "headline-attention": headline,
 }

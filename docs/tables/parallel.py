@@ -6,52 +6,47 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import plain, results, setting, where
+from tables import of_rows, plain, results, setting, where
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Row
 from trainstep.report import columns
-from trainstep.report.tables import Table, tabulate
+from trainstep.report.columns import Column
+from trainstep.report.tables import Table, tabulate, text_table
 from trainstep.schemes import SCHEMES
+from trainstep.stats import ratio_of_medians
+
+PARTS = ("forward", "backward", "communication", "optimizer")
 
 
-def parallel(table: str = "parallel", name: str = "h200-parallel") -> Table:
+def parallel(name: str = "h200-parallel") -> Table:
     """Schemes of data parallel training: time and traffic."""
     rows = results(name, ParallelRow)
     wanted = (
         columns.case("scheme", "scheme"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         columns.value("beyond the step without communication (ms)", "exposed_ms"),
-        *(
-            columns.value(f"{name} (ms)", f"{name}_ms")
-            for name in ("forward", "backward", "communication", "optimizer")
-        ),
+        *columns.values({f"{name} (ms)": f"{name}_ms" for name in PARTS}),
         *columns.values({"collectives": "collectives", "sent by a rank (GiB)": "sent_gib"}),
         *columns.values({"by plan (GiB)": "sent_floor_gib", "parameters off by (of their movement)": "update_error"}),
         columns.value("allowed", "update_allowed"),
     )
-    return tabulate(table, f"{setting(rows)}; {where(rows)}", wanted, rows)
+    return tabulate("parallel", f"{setting(rows)}; {where(rows)}", wanted, rows)
 
 
-def parallel_memory(table: str = "parallel-memory", name: str = "h200-parallel") -> Table:
+def parallel_memory(name: str = "h200-parallel") -> Table:
     """The same: memory at three moments, measured and planned."""
     rows = [planned_anew(row) for row in results(name, ParallelRow)]
-    points = (("start", "start"), ("before the optimizer", "before_step"), ("after it", "after_step"))
     wanted = (
         columns.case("scheme", "scheme"),
-        *(
-            column
-            for title, name in points
-            for column in (
-                columns.value(f"{title} (GiB)", f"{name}_gib"),
-                columns.value("by plan", f"predicted_{name}_gib"),
-            )
-        ),
+        *columns.values({"start (GiB)": "start_gib", "by plan": "predicted_start_gib"}),
+        *columns.values({"before the optimizer (GiB)": "before_step_gib", "by plan": "predicted_before_step_gib"}),
+        *columns.values({"after it (GiB)": "after_step_gib", "by plan": "predicted_after_step_gib"}),
         *columns.values({"weights": "before_step_weights_gib", "gradients": "before_step_gradients_gib"}),
         *columns.values({"state": "before_step_optimizer_state_gib", "peak": "peak_gib"}),
     )
-    return tabulate(table, f"GiB; {where(rows)}", wanted, rows)
+    return tabulate("parallel-memory", f"GiB; {where(rows)}", wanted, rows)
 
 
 def planned_anew(row: Row) -> Row:
@@ -59,26 +54,65 @@ def planned_anew(row: Row) -> Row:
     if not isinstance(row, ParallelRow):
         return row
     model, scheme = SIZES[str(row.workload)], SCHEMES[row.scheme]
-    plan = planned_bytes(
-        scheme,
-        model.num_parameters,
-        row.world_size,
-        precision=row.precision,
-        optimizer=row.optimizer,
-        model=model,
-        peer_copies=scheme.takes_peer_copies,
-    )
+    settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": scheme.takes_peer_copies}
+    plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
     return dataclasses.replace(row, **moments(plan))
 
+
+OURS = {
+    "torch-ddp": ("bucketed-25", "bucketed-100", "bucketed-1000"),
+    "torch-zero": ("sharded-optimizer", "sharded-optimizer-1000"),
+    "torch-fsdp2": ("fsdp",),
+}
+"""Torch's scheme → ours in its place."""
+
+
+def parallel_ratios() -> Table:
+    """Ours over torch's: time with its interval, and peak memory."""
+    cells = []
+    for name, gpus in (("h200-parallel", 2), ("h200-parallel-4gpus", 4)):
+        rows = {row.scheme: row for row in results(name, ParallelRow)}
+        for theirs, ours in ((theirs, each) for theirs, schemes in OURS.items() for each in schemes if each in rows):
+            time = ratio_of_medians(rows[ours].samples["step"], rows[theirs].samples["step"])
+            low, high = (time.interval.low, time.interval.high) if time.interval else (None, None)
+            peak = (rows[ours].peak_gib or 0) / (rows[theirs].peak_gib or 1)
+            cells.append((str(gpus), ours, theirs, f"{time.value:.3f} [{low:.3f}–{high:.3f}]", f"{peak:.3f}"))
+    wanted = ("GPUs", "ours", "torch's", "time, ours over torch's [95 %]", "peak memory, ours over torch's")
+    caption = f"Each pair in one run; {where(results('h200-parallel', ParallelRow))}"
+    return text_table("parallel-ratios", caption, wanted, cells)
+
+
+README_NAMES = {
+    "single": "one GPU, no communication",
+    "torch-ddp": "DistributedDataParallel, torch's",
+    "bucketed-25": "DistributedDataParallel, ours",
+    "torch-zero": "sharded optimizer, torch's",
+    "sharded-optimizer": "sharded optimizer, ours",
+    "torch-fsdp2": "fully sharded, torch's FSDP2",
+    "fsdp": "fully sharded, ours",
+}
+"""What README.md calls the schemes that it shows, in its order."""
 
 TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
-    "parallel-4gpus": partial(parallel, "parallel-4gpus", "h200-parallel-4gpus"),
-    "parallel-memory-4gpus": partial(parallel_memory, "parallel-memory-4gpus", "h200-parallel-4gpus"),
+    "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
+    "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-4gpus"),
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),
     "collectives": partial(plain, "h200-collectives", CollectiveRow),
     "collectives-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveRow),
     "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveFitRow),
     "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
+    "parallel-ratios": parallel_ratios,
+    "headline-parallel": partial(
+        of_rows,
+        "h200-parallel",
+        ParallelRow,
+        Column("scheme", lambda row: README_NAMES[str(row.case["scheme"])]),
+        *columns.values({"step (ms)": "step_ms", "beyond one GPU's (ms)": "exposed_ms"}),
+        *columns.values({"sent by a rank (GiB)": "sent_gib", "peak (GiB)": "peak_gib"}),
+        caption="2.7B on two GPUs, bf16 autocast",
+        only=lambda row: row.scheme in README_NAMES,
+        key=lambda row: list(README_NAMES).index(row.scheme),
+    ),
 }

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from tables import RESULTS
+from tables import RESULTS, results
 from trainstep.errors import UsageError
 from trainstep.kinds import CheckpointingRow, ParallelRow, PeakRow, PlanCheckRow, RungRow, StepRow
 from trainstep.plan import machine
@@ -40,7 +40,7 @@ from trainstep.plan.machine import ATTAINABLE, OPTIMIZER_FRACTION
 from trainstep.plan.measured import calibrated, checked
 from trainstep.plan.roofline import FUSED_ATTENTION, TILES
 from trainstep.plan.strategies import RESERVED_BYTES
-from trainstep.records import Row, of_kind, read_records
+from trainstep.records import Row
 from trainstep.report import subjects
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, make_table, text_table
@@ -105,10 +105,8 @@ FSDP_AXES, TENSOR_AXES = 2, 1  # The mesh: X = 16 over two axes of the torus, Y 
 
 def compute_bound_tokens(*, overlapped: bool) -> float:
     """Tokens per device from which the forward pass of `XXL` on the mesh is limited by computation."""
-    alpha = intensity(FLOPS_PER_S, BYTES_PER_S)
-    return mesh_tokens(
-        alpha, XXL.d_ff, TENSOR_RANKS, fsdp_axes=FSDP_AXES, tensor_axes=TENSOR_AXES, overlapped=overlapped
-    )
+    alpha, axes = intensity(FLOPS_PER_S, BYTES_PER_S), {"fsdp_axes": FSDP_AXES, "tensor_axes": TENSOR_AXES}
+    return mesh_tokens(alpha, XXL.d_ff, TENSOR_RANKS, **axes, overlapped=overlapped)
 
 
 AlternateRing = Literal["all to all", "reduce, then broadcast"]
@@ -137,27 +135,22 @@ def alternate_seconds(way: AlternateRing, payload: float, world_size: int, bytes
 
 
 CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
-CHECKED: Mapping[str, tuple[type[Row], ...]] = {
-    "h200-step-sizes": (StepRow,),
-    "h200-analyze-2.7B": (RungRow,),
-    "h200-memory": (PeakRow,),
-    "h200-checkpointing": (CheckpointingRow,),
-    "h200-parallel": (ParallelRow,),
-    "h200-parallel-4gpus": (ParallelRow,),
-}  # Files whose rows of these kinds are predicted; those that are not there yet are left out
+CHECKED: Mapping[str, type[Row]] = {
+    "h200-step-sizes": StepRow,
+    "h200-analyze-2.7B": RungRow,
+    "h200-memory": PeakRow,
+    "h200-checkpointing": CheckpointingRow,
+    "h200-parallel": ParallelRow,
+    "h200-parallel-4gpus": ParallelRow,
+}  # Files whose rows of a kind are predicted; those that are not there yet are left out
 
 
 def predictions() -> dict[str, list[Row]]:
     """File → its measured rows beside predictions from `CALIBRATION`."""
-    rates = [row for name in CALIBRATION for row in read_records(RESULTS / f"{name}.jsonl")]
-    rates += [row for path in sorted(RESULTS.glob("h200-collectives*.jsonl")) for row in read_records(path)]
-    rated = calibrated(rates)
-    found = {}
-    for name, kinds in CHECKED.items():
-        if (path := RESULTS / f"{name}.jsonl").exists():
-            rows = read_records(path)
-            found[name] = list(checked([row for kind in kinds for row in of_kind(rows, kind)], rated))
-    return found
+    files = (*CALIBRATION, *(path.stem for path in sorted(RESULTS.glob("h200-collectives*.jsonl"))))
+    rated = calibrated([row for name in files for row in results(name, Row)])
+    kept = {name: kind for name, kind in CHECKED.items() if (RESULTS / f"{name}.jsonl").exists()}
+    return {name: list(checked(results(name, kind), rated)) for name, kind in kept.items()}
 
 
 def plan_check() -> Table:
@@ -172,41 +165,30 @@ def plan_errors() -> Table:
         line = [name, number(len(rows))]
         for error in ("time_error", "memory_error"):
             sizes = [abs(value) for row in rows if isinstance(value := row.values.get(error), float)]
-            line += [number(len(sizes)), *(f"{100 * part:.1f}" if sizes else "–" for part in _spread(sizes))]
-        cells.append(tuple(line))
+            line += [number(len(sizes)), *(f"{100 * of(sizes):.1f}" if sizes else "–" for of in (median, max))]
+        cells.append(line)
     columns = (
         *("results", "rows", "times", "median error (%)", "worst (%)"),
         *("peaks", "their median error (%)", "their worst (%)"),
     )
-    return text_table("plan-errors", "Predicted against measured", columns, tuple(cells))
-
-
-def _spread(sizes: list[float]) -> tuple[float, float]:
-    return (median(sizes), max(sizes)) if sizes else (0.0, 0.0)
+    return text_table("plan-errors", "Predicted against measured", columns, cells)
 
 
 def plan_exercise() -> Table:
     """Memory, devices and shards of the exercise, by tokens in flight."""
     rows = []
     for tokens in (0, 1024, 2048, 4096, 8192):
-        activations = tokens * XXL.activation_bytes_per_token
         shards = XXL.shards_to_fit(95e9, tokens)
-        rows.append(
-            (
-                f"{tokens:,}",
-                f"{XXL.static_bytes / 1e9:,.1f}",
-                f"{activations / 1e9:,.1f}",
-                number(XXL.devices(80e9, tokens)),
-                number(shards),
-                f"{XXL.bytes_per_device(shards, tokens) / 1e9:.1f}",
-            )
-        )
+        kept, activations = XXL.static_bytes / 1e9, tokens * XXL.activation_bytes_per_token / 1e9
+        needs = (number(XXL.devices(80e9, tokens)), number(shards))
+        each = XXL.bytes_per_device(shards, tokens) / 1e9
+        rows.append((f"{tokens:,}", f"{kept:,.1f}", f"{activations:,.1f}", *needs, f"{each:.1f}"))
     columns = (
         *("tokens", "weights, gradients, moments (GB)", "activations (GB)", "devices of 80 GB"),
         *("shards to fit 95 GB", "then a device has (GB)"),
     )
     caption = f"{XXL.num_blocks} blocks, d_model {XXL.d_model:,}, d_ff {XXL.d_ff:,}: {XXL.parameters:,} parameters"
-    return text_table("plan-exercise", caption, columns, tuple(rows))
+    return text_table("plan-exercise", caption, columns, rows)
 
 
 def plan_mesh() -> Table:
@@ -217,7 +199,7 @@ def plan_mesh() -> Table:
         tokens = compute_bound_tokens(overlapped=overlapped)
         rows.append((name, f"{tokens:.1f}", f"{tokens * gpus:,.0f}"))
     columns = ("the two axes communicate", "tokens per device", f"tokens on {gpus} devices")
-    return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, tuple(rows))
+    return text_table("plan-mesh", f"{FSDP_RANKS} × {TENSOR_RANKS}, forward pass", columns, rows)
 
 
 def plan_rings() -> Table:
@@ -228,7 +210,7 @@ def plan_rings() -> Table:
         others = (alternate_seconds(way, 1e9, ranks, 3e11) for way in ("all to all", "reduce, then broadcast"))
         rows.append((number(ranks), *(number(1e3 * seconds) for seconds in (ring, *others))))
     columns = ("ranks", "in chunks (ms)", "all to all (ms)", "reduce, then broadcast (ms)")
-    return text_table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, tuple(rows))
+    return text_table("plan-rings", "Computed: 1 GB, 300 GB/s on each link, calls free", columns, rows)
 
 
 def plan_rates() -> Table:
@@ -236,48 +218,27 @@ def plan_rates() -> Table:
     products = [ATTAINABLE[precision] for precision in ("fp32", "tf32", "bf16")]
     wide, fp32 = (TILES[name] for name in ("wide", "fp32"))
     slower = [speed for _, _, speed in (*wide, *fp32) if speed < 1]
-    rows = (
-        (
-            "rate of products, per precision",
-            f"ceiling rows of a calibration; else {min(products)} to {max(products)} of the datasheet, as on an H200",
-        ),
-        ("rate of a copy", f"the same; else {ATTAINABLE['copy']} of the datasheet"),
-        (
-            "the optimizer's fraction of a copy's rate",
-            f"the best step of the calibration; else {OPTIMIZER_FRACTION['adamw-foreach']} (foreach), "
-            f"{OPTIMIZER_FRACTION['adamw-fused']} (fused)",
-        ),
-        (
-            "launching a block, forward and backward",
-            "steps of the calibration whose forward was bound by launching; else not counted",
-        ),
-        (
-            "bytes between products",
-            "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
-        ),
-        (
-            "tiles and the speed of smaller ones",
-            f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × {fp32[0][1]} (float32), and smaller "
-            f"at {min(slower)} to {max(slower)}",
-        ),
-        ("fused attention", f"{FUSED_ATTENTION} of the rate of products, assumed from long sequences on an H200"),
-        (
-            "links",
-            f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe and "
-            f"{machine.LINK_OVERHEAD_S * 1e6:.0f} µs a call",
-        ),
-        (
-            "slowed by hidden communication",
-            f"{machine.INTERFERENCE} of its time, from data parallel training on two H200s",
-        ),
-        (
-            "memory for tensors",
-            "what the driver of a calibration's device reports, else the device's in hardware.py; less "
-            f"{RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
-        ),
-        ("network", f"--network-gb-s; {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured"),
-    )
-    return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), rows)
+    sources = {
+        "rate of products, per precision": f"ceiling rows of a calibration; else {min(products)} to {max(products)} of "
+        "the datasheet, as on an H200",
+        "rate of a copy": f"the same; else {ATTAINABLE['copy']} of the datasheet",
+        "the optimizer's fraction of a copy's rate": "the best step of the calibration; else "
+        f"{OPTIMIZER_FRACTION['adamw-foreach']} (foreach), {OPTIMIZER_FRACTION['adamw-fused']} (fused)",
+        "launching a block, forward and backward": "steps of the calibration whose forward was bound by launching; "
+        "else not counted",
+        "bytes between products": "counted by operator, see plan/roofline.py; compiled code: one pass per fused region",
+        "tiles and the speed of smaller ones": f"assumed: {wide[0][0]} × {wide[0][1]} (16-bit, TF32), {fp32[0][0]} × "
+        f"{fp32[0][1]} (float32), and smaller at {min(slower)} to {max(slower)}",
+        "fused attention": f"{FUSED_ATTENTION} of the rate of products, assumed from long sequences on an H200",
+        "links": f"collective fit rows of a calibration; else {ATTAINABLE['link']} of the datasheet's NVLink or PCIe "
+        f"and {machine.LINK_OVERHEAD_S * 1e6:.0f} µs a call",
+        "slowed by hidden communication": f"{machine.INTERFERENCE} of its time, from data parallel training on two "
+        "H200s",
+        "memory for tensors": "what the driver of a calibration's device reports, else the device's in hardware.py; "
+        f"less {RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
+        "network": f"--network-gb-s; {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured",
+    }
+    return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

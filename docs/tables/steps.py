@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import SIZE, plain, results, where
+from tables import RUNG, SIZE, of_rows, plain, results, where
 from trainstep.config import PHASES
 from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.report import columns
-from trainstep.report.columns import Column
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import number, numeric
 from trainstep.report.tables import Table, tabulate, text_table
@@ -20,19 +19,14 @@ RATES = (columns.value("TFLOP/s", "achieved_tflops"), columns.value("utilisation
 
 def sizes(precision: str, compiled: str) -> Table:
     """Phases of every size in one precision, eager or compiled."""
-    every = results("h200-step-sizes", StepRow)
-    rows = [row for row in every if (row.precision, row.compile) == (precision, compiled)]
     form = "eager" if compiled == "off" else "blocks compiled"
-    caption = f"{precision}, {form}: mean ± std of 10 steps after 5; {where(rows)}"
-    return tabulate("sizes", caption, (SIZE, *MEANS, *RATES, columns.value("peak (GiB)", "peak_gib")), rows)
-
-
-def warmup() -> Table:
-    """The same ten steps' mean with 0, 1, 2 and 5 steps left out before."""
-    rows = [row for size in ("small", "large", "2.7B") for row in results(f"h200-warmup-{size}", StepRow)]
-    wanted = (SIZE, columns.case("warm-up", "warmup"), *MEANS, columns.median("step, median [95 %]", "step"),
-               columns.value("first step (ms)", "first_step_ms"))  # fmt: skip
-    return tabulate("warmup", f"fp32, eager, each size in a fresh process; {where(rows)}", wanted, rows)
+    return of_rows(
+        "h200-step-sizes",
+        StepRow,
+        *(SIZE, *MEANS, *RATES, columns.value("peak (GiB)", "peak_gib")),
+        caption=f"{precision}, {form}: mean ± std of 10 steps after 5",
+        only=lambda row: (row.precision, row.compile) == (precision, compiled),
+    )
 
 
 def repeat() -> Table:
@@ -44,12 +38,8 @@ def repeat() -> Table:
 def limits(size: str) -> Table:
     """The phases of the ladder's first and last kept rungs."""
     kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
-    wanted = (
-        Column("rung", lambda row: str(row.case["rung"])),
-        *(columns.value(f"{name} (ms)", f"{name}_ms") for name in ("forward", "backward", "optimizer", "step")),
-        *RATES,
-    )
-    return tabulate("limits", f"{size}; {where(kept)}", wanted, [kept[0], kept[-1]])
+    times = columns.values({f"{name} (ms)": f"{name}_ms" for name in ("forward", "backward", "optimizer", "step")})
+    return tabulate("limits", f"{size}; {where(kept)}", (RUNG, *times, *RATES), [kept[0], kept[-1]])
 
 
 ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
@@ -57,15 +47,17 @@ ACROSS = ("workload", "precision", "compile", "attention", "optimizer")
 
 def ladder(name: str, form: str) -> Table:
     """The rungs of one form."""
-    rows = [row for row in results(f"{name}-tour", RungRow) if row.workload == f"examples.tour.{form}:workload"]
-    wanted = (
-        Column("rung", lambda row: str(row.case["rung"])),
+    return of_rows(
+        f"{name}-tour",
+        RungRow,
+        RUNG,
         columns.median("step (ms) [95 %]", "step"),
         *columns.values({"speed-up": "speedup", "peak (GiB)": "peak_gib"}),
         *columns.values({"gradients off by": "gradient_error", "allowed": "error_budget"}, digits=2),
         columns.value("verdict", "verdict"),
+        caption=f"{form}.py",
+        only=lambda row: row.workload == f"examples.tour.{form}:workload",
     )
-    return tabulate("tour", f"{form}.py; {where(rows)}", wanted, rows)
 
 
 def compared(name: str) -> Table:
@@ -93,7 +85,23 @@ def curves() -> Table:
         lines.append((str(steps[index]), *(number(loss, 5) for loss in losses), number(apart, 2)))
     wanted = ("update", *(f"loss, {row.scheme}" for row in rows), "apart, relative")
     caption = f"{rows[0].workload}, context {rows[0].context}, {rows[0].precision}; {where(rows)}"
-    return text_table("train-curves", caption, wanted, tuple(lines))
+    return text_table("train-curves", caption, wanted, lines)
+
+
+def headline() -> Table:
+    """Where the ladder of each size begins and where it ends."""
+    cells = []
+    for size in ("small", "large", "2.7B"):
+        kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
+        first, last = kept[0], kept[-1]
+        times, peaks = ([number(row.values[name]) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        speedup = f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]"
+        cells.append((size, *times, speedup, *peaks, f"{last.gradient_error:.2g} of {last.error_budget:.2g}"))
+    wanted = (
+        *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
+        *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
+    )
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, cells)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {
@@ -101,7 +109,14 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "sizes-bf16": partial(sizes, "bf16", "off"),
     "sizes-fp32-compiled": partial(sizes, "fp32", "blocks"),
     "sizes-bf16-compiled": partial(sizes, "bf16", "blocks"),
-    "warmup": warmup,
+    "warmup": partial(
+        of_rows,
+        [f"h200-warmup-{size}" for size in ("small", "large", "2.7B")],
+        StepRow,
+        *(SIZE, columns.case("warm-up", "warmup"), *MEANS, columns.median("step, median [95 %]", "step")),
+        columns.value("first step (ms)", "first_step_ms"),
+        caption="fp32, eager, each size in a fresh process",
+    ),
     "repeat": repeat,
     "limits-large": partial(limits, "large"),
     **{f"ladder-{size}": partial(plain, f"h200-analyze-{size}", RungRow) for size in ("small", "large", "2.7B")},
@@ -109,4 +124,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     **{f"tour-compare-{name}": partial(compared, name) for name in ("cpu", "h200")},
     "train": partial(plain, "h200-train", TrainRow),
     "train-curves": curves,
+    "headline-ladder": headline,
 }

@@ -14,12 +14,11 @@ from typing import Any
 
 from trainstep.commands.bench import Bench
 from trainstep.commands.compare import Compare
-from trainstep.commands.dtypes import Dtypes
 from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
 from trainstep.commands.plan import Plan
-from trainstep.commands.profile import Analyze, Profile
+from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
 from trainstep.errors import UsageError

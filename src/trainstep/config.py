@@ -190,8 +190,7 @@ class FileConfig:
 
     model: ModelConfig
     step: StepConfig
-    train: Mapping[str, Any]
-    """As it stands there; `trainstep.train` knows its fields."""
+    train: Mapping[str, Any]  # as it stands there; `trainstep.train` knows its fields
 
 
 def load_toml(path: Path) -> FileConfig:

@@ -13,8 +13,7 @@ from typing import Any
 
 from trainstep.errors import UsageError
 
-LOCK = ".lock"
-"""A file of its own: NFS locks no folder, and nothing for one who only reads it."""
+LOCK = ".lock"  # a file of its own: NFS locks no folder, and nothing for one who only reads it
 
 
 @contextlib.contextmanager
@@ -56,8 +55,7 @@ class StopSignals:
     """
 
     def __init__(self, *caught: signal.Signals, raises: bool) -> None:
-        self.received: signal.Signals | None = None
-        """The last one."""
+        self.received: signal.Signals | None = None  # the last one
         self._caught, self._raises = caught, raises
         self._before: dict[signal.Signals, Any] = {}
 

@@ -31,8 +31,6 @@ TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """One scheme: a wrapper and its settings."""
-
     name: str  # on the command line and in rows
     wrapper: Wrapper
     planned_as: DataParallel | None  # what the planner calls it; None without communication
@@ -47,7 +45,6 @@ class Scheme:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything."""
         return self.wrapper != "none"
 
     @property
@@ -87,6 +84,5 @@ _ALL = (
     Scheme("torch-fsdp2", "torch-fsdp2", "fsdp"),
 )
 
-SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}
-"""By name, in the order of tables."""
+SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}  # by name, in the order of tables
 BENCH_SCHEMES: tuple[str, ...] = tuple(each.name for each in _ALL if each.in_bench)

@@ -13,7 +13,7 @@ def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, **ch
     rng = random.Random(seed)
     samples = [median * (1 + rng.uniform(-spread, spread)) for _ in range(n)]
     case = {"workload": "small", "precision": precision, "mode": "step", "warmup": 5, "repeat": repeat, "steps": n}
-    return row_of("step", case, {"step_ms": median}, {"step": samples}, **changes)
+    return row_of("step", case, {"step_ms": median}, samples={"step": samples}, **changes)
 
 
 def test_clear_differences_are_called():

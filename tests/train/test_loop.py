@@ -13,7 +13,7 @@ from trainstep.errors import UsageError
 from trainstep.guards import held_folder
 from trainstep.model.transformer import build_transformer
 from trainstep.records import read_records
-from trainstep.train.folder import Asked, open_folder
+from trainstep.train.folder import open_folder
 from trainstep.train.learner import Learner
 
 
@@ -158,7 +158,7 @@ def test_a_restart_does_not_go_back_again(unfinished):
     identity = json.loads((unfinished / "run.json").read_text())["identity"]
 
     def start(name, **options):
-        return open_folder(unfinished, identity, Asked(12, name, **options)).step
+        return open_folder(unfinished, identity, updates=12, resume_from=name, **options).step
 
     assert start("step-00000004", is_restart=True) == 10
     assert start("step-00000008", is_restart=True) == 8, "the start before died before it went back"

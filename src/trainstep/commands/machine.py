@@ -12,9 +12,6 @@ from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
 from trainstep.errors import UsageError
 
-Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
-Part = Literal["tiles", "choice"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Info(Common):
@@ -36,11 +33,11 @@ class Tune(Common):
 
     what: Positional[Literal["attention"]] = "attention"
     """What to tune."""
-    part: commas(Part) = ("tiles", "choice")  # type: ignore[valid-type]
+    part: commas(Literal["tiles", "choice"]) = ("tiles", "choice")  # type: ignore[valid-type]
     """tiles: the configurations of our kernels; choice: what impl=auto stands for."""
     head_dim: commas(int) = (16, 32, 64, 128, 256)  # type: ignore[valid-type]
     """Features per head to measure."""
-    dtype: commas(Dtype) = ("bf16", "fp32", "tf32")  # type: ignore[valid-type]
+    dtype: commas(Literal["bf16", "fp16", "fp32", "tf32"]) = ("bf16", "fp32", "tf32")  # type: ignore[valid-type]
     """Types to measure. 16-bit types share their tiles; tf32 is float32 on TF32 units, for tiles only."""
     dry_run: FlagCreatePairsOff[bool] = False
     """Measure and print, and write nothing."""
@@ -52,9 +49,8 @@ class Tune(Common):
 
         chosen = [name for name in self.dtype if name != "tf32"]
         if "tiles" not in self.part and not chosen:
-            raise UsageError(
-                "--part choice --dtype tf32 measures nothing: tf32 has tiles only; add fp32, or --part tiles"
-            )
+            nothing = "--part choice --dtype tf32 measures nothing: tf32 has tiles only"
+            raise UsageError(f"{nothing}; add fp32, or --part tiles")
         say = functools.partial(console_for_output().print, markup=False, highlight=False)
 
         def show(done: Measurement) -> None:

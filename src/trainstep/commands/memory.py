@@ -63,7 +63,6 @@ class Memory(OneModel):
 
     @property
     def _chosen(self) -> bool:
-        """Whether flags say what to show."""
         return self.peaks or self.timeline or self.residuals or self.checkpointing
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 NOTHING_RAN, INTERRUPTED = 1, 130
 """Exit codes when every case failed (there are rows, and they only say why), and after Ctrl-C, as shells have it."""
-FACTS = ("workload", "ceiling")
-"""Kinds of rows that are there whether or not a case ran."""
-BESIDE = ("trace", "snapshot")
-"""Values of records that name a file written beside them."""
 
 
 def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | None = None) -> int:
@@ -60,9 +56,10 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
         console.print(f"\nRecommended: {report.recommended_flags}")
     if taken:
         report.write(out)
-        beside = "".join(f", {each}" for row in taken for name in BESIDE if (each := row.values.get(name)))
+        files = ("trace", "snapshot")  # values that name a file written beside the rows
+        beside = "".join(f", {each}" for row in taken for name in files if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
-    cases = [row for row in taken if row.kind not in FACTS]
+    cases = [row for row in taken if row.kind not in ("workload", "ceiling")]  # which are there whatever fails
     if cases and all(row.status != "ok" for row in cases):
         reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
         console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)

@@ -102,7 +102,6 @@ class Sweep(Common):
 
 
 def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
-    """How many cases there are, and how many of them are left."""
     finished = sum(place.is_finished(retried) for place in places)
     to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
     return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"

@@ -1,71 +1,44 @@
-"""The kinds of rows: a class each, by subject. Adding a kind is one class in a file here and its name below.
+"""The kinds of rows: a class each, by subject. Adding a kind is one class in a file here.
 
 `rows_of` makes rows from what a file has, those of earlier versions included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainstep.kinds.kernels import AttentionRow, FamilyRow, KernelRow, PieceRow, ProfileRow, TimelineRow
-from trainstep.kinds.memory import AllocationRow, CheckpointingRow, MemoryTimelineRow, OwnerRow, PeakRow, ResidualRow
-from trainstep.kinds.parallel import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
-from trainstep.kinds.plan import (
-    PlanCheckRow,
-    PlanLimitRow,
-    PlanMachineRow,
-    PlanMemoryRow,
-    PlanRow,
-    PlanScalingRow,
-    SweepRow,
-)
-from trainstep.kinds.row import Row, Scalar, Status, make_row
-from trainstep.kinds.steps import (
-    AccumulationRow,
-    CeilingRow,
-    ControlRow,
-    DtypeRow,
-    RungRow,
-    StepRow,
-    TourRow,
-    WorkloadRow,
-)
+from trainstep.kinds import kernels, memory, parallel, plan, steps
+from trainstep.kinds.kernels import *
+from trainstep.kinds.memory import *
+from trainstep.kinds.parallel import *
+from trainstep.kinds.plan import *
+from trainstep.kinds.row import Row, make_row
+from trainstep.kinds.steps import *
 
 KINDS: Mapping[str, type[Row]] = {
     kind.kind: kind
-    for kind in (
-        WorkloadRow, StepRow, RungRow, ControlRow, CeilingRow, DtypeRow, AccumulationRow, TourRow,
-        ProfileRow, FamilyRow, PieceRow, KernelRow, TimelineRow,
-        PeakRow, MemoryTimelineRow, OwnerRow, AllocationRow, ResidualRow, CheckpointingRow,
-        AttentionRow,
-        CollectiveRow, CollectiveFitRow, ParallelRow, ParallelTraceRow, TrainRow,
-        PlanMachineRow, PlanRow, PlanMemoryRow, PlanLimitRow, PlanScalingRow, PlanCheckRow, SweepRow,
-    )
-}  # fmt: skip
+    for subject in (steps, kernels, memory, parallel, plan)
+    for kind in vars(subject).values()
+    if isinstance(kind, type) and issubclass(kind, Row) and "kind" in vars(kind)
+}
 """Name in files → kind, in the order of the page."""
 
 
-def rows_of(
-    kind: str,
-    case: Mapping[str, Any] | None = None,
-    values: Mapping[str, Any] | None = None,
-    samples: Mapping[str, Sequence[float]] | None = None,
-    status: Status = "ok",
-    reason: str = "",
-    environment: Mapping[str, Scalar] | None = None,
-    series: Mapping[str, Sequence[Scalar]] | None = None,
-) -> list[Row]:
+def rows_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None = None, **rest: Any) -> list[Row]:
     """The row of these columns; columns of earlier versions are renamed first, which may make several rows of one.
+
+    Args:
+        kind: name in files.
+        case, values: columns by name.
+        rest: samples, series, environment, status, reason.
 
     Raises:
         ValueError: no such kind, or columns that it does not have.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
-    rest: dict[str, Any] = {"samples": samples or {}, "series": series or {}, "environment": environment or {}}
-    rest |= {"status": status, "reason": reason}
-    return [make_row(KINDS[kind], *columns, **rest) for columns in migrated(kind, case or {}, values or {})]
+    return [make_row(KINDS[kind], *columns, **rest) for columns in migrated(kind, case, values or {})]
 
 
 def row_of(*columns: Any, **more: Any) -> Row:
@@ -83,6 +56,9 @@ def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> l
     if kind == "plan scaling" and "strategy" not in case:
         return _by_strategy(dict(case), values)
     columns = dict(case), dict(values)
+    for name in _JOINED.get(kind, ()):
+        if isinstance(texts := values.get(name), str):
+            columns[1][name] = texts.split(", ")
     if kind in _CHANGES:
         _CHANGES[kind](*columns)
     return [columns]
@@ -110,19 +86,10 @@ def _family(case: Columns, values: Columns) -> None:
         values["ceiling_precision"] = named.removeprefix("matmul ") if named else None
 
 
-def _profile(case: Columns, values: Columns) -> None:
-    """The phases were joined to one text."""
-    if isinstance(values.get("sums_disagree"), str):
-        values["sums_disagree"] = values["sums_disagree"].split(", ")
-
-
 def _dtype(case: Columns, values: Columns) -> None:
-    """The class was named `class`, and dtypes were joined to one text."""
+    """The class was named `class`."""
     if "class" in values:
         values["class_name"] = values.pop("class")
-    for name in ("parameters", "inputs", "outputs", "gradients"):
-        if isinstance(values.get(name), str):
-            values[name] = values[name].split(", ")
 
 
 def _residual(case: Columns, values: Columns) -> None:
@@ -158,12 +125,7 @@ def _allocation(case: Columns, values: Columns) -> None:
 
 
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
-    each.__name__[1:]: each for each in (_ceiling, _family, _profile, _dtype, _residual, _owner, _allocation)
+    each.__name__[1:]: each for each in (_ceiling, _family, _dtype, _residual, _owner, _allocation)
 }
-
-__all__ = ["KINDS", "row_of", "rows_of"]
-__all__ += ["AccumulationRow", "CeilingRow", "ControlRow", "DtypeRow", "RungRow", "StepRow", "TourRow", "WorkloadRow"]
-__all__ += ["AttentionRow", "FamilyRow", "KernelRow", "PieceRow", "ProfileRow", "TimelineRow"]
-__all__ += ["AllocationRow", "CheckpointingRow", "MemoryTimelineRow", "OwnerRow", "PeakRow", "ResidualRow"]
-__all__ += ["CollectiveFitRow", "CollectiveRow", "ParallelRow", "ParallelTraceRow", "TrainRow"]
-__all__ += ["PlanCheckRow", "PlanLimitRow", "PlanMachineRow", "PlanMemoryRow", "PlanRow", "PlanScalingRow", "SweepRow"]
+_JOINED = {"profile": ("sums_disagree",), "dtype": ("parameters", "inputs", "outputs", "gradients")}
+"""Columns whose words were joined to one text."""

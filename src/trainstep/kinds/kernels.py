@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
-
-from trainstep.kinds.row import GpuState, Rates, StepSettings, Times, setting, times
+from trainstep.kinds.row import GpuState, Rates, StepSettings, Timed, setting
 
 
-@dataclass(frozen=True)
-class TopKernel:
-    """The kernel that takes most time, and the one that is called most often."""
-
-    name: str
-    family: str
-    calls: float  # per step, as `ms`
-    ms: float
-    share: float  # of the kernel time
-    most_called: str
-    most_calls: float
-
-
-class ProfileRow(StepSettings, kind="profile"):
-    """One profiled step. Times are per step; `PHASE_profiled_ms` is with the profiler, `PHASE_ms` without."""
+class ProfileRow(StepSettings, Timed, kind="profile"):
+    """One profiled step, times per step: of the step and its phases without the profiler ("forward") and with it
+    ("forward_profiled"), and of a phase's kernels, summed ("forward_kernels") and without overlap ("forward_busy").
+    """
 
     profiled_n: int | None = None  # steps that the profiler recorded
     on_cpu: bool | None = None
@@ -38,14 +23,6 @@ class ProfileRow(StepSettings, kind="profile"):
     outside_steps_ms: float | None = None
     matmul_share_step: float | None = None
     matmul_share_forward: float | None = None
-    forward_kernels_ms: float | None = None
-    forward_busy_ms: float | None = None
-    loss_kernels_ms: float | None = None
-    loss_busy_ms: float | None = None
-    backward_kernels_ms: float | None = None
-    backward_busy_ms: float | None = None
-    optimizer_kernels_ms: float | None = None
-    optimizer_busy_ms: float | None = None
     top_step_kernel: str | None = None  # the kernel that takes most time
     top_step_kernel_family: str | None = None
     top_step_kernel_calls: float | None = None
@@ -67,35 +44,15 @@ class ProfileRow(StepSettings, kind="profile"):
     largest_gap_before: str | None = None  # the kernel after it
     communication_ms: float | None = None
     communication_overlapped_ms: float | None = None  # beside computation
-    n: int | None = None  # steps timed without the profiler
-    step_ms: float | None = None
-    step_low_ms: float | None = None
-    step_high_ms: float | None = None
     profiled_step_ms: float | None = None
     profiler_cost_ms: float | None = None
     profiler_cost: float | None = None  # relative to the step without it
     idle_ms: float | None = None
     idle_share: float | None = None
-    forward_ms: float | None = None
-    forward_profiled_ms: float | None = None
-    loss_ms: float | None = None
-    loss_profiled_ms: float | None = None
-    backward_ms: float | None = None
-    backward_profiled_ms: float | None = None
-    optimizer_ms: float | None = None
-    optimizer_profiled_ms: float | None = None
     sums_allowed_ms: float | None = None  # by how much kernels may take longer than the unprofiled phase
     sums_disagree: tuple[str, ...] | None = None
     """The phases ("step" for the whole) whose kernels take longer than that."""
     trace: str | None = None  # file name
-
-    def top(self, where: Literal["forward", "step"]) -> TopKernel | None:
-        """The kernels that stand out in the forward pass or in the whole step."""
-        name, often = f"top_{where}_kernel", f"most_called_{where}_kernel"
-        if getattr(self, name) is None:
-            return None
-        columns = (name, *(f"{name}_{part}" for part in ("family", "calls", "ms", "share")), often, f"{often}_calls")
-        return TopKernel(*(getattr(self, column) for column in columns))
 
 
 class FamilyRow(StepSettings, Rates, kind="family"):
@@ -149,7 +106,7 @@ class TimelineRow(StepSettings, kind="timeline"):
     """Neighbours that together are shorter are one bar; None where none were joined."""
 
 
-class AttentionRow(GpuState, kind="attention"):
+class AttentionRow(GpuState, Timed, kind="attention"):
     """One case of `bench attention`: times of forward, backward and both, memory, and errors against float64."""
 
     impl: str = setting()
@@ -159,8 +116,6 @@ class AttentionRow(GpuState, kind="attention"):
     head_dim: int = setting()
     causal: str = setting()  # yes or no
     dtype: str = setting()
-    times: Mapping[str, Times] = times()
-    n: int | None = None
     forward_tflops: float | None = None
     backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
     both_tflops: float | None = None

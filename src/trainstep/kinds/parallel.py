@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from trainstep.kinds.row import GpuState, Row, StepSettings, Times, setting, times
+from trainstep.kinds.row import GpuState, Row, StepSettings, Timed, setting
 
 
-class CollectiveRow(GpuState, kind="collective"):
+class CollectiveRow(GpuState, Timed, kind="collective"):
     """One collective at one size; a call lasts as long as on its slowest rank."""
 
     collective: str = setting()
@@ -15,8 +13,6 @@ class CollectiveRow(GpuState, kind="collective"):
     dtype: str = setting()
     size_mb: float = setting()
     backend: str | None = setting(None)
-    times: Mapping[str, Times] = times()
-    n: int | None = None
     payload_bytes: int | None = None
     fastest_rank_ms: float | None = None
     slowest_rank_ms: float | None = None
@@ -39,7 +35,7 @@ class CollectiveFitRow(Row, kind="collective fit"):
     worst_error: float | None = None
 
 
-class ParallelRow(StepSettings, GpuState, kind="parallel"):
+class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
     """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
     Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
@@ -47,8 +43,6 @@ class ParallelRow(StepSettings, GpuState, kind="parallel"):
 
     scheme: str = setting()
     world_size: int = setting()
-    times: Mapping[str, Times] = times()
-    n: int | None = None
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
     collectives: int | None = None
@@ -98,15 +92,13 @@ class ParallelTraceRow(StepSettings, kind="parallel trace"):
     exposed_from_us: float | None = None  # exposed communication is drawn from this length on
 
 
-class TrainRow(StepSettings, kind="train"):
+class TrainRow(StepSettings, Timed, kind="train"):
     """A finished training run; its curve is in the series."""
 
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
     global_batch: int | None = setting(None)
     steps: int | None = setting(None)
-    times: Mapping[str, Times] = times()
-    n: int | None = None
     tokens_per_s: float | None = None
     utilisation: float | None = None
     first_loss: float | None = None

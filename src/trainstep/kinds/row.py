@@ -167,6 +167,18 @@ def _part_of_times(name: str) -> tuple[str, str] | None:
     return next(found, None)
 
 
+class Timed(Row):
+    """A row that has times, those of the whole step as "step"."""
+
+    times: Mapping[str, Times] = times()
+    n: int | None = None  # how many steps, calls or updates were timed
+
+    @property
+    def step_ms(self) -> float | None:
+        """The median of the whole step."""
+        return self.times["step"].median if "step" in self.times else None
+
+
 class StepSettings(Row):
     """How a training step was taken: fields of `StepConfig`, those that a user's workload fixes left None."""
 

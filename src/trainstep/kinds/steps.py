@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from trainstep.kinds.row import GpuState, Peaks, Row, StepSettings, Times, setting, times
+from trainstep.kinds.row import GpuState, Peaks, Row, StepSettings, Timed, setting
 
 
 class WorkloadRow(StepSettings, kind="workload"):
@@ -23,24 +21,16 @@ class WorkloadRow(StepSettings, kind="workload"):
     flops_counted: str | None = None  # what the counts leave out
 
 
-class MeasuredStep(StepSettings, GpuState, Peaks):
-    """What one run of timed steps gives."""
+class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
+    """What one run of timed steps gives: the times of the whole step ("step", by the host's clock), each phase, each
+    phase's time to issue ("forward_issue" …) and the host's wait ("wait")."""
 
-    times: Mapping[str, Times] = times()
-    """The whole step ("step", by the host's clock), each phase, each phase's time to issue ("forward_issue" …) and the
-    host's wait ("wait")."""
-    n: int | None = None  # timed steps
     first_step_ms: float | None = None
     tokens_per_s: float | None = None
     model_tflop: float | None = None  # FLOPs of the mathematics per step
     achieved_tflops: float | None = None
     utilisation: float | None = None  # of the device's peak rate in this precision, by its datasheet
     optimizer_state_gib: float | None = None
-
-    @property
-    def step_ms(self) -> float | None:
-        """The median of the whole step."""
-        return self.times["step"].median if "step" in self.times else None
 
 
 class Checked(Row):

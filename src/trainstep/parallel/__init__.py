@@ -26,12 +26,6 @@ group
     In `process`, `collectives`, `ddp` and `fsdp.transport` the *process group*: the ranks that communicate. In `zero` a
     *parameter group*, as in torch.optim: parameters with hyper-parameters of their own. In `fsdp` a *gather group*:
     parameters that are gathered and freed together, for the calls of its *units*, usually one block.
-buffer
-    Memory that FSDP's gradients are copied into to be sent, by destination.
-flat
-    A tensor's elements in the order of their memory, as a one-dimensional view.
-transport
-    What carries FSDP's parameters and gradients: collectives, or copies between the memories of one host's ranks.
 """
 
 from importlib import import_module
@@ -47,15 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "Process", "ShardedOptimizer", "join_group"]
 __all__ += ["load_checkpoint", "save_checkpoint"]
 
-_HOME = {
-    "DistributedDataParallel": "ddp",
-    "FullyShardedDataParallel": "fsdp.wrapper",
-    "Process": "process",
-    "ShardedOptimizer": "zero.optimizer",
-    "join_group": "process",
-    "load_checkpoint": "fsdp.checkpoint",
-    "save_checkpoint": "fsdp.checkpoint",
-}
+_HOME = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp.wrapper"}
+_HOME |= {"Process": "process", "ShardedOptimizer": "zero.optimizer", "join_group": "process"}
+_HOME |= dict.fromkeys(("load_checkpoint", "save_checkpoint"), "fsdp.checkpoint")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ same order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def all_gather_slices(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Wa
     """In every tensor, `slice_of` each rank becomes what that rank has there."""
     parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
     if tensors[0].device.type == "cpu":
-        return _PackedGather(tensors, parts, group)
+        return _packed_gather(tensors, parts, group)
     return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], parts)
 
 
@@ -108,12 +109,11 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
+    As `torch.nn.utils.clip_grad_norm_`; every rank of the group calls it.
+
     Args:
         divided: this rank's part of the gradients, which may be none; no other rank has these elements.
         replicated: gradients that are the same on every rank, and so counted once.
-        max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
-        group: the ranks; all of them call.
-        device: of the gradients.
     """
     of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
     if norm_type == float("inf"):
@@ -152,6 +152,20 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
         last[kind] = position
     closed += [(last[kind], bucket) for kind, (bucket, _) in open_buckets.items()]
     return [bucket for _, bucket in sorted(closed)]
+
+
+def weak_hook(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook of a parameter: `method(number)`, as long as the method's object lives.
+
+    It holds nothing that leads back to the parameter: Python could never collect such a circle.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(number)
+
+    return hook
 
 
 @dataclass
@@ -214,24 +228,21 @@ class SideStream:
             return Pending() if stream is None else Pending(event=stream.record_event(), holds=(start, after))
 
 
-class _PackedGather:
+def _packed_gather(tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """An all-gather of several tensors over Gloo, packed into one here and unpacked when it is waited for.
 
     Gloo's own gather of a list corrupts the heap now and then (torch 2.13: two processes that do nothing else die of
     it within 20,000 calls; see docs/lab-log.md).
     """
+    packed = torch.cat(list(parts))
+    gathered = packed.new_empty(group.size() * packed.numel())
 
-    def __init__(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._tensors, self._sizes, self._world_size = tensors, [part.numel() for part in parts], group.size()
-        packed = torch.cat(list(parts))
-        self._gathered = packed.new_empty(self._world_size * packed.numel())
-        self._work = group._allgather_base(self._gathered, packed)
+    def unpack() -> None:
+        for rank, row in enumerate(gathered.view(group.size(), -1)):
+            for tensor, part in zip(tensors, row.split([part.numel() for part in parts]), strict=True):
+                slice_of(tensor, rank, group.size()).copy_(part)
 
-    def wait(self) -> None:
-        self._work.wait()
-        for rank, row in enumerate(self._gathered.view(self._world_size, -1)):
-            for tensor, part in zip(self._tensors, row.split(self._sizes), strict=True):
-                slice_of(tensor, rank, self._world_size).copy_(part)
+    return Pending(work=group._allgather_base(gathered, packed), then=unpack)
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:

@@ -17,10 +17,8 @@ steps as in any training loop. See docs/parallel.md for the four classic schemes
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,41 +32,45 @@ from trainstep.parallel.collectives import (
     broadcast_from_first,
     reduce_scatter_mean,
     slice_of,
+    weak_hook,
 )
 from trainstep.parallel.process import check_ranks_agree, resolve_group
 
 
-@dataclass
 class GradientBucket:
-    """Parameters, by number, whose gradients are averaged in one call."""
+    """Parameters, by number, whose gradients are averaged in one call; `scattered`: a rank gets its slice alone."""
 
-    numbers: tuple[int, ...]
-    scattered: bool  # each rank gets only its slice of the mean
-    waiting: set[int] = field(default_factory=set)  # those whose gradient has not come yet in this step
-    started: bool = False  # this step's call was made
+    def __init__(self, numbers: tuple[int, ...], scattered: bool) -> None:
+        self.numbers, self.scattered = numbers, scattered
+        self.reset()
 
+    def reset(self) -> None:
+        self.waiting = set(self.numbers)  # those whose gradient has not come yet
+        self._gradients: list[Tensor] = []
+        self._sent: list[Tensor] = []
+        self._work: dist.Work | None = None
 
-class BucketReduction:
-    """A bucket's call under way. `gradients` are overwritten; they are sent in `dtype` (None: in their own)."""
+    @property
+    def is_started(self) -> bool:
+        return self._work is not None
 
-    def __init__(
-        self, bucket: GradientBucket, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
-    ) -> None:
-        self.bucket, self._gradients, self._sent, self._group = bucket, gradients, gradients, group
+    def start(self, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
+        """Send gradients, which are overwritten, in `dtype` (None: in their own)."""
+        self._gradients = self._sent = gradients
         if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
             self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
             torch._foreach_copy_(self._sent, gradients)
-        reduce = reduce_scatter_mean if bucket.scattered else all_reduce_mean
-        self._work = reduce(self._sent, group)
+        self._work = (reduce_scatter_mean if self.scattered else all_reduce_mean)(self._sent, group)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
+        assert self._work is not None, "not started"
         self._work.wait()
         sent, means = self._sent, self._gradients
-        if self.bucket.scattered:
-            rank, world_size = self._group.rank(), self._group.size()
-            sent = [slice_of(tensor, rank, world_size) for tensor in sent]
-            means = [slice_of(tensor, rank, world_size) for tensor in means]
+        if self.scattered:
+            sent, means = (
+                [slice_of(each, group.rank(), group.size()) for each in tensors] for tensors in (sent, means)
+            )
         if self._sent is not self._gradients:
             torch._foreach_copy_(means, sent)
         return means
@@ -129,13 +131,12 @@ class DistributedDataParallel(nn.Module):
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
         self._make_buckets(list(reversed(range(len(named)))))
-        this = weakref.ref(self)  # the parameters must not keep a wrapper alive that was thrown away
         for number, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(_hook(this, number))
+            parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_came, number))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        if self._underway and torch.is_grad_enabled():
+        if self._buckets[0].is_started and torch.is_grad_enabled():
             raise UsageError(
                 "forward() while gradients of the last backward are still being averaged; call "
                 "finish_gradient_synchronization() after backward, or use no_sync() for all but the last backward of a "
@@ -162,10 +163,10 @@ class DistributedDataParallel(nn.Module):
                     self._trained[number].grad = torch.zeros_like(self._trained[number])
             while self._next < len(self._buckets):
                 self._start_next()
-            for reduction in self._underway:
-                means = reduction.wait()
-                if reduction.bucket.scattered:
-                    for number, mean in zip(reduction.bucket.numbers, means, strict=True):
+            for bucket in self._buckets:
+                means = bucket.wait(self.process_group)
+                if bucket.scattered:
+                    for number, mean in zip(bucket.numbers, means, strict=True):
                         self._slices[number].grad, self._trained[number].grad = mean, None
             if self.allow_unused:
                 self._drop_where_unused_everywhere(absent)
@@ -186,10 +187,8 @@ class DistributedDataParallel(nn.Module):
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
         After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`) and
-        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`.
-
-        Args:
-            slices: parameter → the parameter that stands for this rank's slice. The same ones on every rank.
+        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`; `slices`
+        has the parameter that stands for this rank's slice of each, the same ones on every rank.
         """
         assert not self._came, "called between backward and finish_gradient_synchronization()"
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
@@ -220,10 +219,9 @@ class DistributedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
-        self._underway: list[BucketReduction] = []
-        self._next = 0
+        self._next = 0  # the bucket to start
         for bucket in self._buckets:
-            bucket.waiting, bucket.started = set(bucket.numbers), False
+            bucket.reset()
 
     def _gradient_came(self, number: int) -> None:
         self._came[number] = None
@@ -233,7 +231,7 @@ class DistributedDataParallel(nn.Module):
         bucket.waiting.discard(number)
         if not self.overlap:
             return
-        if bucket.started:
+        if bucket.is_started:
             raise UsageError(
                 f"the gradient of {self._names[number]} was added to after it had been sent: there were two backward "
                 "passes in one step, or re-entrant checkpointing around a tied parameter. Use no_sync() for all "
@@ -243,10 +241,9 @@ class DistributedDataParallel(nn.Module):
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket, self._next = self._buckets[self._next], self._next + 1
-        bucket.started = True
-        gradients = [self._gradient(number) for number in bucket.numbers]
-        self._underway.append(BucketReduction(bucket, gradients, self.reduce_dtype, self.process_group))
+        bucket = self._buckets[self._next]
+        bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype, self.process_group)
+        self._next += 1
 
     def _gradient(self, number: int) -> Tensor:
         gradient = self._trained[number].grad
@@ -277,12 +274,11 @@ class DistributedDataParallel(nn.Module):
         self._make_buckets(order[0])
 
     def _check_unchanged(self) -> None:
-        now = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if len(now) == len(self._trained) and all(a is b for a, b in zip(now, self._trained, strict=True)):
+        now = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        then = {id(parameter): name for name, parameter in zip(self._names, self._trained, strict=True)}
+        if list(now) == list(then):
             return
-        ours, theirs = {id(parameter) for parameter in self._trained}, {id(parameter) for parameter in now}
-        gone = [name for name, parameter in zip(self._names, self._trained, strict=True) if id(parameter) not in theirs]
-        new = [name for name, parameter in self.module.named_parameters() if id(parameter) in theirs - ours]
+        new, gone = ([a[each] for each in a if each not in b] for a, b in ((now, then), (then, now)))
         parts = ((new, "added, replaced or unfrozen"), (gone, "removed, replaced or frozen"))
         changes = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names) or "their order"
         what = f"the module's parameters changed since it was wrapped ({changes})"
@@ -299,15 +295,6 @@ class DistributedDataParallel(nn.Module):
         )
 
 
-def _hook(wrapper: weakref.ref[DistributedDataParallel], number: int) -> Any:
-    def came(_: Tensor) -> None:
-        this = wrapper()
-        if this is not None:
-            this._gradient_came(number)
-
-    return came
-
-
 def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype | None) -> None:
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise UsageError("the module is, or contains, a DistributedDataParallel already; wrap the plain module once")
@@ -317,6 +304,6 @@ def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dt
         raise UsageError(f"reduce_dtype is {reduce_dtype}; expected a floating-point type")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError("the module has no parameter that requires a gradient; there is nothing to average")
-    on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
-    if on_meta:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
         raise UsageError(f"{on_meta[0]} is on the meta device; move the module to a real device before wrapping it")

@@ -203,35 +203,24 @@ def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_ranks_agree(
-    wrapper: str,
-    named: Iterable[tuple[str, Tensor]],
-    group: dist.ProcessGroup,
-    *,
-    settings: Mapping[str, object] | None = None,
+    wrapper: str, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup, *, settings: Mapping[str, object]
 ) -> None:
     """Raise on every rank where the ranks differ, instead of hanging or adding up different parameters later.
 
-    Compared are the wrapper itself, its settings, and the names, dtypes, shapes, `requires_grad` and order of the
-    tensors. One exchange of objects; every rank of the group must call it.
-
-    Args:
-        wrapper: the name of what is built on these tensors, for the message.
-        named: names and tensors, in the order that matters; their values are not read.
-        group: the ranks that must agree.
-        settings: what else must be alike.
+    Compared are the wrapper's name, its settings, and the names, dtypes, shapes, `requires_grad` and order of the
+    tensors, not their values. One exchange of objects; every rank of the group must call it.
 
     Raises:
         UsageError: which rank differs from rank 0 (of the group), and in which parameter or setting.
     """
-    mine = [f"{name} = {value!r}" for name, value in (settings or {}).items()]
-    count = len(mine)
+    mine = [f"{name} = {value!r}" for name, value in settings.items()]
     mine += [
         f"{name} ({str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         f"{'' if tensor.requires_grad else ', frozen'})"
         for name, tensor in named
     ]
     gathered: list[tuple[str, int, list[str]]] = [("", 0, [])] * group.size()
-    dist.all_gather_object(gathered, (wrapper, count, mine), group=group)
+    dist.all_gather_object(gathered, (wrapper, len(settings), mine), group=group)
     compared = [(rank, _difference(theirs, gathered[0])) for rank, theirs in enumerate(gathered)]
     if differences := [f"rank {rank} {difference}" for rank, difference in compared if difference]:
         raise UsageError(

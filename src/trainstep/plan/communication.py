@@ -45,10 +45,8 @@ COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 class Link:
     """What a call costs, as fitted to measurements by `trainstep bench collectives`."""
 
-    overhead_s: float
-    """Of each call, whatever its size."""
-    bus_bytes_per_s: float
-    """On each link of the ring."""
+    overhead_s: float  # of each call, whatever its size
+    bus_bytes_per_s: float  # on each link of the ring
 
     def algorithm_bytes_per_s(self, collective: CollectiveName, world_size: int) -> float:
         """Payload bytes per second; infinite for a single rank, which sends nothing."""
@@ -108,6 +106,11 @@ def sticking_out_s(work_s: float, transfer_s: float, calls: int, overhead_s: flo
     return max(last_call, back_to_back)
 
 
+def best_calls(work_s: float, transfer_s: float, overhead_s: float) -> float:
+    """The number of calls that sticks out least (see above)."""
+    return max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s)
+
+
 def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backward_s: float | None = None) -> float:
     """The bucket size that exposes least (see above); at most all gradients.
 
@@ -119,9 +122,8 @@ def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backwa
     if world_size == 1:
         return gradient_bytes
     transfer = gradient_bytes / link.algorithm_bytes_per_s("all-reduce", world_size)
-    backward = transfer if backward_s is None else backward_s
-    buckets = max(math.sqrt(backward / link.overhead_s), (backward - transfer) / link.overhead_s, 1.0)
-    return gradient_bytes / buckets
+    calls = best_calls(transfer if backward_s is None else backward_s, transfer, link.overhead_s)
+    return gradient_bytes / max(calls, 1.0)
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,13 @@ class RankBytes:
     """What a scheme keeps on one rank, and sends in a step."""
 
     weights: int
-    gradients: int
-    """Once backward is done."""
+    gradients: int  # once backward is done
     optimizer_state: int
-    buffers: int
-    """Beyond these, at most, while communicating."""
-    sent: int
-    """By each rank in one step, on average over the ranks."""
-    staging: int = 0
-    """Of the buffers, what stays allocated."""
-    gradients_stay: bool = False
-    """Whether gradients are views of buckets, which are there from the start and stay."""
-    gradients_spent: bool = False
-    """Whether the optimizer's step gives the gradients back."""
+    buffers: int  # beyond these, at most, while communicating
+    sent: int  # by each rank in one step, on average over the ranks
+    staging: int = 0  # of the buffers, what stays allocated
+    gradients_stay: bool = False  # whether gradients are views of buckets, which are there from the start and stay
+    gradients_spent: bool = False  # whether the optimizer's step gives the gradients back
 
     @property
     def start(self) -> int:

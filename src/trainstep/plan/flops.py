@@ -24,14 +24,10 @@ OMISSIONS = (
 class ForwardFlops:
     """FLOPs of one forward pass over a batch, by part."""
 
-    projections: int
-    """Query, key, value and output projections of all blocks."""
-    feed_forward: int
-    """The three SwiGLU matrices of all blocks."""
-    attention: int
-    """QKᵀ and PV of all blocks, causal half."""
-    head: int
-    """The projection to the vocabulary."""
+    projections: int  # query, key, value and output projections of all blocks
+    feed_forward: int  # the three SwiGLU matrices of all blocks
+    attention: int  # QKᵀ and PV of all blocks, causal half
+    head: int  # the projection to the vocabulary
 
     @property
     def total(self) -> int:

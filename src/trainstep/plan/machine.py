@@ -34,32 +34,23 @@ INTERFERENCE = 0.42
 """By how much of the time that communication is hidden it slows the computation that hides it: NCCL takes
 multiprocessors and bandwidth. From one case on two H200s, bucketed data parallel training of 2.7B: 26 ms of 62."""
 
-LaunchKey = tuple[str, str]
-"""(compile, attention): what decides how much the host has to do for a block."""
-
 
 @dataclass(frozen=True)
 class Machine:
     """One GPU as it is, not as it is advertised."""
 
     name: str
-    matmul_flops: Mapping[str, float]
-    """FLOP/s of a large product, per precision."""
-    copy_bytes_per_s: float
-    """Of a large copy, bytes read plus bytes written."""
+    matmul_flops: Mapping[str, float]  # FLOP/s of a large product, per precision
+    copy_bytes_per_s: float  # of a large copy, bytes read plus bytes written
     memory_bytes: int
     multiprocessors: int
-    peak_flops: Mapping[str, float]
-    """The datasheet's: what utilisation is a fraction of."""
-    link: Link
-    """Between GPUs of one node."""
+    peak_flops: Mapping[str, float]  # the datasheet's: what utilisation is a fraction of
+    link: Link  # between GPUs of one node
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
-    launch_s: Mapping[LaunchKey, tuple[float, float]] = field(default_factory=dict)
-    """What launching one block's forward and backward takes the host; empty where it was not measured."""
-    interference: float = INTERFERENCE
-    """Seconds that computing loses for each second of communication hidden behind it."""
-    basis: str = ""
-    """Where these figures come from, in a sentence."""
+    launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
+    interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
+    basis: str = ""  # where these figures come from, in a sentence
 
     def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:
         """(forward, backward) of a block; of the same compilation where the attention was not measured, else zeros."""
@@ -90,8 +81,7 @@ class Cluster:
     machine: Machine
     gpus_per_node: int
     nodes: int
-    network_bytes_per_s: float
-    """What one GPU can send to other nodes, as reached."""
+    network_bytes_per_s: float  # what one GPU can send to other nodes, as reached
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "nodes", "network_bytes_per_s"):

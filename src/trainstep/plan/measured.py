@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainstep.hardware import DeviceSpec, require_device
 from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
 from trainstep.kinds.steps import MeasuredStep
 from trainstep.plan.communication import Link
-from trainstep.plan.machine import GIB, Cluster, LaunchKey, Machine, machine_of
+from trainstep.plan.machine import GIB, Cluster, Machine, machine_of
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
 from trainstep.plan.roofline import OPTIMIZER_BYTES, step_seconds
@@ -58,8 +59,9 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
     elif other := devices - {spec.name}:
         wrong = f"the calibration is of {other.pop()}, not of {spec.name}"
         raise UsageError(f"{wrong}; leave out --device, or give its own")
-    rates = _ceilings(records, machine_of(spec))
-    machine = dataclasses.replace(machine_of(spec), **rates)
+    machine = machine_of(spec)
+    rates = _ceilings(records, machine)
+    machine = dataclasses.replace(machine, **rates)
     found = {
         "rates": rates,
         "connections": _link(records),
@@ -91,7 +93,7 @@ def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     if copies:
         found["copy_bytes_per_s"] = max(copies)
     memory = [row.environment.get("device_memory_gib") for row in rows]
-    if sizes := [each for each in memory if isinstance(each, (int, float))]:
+    if sizes := [each for each in memory if isinstance(each, int | float)]:
         found["memory_bytes"] = int(min(sizes) * GIB)
     return found
 
@@ -117,7 +119,7 @@ def _timed(records: Sequence[Row]) -> list[MeasuredStep]:
 
 
 def _launches(records: Sequence[Row]) -> dict[str, Any]:
-    bound: defaultdict[LaunchKey, list[tuple[float, float]]] = defaultdict(list)
+    bound: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in _timed(records):
         forward, backward = row.times["forward"].median, row.times["backward"].median
         if row.checkpointing is None and row.times["forward_issue"].median > LAUNCH_BOUND * forward:
@@ -130,9 +132,9 @@ def _launches(records: Sequence[Row]) -> dict[str, Any]:
 def _optimizer(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
     reached: dict[str, float] = {}
     for row in _timed(records):
-        if str(row.precision) in PRECISIONS and PRECISIONS[str(row.precision)].is_stored_half:
+        name, precision = str(row.optimizer), PRECISIONS.get(str(row.precision))
+        if precision is not None and precision.is_stored_half:
             continue
-        name = str(row.optimizer)
         moved = OPTIMIZER_BYTES[name] * SIZES[str(row.workload)].num_parameters
         fraction = moved / (row.times["optimizer"].median / 1e3) / machine.copy_bytes_per_s
         reached[name] = max(reached.get(name, 0.0), fraction)
@@ -159,35 +161,25 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
         model, step = SIZES[str(row.case["workload"])], _step_of(row)
         ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1
         cluster, layout = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s), Layout(strategy, ranks)
-        step_ms, peak_gib = row.values.get("step_ms"), row.values.get("peak_gib")
         values: dict[str, Scalar] = {}
-        if isinstance(step_ms, float) and (seconds := _seconds(model, step, cluster, layout)) is not None:
-            error = 1e3 * seconds / step_ms - 1
-            values |= {"step_ms": step_ms, "predicted_ms": 1e3 * seconds, "time_error": error}
-        if isinstance(peak_gib, float) and (peak := _peak(model, step, layout)) is not None:
-            values |= {"peak_gib": peak_gib, "predicted_gib": peak / GIB, "memory_error": peak / GIB / peak_gib - 1}
+        if isinstance(step_ms := row.values.get("step_ms"), float):
+            with suppress(UnsupportedError):  # no time model
+                predicted = 1e3 * _seconds(model, step, cluster, layout)
+                values |= {"step_ms": step_ms, "predicted_ms": predicted, "time_error": predicted / step_ms - 1}
+        if isinstance(peak_gib := row.values.get("peak_gib"), float):
+            with suppress(UnsupportedError):  # no formula
+                peak_bytes(model, step, on_cuda=True)  # which refuses what strategies would count as uncompiled
+                predicted = strategy_memory(model, step, layout).total / GIB
+                values |= {"peak_gib": peak_gib, "predicted_gib": predicted, "memory_error": predicted / peak_gib - 1}
         if values:
             case = {**row.case, "strategy": strategy, "gpus": ranks}
             yield make_row(PlanCheckRow, case, values, environment=row.environment)
 
 
-def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float | None:
-    """Predicted seconds of a step; None where there is no time model."""
-    try:
-        if layout.strategy == "single":
-            return step_seconds(model, step, cluster.machine).total
-        return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
-    except UnsupportedError:
-        return None
-
-
-def _peak(model: ModelConfig, step: StepConfig, layout: Layout) -> int | None:
-    """Predicted peak of a GPU; None where there is no formula."""
-    try:
-        peak_bytes(model, step, on_cuda=True)  # which refuses what strategies would count as uncompiled
-        return strategy_memory(model, step, layout).total
-    except UnsupportedError:
-        return None
+def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> float:
+    if layout.strategy == "single":
+        return step_seconds(model, step, cluster.machine).total
+    return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
 
 
 def _step_of(row: Row) -> StepConfig:

@@ -71,14 +71,10 @@ def static_bytes(num_parameters: int, precision: PrecisionName, optimizer: Optim
 class BlockBytes:
     """What one block keeps for backward, and what its backward needs besides."""
 
-    attention_half: int
-    """Kept by the attention and its norm, weights' casts included."""
-    feed_forward_half: int
-    """Kept by the feed-forward and its norm, weights' casts included."""
-    feed_forward_worst: int
-    """Beyond what is kept, at the worst moment of the feed-forward's backward."""
-    attention_worst: int
-    """Beyond what the attention half keeps, at the worst moment of its backward."""
+    attention_half: int  # kept by the attention and its norm, weights' casts included
+    feed_forward_half: int  # kept by the feed-forward and its norm, weights' casts included
+    feed_forward_worst: int  # beyond what is kept, at the worst moment of the feed-forward's backward
+    attention_worst: int  # beyond what the attention half keeps, at the worst moment of its backward
 
     @property
     def kept(self) -> int:
@@ -138,10 +134,8 @@ class PeakBytes:
     """A step's memory, moment by moment."""
 
     static: StaticBytes
-    moments: dict[str, int]
-    """Bytes alive at each moment that may be the peak."""
-    gradients: dict[str, int]
-    """How many of them are gradients of parameters."""
+    moments: dict[str, int]  # bytes alive at each moment that may be the peak
+    gradients: dict[str, int]  # how many of them are gradients of parameters
 
     @property
     def peak(self) -> int:
@@ -235,12 +229,9 @@ class AttentionMemory:
     in float32, with head_dim rounded up to 64 or 128.
     """
 
-    before_backward: int
-    """Alive between forward and backward."""
-    peak: int
-    """The most alive at once."""
-    score_matrices: int
-    """How many of them are alive at the peak."""
+    before_backward: int  # alive between forward and backward
+    peak: int  # the most alive at once
+    score_matrices: int  # how many of them are alive at the peak
 
 
 def eager_memory(

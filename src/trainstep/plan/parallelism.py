@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.plan.communication import collective_seconds, passes, sticking_out_s
+from trainstep.plan.communication import best_calls, collective_seconds, passes, sticking_out_s
 from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
@@ -43,17 +43,12 @@ class StepPlan:
 
     layout: Layout
     memory: MemorySplit
-    sent: int
-    """Bytes that each GPU sends in a step."""
+    sent: int  # bytes that each GPU sends in a step
     compute: StepSeconds
-    communication_s: float
-    """For which a GPU's connections are busy."""
-    exposed_s: float
-    """By how much it makes the step longer: what sticks out, and what hidden communication slows."""
-    tokens: int
-    """Of all GPUs."""
-    flops: int
-    """Of the model, for all GPUs."""
+    communication_s: float  # for which a GPU's connections are busy
+    exposed_s: float  # by how much it makes the step longer: what sticks out, and what hidden communication slows
+    tokens: int  # of all GPUs
+    flops: int  # of the model, for all GPUs
 
     @property
     def step_s(self) -> float:
@@ -144,7 +139,7 @@ def _in_best_calls(
 ) -> tuple[float, float]:
     """(busy, sticking out) of the best number of calls of at least `least` bytes; see `plan.communication`."""
     most = max(1, math.ceil(payload / least))
-    calls = min(most, max(1, round(max(math.sqrt(work_s / overhead_s), (work_s - transfer_s) / overhead_s))))
+    calls = min(most, max(1, round(best_calls(work_s, transfer_s, overhead_s))))
     return transfer_s + calls * overhead_s, sticking_out_s(work_s, transfer_s, calls, overhead_s)
 
 

@@ -70,10 +70,8 @@ class PhaseSeconds:
 class StepSeconds:
     """What one GPU computes in a step, without any communication."""
 
-    forward: PhaseSeconds
-    """The loss included."""
-    backward: PhaseSeconds
-    """What checkpointing computes again included."""
+    forward: PhaseSeconds  # the loss included
+    backward: PhaseSeconds  # what checkpointing computes again included
     optimizer: PhaseSeconds
 
     @property
@@ -164,20 +162,16 @@ class _Block:
         own, inner = -(-d // t), -(-f // t)  # columns of the attention's and the feed-forward's matrices on this GPU
         weights = 4 * d * own + 3 * d * inner
         stream, wide = tokens * own, tokens * inner  # the rest of the stream is other GPUs'
-        scores = step.batch * -(-heads // t) * s * s
+        groups = step.batch * -(-heads // t)
+        scores = groups * s * s
         product = self.product
         attention_in, feed_forward_in = product(tokens, own, d), product(tokens, inner, d)
         attention_out, feed_forward_out = product(tokens, d, own), product(tokens, d, inner)
         self.forward_products = 3 * attention_in + attention_out + 2 * feed_forward_in + feed_forward_out
-        self.backward_products = (
-            3 * (attention_out + product(own, d, tokens))
-            + attention_in
-            + product(d, own, tokens)
-            + 2 * (feed_forward_out + product(inner, d, tokens))
-            + feed_forward_in
-            + product(d, inner, tokens)
-        )
-        groups = step.batch * -(-heads // t)
+        attention_back = 3 * (attention_out + product(own, d, tokens)) + attention_in + product(d, own, tokens)
+        feed_forward_back = 2 * (feed_forward_out + product(inner, d, tokens)) + feed_forward_in
+        feed_forward_back += product(d, inner, tokens)
+        self.backward_products = attention_back + feed_forward_back
         is_eager = step.attention == "eager"
         if is_eager:
             pair = product(s, s, k, groups) + product(s, k, s, groups)

@@ -6,29 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
-from trainstep.plan import limits
+from trainstep.plan import limits, strategies
 from trainstep.plan.machine import GIB, Cluster
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
-from trainstep.plan.strategies import (
-    Layout,
-    MemorySplit,
-    fits,
-    largest_batch,
-    layout_of,
-    smallest_gpus,
-    strategy_memory,
-    tensor_bytes,
-    tensor_parallel_choices,
-)
+from trainstep.plan.strategies import Layout, MemorySplit
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row
 from trainstep.schemes import STRATEGIES
@@ -40,11 +29,9 @@ class PlanRequest:
 
     name: str
     model: ModelConfig
-    step: StepConfig
-    """The batch is what each GPU brings."""
+    step: StepConfig  # the batch is what each GPU brings
     cluster: Cluster
-    tensor_parallel: int | None = None
-    """None: the one with the highest predicted throughput."""
+    tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
 
@@ -54,10 +41,6 @@ class PlanRequest:
         names = ("batch", "context", "precision", "compile", "attention", "optimizer")
         chosen = {name: getattr(self.step, name) for name in names}
         return {"workload": self.name, "device": self.cluster.machine.name} | chosen
-
-    def plan(self, layout: Layout) -> StepPlan:
-        """The prediction for one layout."""
-        return strategy_plan(self.model, self.step, self.cluster, layout)
 
 
 def plan_records(request: PlanRequest) -> Iterator[Row]:
@@ -72,26 +55,22 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
     if request.step.context > model.max_context:
-        raise UsageError(
-            f"context is {request.step.context}; the model accepts at most {model.max_context} (max_context)"
-        )
+        given = f"context is {request.step.context}"
+        raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
     layouts = _layouts(request)
     policies = request.policies
     if not policies:
         eager = dataclasses.replace(request.step, compile="off")
         best = f"every-{best_blocks_per_checkpoint(model, eager, on_cuda=True)}"
         policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
-    plans = [request.plan(layout) for layout in layouts]
-    for policy in policies:
-        blocks_per_checkpoint(policy)
-        strategy_memory(model, dataclasses.replace(request.step, checkpointing=policy), layouts[0])
+    steps = [dataclasses.replace(request.step, checkpointing=policy) for policy in policies]
+    plans = [strategy_plan(model, request.step, request.cluster, layout) for layout in layouts]
+    memory = [(layout, step, strategies.strategy_memory(model, step, layout)) for layout in layouts for step in steps]
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
-    for layout, policy in itertools.product(layouts, policies):
-        stepped = dataclasses.replace(request.step, checkpointing=policy)
-        memory = strategy_memory(model, stepped, layout)
-        yield PlanMemoryRow(**_memory_columns(request, stepped, layout, memory))
+    for layout, step, split in memory:
+        yield PlanMemoryRow(**_memory_columns(request, step, layout, split))
     yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_rows(request, layouts)
 
@@ -99,16 +78,17 @@ def plan_records(request: PlanRequest) -> Iterator[Row]:
 def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
-    sizes = tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
-    meshes = [layout_of("fsdp + tp", gpus, size, model) for size in sizes]
-    plans = [request.plan(mesh) for mesh in meshes if mesh.tensor > 1]
-    fastest = sorted(plans, key=lambda plan: (not fits(plan.memory, request.cluster), -plan.tokens_per_s))[:1]
-    return [layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]] + [plan.layout for plan in fastest]
+    sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
+    meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
+    plans = [strategy_plan(model, request.step, request.cluster, mesh) for mesh in meshes if mesh.tensor > 1]
+    plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), -plan.tokens_per_s))
+    alone = [strategies.layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]]
+    return [*alone, *(plan.layout for plan in plans[:1])]
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
     cluster, machine = request.cluster, request.cluster.machine
-    memory, room = machine.memory_bytes / GIB, tensor_bytes(machine) / GIB
+    memory, room = machine.memory_bytes / GIB, strategies.tensor_bytes(machine) / GIB
     return PlanMachineRow(
         workload=request.name,
         device=machine.name,
@@ -139,9 +119,9 @@ def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memo
         **{f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds},
         "peak_gib": memory.total / GIB,
         "peak_at": memory.moment,
-        "tensors_gib": tensor_bytes(request.cluster.machine) / GIB,
-        "fits": fits(memory, request.cluster),
-        "largest_batch": largest_batch(request.model, step, request.cluster, layout),
+        "tensors_gib": strategies.tensor_bytes(request.cluster.machine) / GIB,
+        "fits": strategies.fits(memory, request.cluster),
+        "largest_batch": strategies.largest_batch(request.model, step, request.cluster, layout),
     }
 
 
@@ -149,7 +129,7 @@ def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
     step, cluster, layout, compute = request.step, request.cluster, plan.layout, plan.compute
     return PlanRow(
         **_memory_columns(request, step, layout, plan.memory),
-        smallest_gpus=smallest_gpus(request.model, step, cluster, layout),
+        smallest_gpus=strategies.smallest_gpus(request.model, step, cluster, layout),
         sent_gb=plan.sent / 1e9,
         forward_ms=1e3 * compute.forward.total,
         backward_ms=1e3 * compute.backward.total,
@@ -219,5 +199,5 @@ def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[P
                 exposed_ms=1e3 * plan.exposed_s,
                 limit=plan.limit,
                 peak_gib=plan.memory.total / GIB,
-                fits=fits(plan.memory, cluster),
+                fits=strategies.fits(plan.memory, cluster),
             )

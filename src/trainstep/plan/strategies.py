@@ -16,8 +16,8 @@ whole. Imports no torch.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,10 +93,8 @@ class MemorySplit:
     weights: int
     gradients: int
     optimizer_state: int
-    activations: int
-    """Everything else that computing keeps or makes, casts of weights included."""
-    buffers: int
-    """For communication."""
+    activations: int  # everything else that computing keeps or makes, casts of weights included
+    buffers: int  # for communication
     moment: str
 
     @property
@@ -168,28 +166,23 @@ def fits(memory: MemorySplit, cluster: Cluster) -> bool:
 def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int:
     """The most sequences per GPU that fit; 0 if not even one does."""
 
-    steps = functools.partial(dataclasses.replace, step)
-    return _last(lambda batch: fits(strategy_memory(model, steps(batch=batch), layout), cluster), 1 << 20)
+    def too_many(batch: int) -> bool:
+        return not fits(strategy_memory(model, dataclasses.replace(step, batch=batch), layout), cluster)
+
+    return _first(too_many, 1 << 20) - 1
 
 
 def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int | None:
     """The fewest GPUs on which `step.batch` sequences per GPU fit; None if `MOST_GPUS` do not help."""
 
-    def too_few(ranks: int) -> bool:
-        return not fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
+    def enough(ranks: int) -> bool:
+        return fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
 
     most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // layout.tensor
-    ranks = _last(too_few, most) + 1
+    ranks = _first(enough, most)
     return ranks * layout.tensor if ranks <= most else None
 
 
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` for which `holds`, which is true up to some number and false from there; or 0."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+def _first(holds: Callable[[int], bool], most: int) -> int:
+    """The smallest number up to `most` for which `holds`, which stays true from there; `most` + 1 where none is."""
+    return 1 + bisect.bisect_left(range(1, most + 1), True, key=holds)

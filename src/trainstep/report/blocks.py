@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ class Charts:
     """Figures side by side where the screen is wide enough."""
 
     charts: Sequence[Chart]
-    kind: str = field(default="charts", init=False)
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Facts:
 
     items: Sequence[tuple[str, Cell]]
     name: str = ""
-    kind: str = field(default="facts", init=False)
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Headline:
     says: str
     detail: str
     stats: Sequence[tuple[str, str, str]]  # (name, value, note)
-    kind: str = field(default="headline", init=False)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class Flags:
 
     flags: Sequence[str]
     says: str
-    kind: str = field(default="flags", init=False)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ class Sentences:
     """What was found, by topic."""
 
     topics: Mapping[str, Sequence[str]]
-    kind: str = field(default="sentences", init=False)
 
 
 Block = Table | Charts | Facts | Headline | Flags | Sentences

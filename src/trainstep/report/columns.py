@@ -12,7 +12,7 @@ from typing import Literal
 
 from trainstep.records import Row, Scalar
 from trainstep.report import numbers
-from trainstep.report.numbers import NONE, as_float, number, typeset
+from trainstep.report.numbers import as_float, number, typeset
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,9 @@ def value_cell(row: Row, name: str, text: Callable[[Scalar], str] = number) -> C
 
 def interval_cell(row: Row, name: str, low: str, high: str, text: Callable[[Scalar], str] = number) -> Cell:
     """One of the row's values with the interval that two others are."""
-    value = row.values.get(name)
-    if row.values.get(low) is None or row.values.get(high) is None:
-        return Cell(text(value), value, name)
-    return Cell(text(value), value, name, value_cell(row, low, text), value_cell(row, high, text))
+    cell = value_cell(row, name, text)
+    has_interval = low in row.values and high in row.values
+    return replace(cell, low=value_cell(row, low, text), high=value_cell(row, high, text)) if has_interval else cell
 
 
 def median_cell(row: Row, phase: str) -> Cell:
@@ -87,8 +86,7 @@ def median_cell(row: Row, phase: str) -> Cell:
 def ratio_cell(row: Row, name: str) -> Cell:
     """A ratio with its interval: `1.34× [1.30–1.38]`."""
     found = interval_cell(row, name, f"{name}_low", f"{name}_high")
-    text = NONE if found.value is None else f"{found.text}×"
-    return Cell(text, found.value, name, found.low, found.high)
+    return found if found.value is None else replace(found, text=f"{found.text}×")
 
 
 def value(title: str, name: str, digits: int = 3, brief: bool = True, *, scale: float = 1, page: bool = True) -> Column:

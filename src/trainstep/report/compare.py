@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,16 +14,12 @@ from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
 
-MATCHED_BY = {
-    "step": (
-        *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
-        *("mode", "warmup"),
-    ),
-    "rung": ("workload", "batch", "context", "rung"),
-    "sweep": (),
-}  # The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all
-
-ACROSS = MATCHED_BY["step"]  # The columns in which compared rows may be allowed to differ
+ACROSS = (
+    *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
+    *("mode", "warmup"),
+)  # The columns in which compared rows may be allowed to differ
+MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
+"""The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
 
 CaseKey = tuple[tuple[str, Scalar], ...]
 
@@ -92,13 +89,12 @@ def _cases(records: Sequence[Row], across: Collection[str]) -> dict[CaseKey, lis
 def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
     """The columns that have one value in each file, and another in the other, if leaving them out makes cases match."""
     before, after = ([dict(key) for key in _passes(records)] for records in (old, new))
-    values = {name: ({case.get(name) for case in before}, {case.get(name) for case in after}) for name in ACROSS}
+    values = {name: [{case.get(name) for case in cases} for cases in (before, after)] for name in ACROSS}
     apart = [name for name, (a, b) in values.items() if len(a) == len(b) == 1 and a != b]
-
-    def rest(cases: Sequence[Mapping[str, Scalar]]) -> set[CaseKey]:
-        return {tuple((name, value) for name, value in case.items() if name not in apart) for case in cases}
-
-    return apart if rest(before) & rest(after) else []
+    rest = [
+        {tuple(item for item in case.items() if item[0] not in apart) for case in cases} for cases in (before, after)
+    ]
+    return apart if rest[0] & rest[1] else []
 
 
 def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Comparison]:
@@ -119,20 +115,17 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
     before, after = ([row.samples["step"] for row in rows] for rows in (old, new))
-    everything = ratio_of_medians([x for each in before for x in each], [x for each in after for x in each], spread)
     pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
     whole = [interval for interval in pairs if interval is not None]
     interval = None
     if len(whole) == len(pairs):
         interval = Interval(min(each.low for each in whole), max(each.high for each in whole))
-    ratio = Ratio(everything.value, interval)
+    every_old, every_new = (list(itertools.chain(*passes)) for passes in (before, after))
+    ratio = Ratio(ratio_of_medians(every_old, every_new, spread).value, interval)
+    old_ms, new_ms = statistics.median(every_old), statistics.median(every_new)
     (_, kind), *case = key
     losses = _loss_difference(old[0], new[0])
-    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, verdict(ratio))
-
-
-def _median(passes: Sequence[Sequence[float]]) -> float:
-    return statistics.median(sample for each in passes for sample in each)
+    return Comparison(str(kind), dict(case), ratio, old_ms, new_ms, losses, verdict(ratio))
 
 
 def _loss_difference(old: Row, new: Row) -> float | None:
@@ -158,24 +151,15 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     names = list(dict.fromkeys(name for each in comparisons for name in each.case))
     differing = [name for name in names if len({each.case.get(name) for each in comparisons}) > 1]
     shown = differing or [name for name in ("workload",) if name in names]
-
     losses = ["losses differ by"] if any(each.loss_difference is not None for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:
         return f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}]" if ratio.interval else "needs 7 samples a side"
 
-    rows = [
-        (
-            each.kind,
-            *(number(each.case.get(name)) for name in shown),
-            number(each.old_ms, 4),
-            number(each.new_ms, 4),
-            f"{each.speedup.value:.3f}×",
-            interval(each.speedup),
-            *([number(each.loss_difference, 2)] if losses else []),
-            each.verdict,
-        )
-        for each in comparisons
-    ]
+    rows = []
+    for each in comparisons:
+        times = number(each.old_ms, 4), number(each.new_ms, 4), f"{each.speedup.value:.3f}×", interval(each.speedup)
+        apart = [number(each.loss_difference, 2)] if losses else []
+        rows.append((each.kind, *(number(each.case.get(name)) for name in shown), *times, *apart, each.verdict))
     columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict")
     return text_table("compare", caption, columns, rows)

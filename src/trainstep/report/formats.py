@@ -29,11 +29,10 @@ def to_markdown(table: Table) -> str:
 def to_latex(table: Table) -> str:
     """A LaTeX `table` with a `tabular`; needs no package."""
     escaped = _escaped(table, _LATEX)
-    rules = [" & ".join(escaped.columns), *(" & ".join(row) for row in escaped.itertuples(index=False))]
-    body = " \\\\\n".join(rules[:1]) + " \\\\\n\\hline\n" + " \\\\\n".join(rules[1:]) + " \\\\"
+    header, *body = (" & ".join(row) + " \\\\\n" for row in [escaped.columns, *escaped.to_numpy()])
     return (
         f"\\begin{{table}}\n\\caption{{{_escape(table.caption, _LATEX)}}}\n"
-        f"\\begin{{tabular}}{{{'l' * len(table.columns)}}}\n\\hline\n{body}\n\\hline\n"
+        f"\\begin{{tabular}}{{{'l' * len(table.columns)}}}\n\\hline\n{header}\\hline\n{''.join(body)}\\hline\n"
         "\\end{tabular}\n\\end{table}\n"
     )
 
@@ -100,14 +99,8 @@ def _escape(text: str, escapes: Mapping[str, str]) -> str:
 _BREAKS = {"\n": " ", "\r": " "}
 _MARKDOWN = _BREAKS | {character: f"\\{character}" for character in "\\|`*_[]<>#~$"}
 _LATEX = _BREAKS | {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",

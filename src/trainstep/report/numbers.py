@@ -45,6 +45,11 @@ def gib(value: Scalar) -> str:
     return f"{number(size)} GiB" if size >= 1 else f"{number(size * 1024)} MiB"
 
 
+def unit_of(largest_gib: float) -> tuple[str, float]:
+    """The unit in which sizes up to this are told, and how many of it a GiB has."""
+    return ("GiB", 1.0) if largest_gib >= 1 else ("MiB", 1024.0)
+
+
 def typeset(text: str) -> str:
     """Text made by `number`, with a true minus sign and powers of ten: `−1.2×10⁻⁵`."""
     return _EXPONENT.sub(lambda found: f"×{power_of_ten(int(found[1]))}", _MINUS.sub("−", text))

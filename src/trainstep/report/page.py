@@ -76,7 +76,7 @@ def render(records: Sequence[Row]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters["typeset"] = typeset
+    environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__}
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
         title=_title(records),
@@ -106,23 +106,20 @@ def write_html(records: Sequence[Row], path: Path) -> None:
 
 
 def _title(records: Sequence[Row]) -> str:
-    names = dict.fromkeys(str(row.case["workload"]) for row in records if row.case.get("workload") is not None)
-    return ", ".join(names) or ", ".join(dict.fromkeys(record.kind for record in records)) or "no results"
+    names = dict.fromkeys(str(row.case["workload"]) for row in records if "workload" in row.case)
+    return ", ".join(names or dict.fromkeys(record.kind for record in records)) or "no results"
 
 
 def _subtitle(records: Sequence[Row]) -> list[str]:
-    parts = []
     environment = next((row.environment for row in records if row.environment), {})
-    if environment.get("device"):
-        parts.append(str(environment["device"]))
-    facts = of_kind(records, WorkloadRow)
-    if facts and facts[0].case.get("batch") is not None:
-        parts.append(f"batch {facts[0].case['batch']} × context {facts[0].case['context']}")
-    if facts and isinstance(count := facts[0].values.get("parameters"), int):
-        parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
-    if environment.get("date"):
-        parts.append(str(environment["date"]))
-    return parts
+    parts = []
+    for facts in of_kind(records, WorkloadRow)[:1]:
+        if facts.batch is not None:
+            parts.append(f"batch {facts.batch} × context {facts.context}")
+        if count := facts.parameters:
+            parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
+    ends = [[str(environment[name])] if environment.get(name) else [] for name in ("device", "date")]
+    return [*ends[0], *parts, *ends[1]]
 
 
 def _library() -> str:
@@ -166,23 +163,16 @@ def _gain_headline(kept: Sequence[RungRow]) -> Headline:
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
         ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
     ]
-    if len(kept) == 1:
-        return Headline(
-            Cell(f"{number(first.step_ms)} ms"),
-            "per step: the baseline is the fastest found",
-            "No change on the ladder made the step faster.",
-            [(name, value, note) for name, value, note in stats if value],
-        )
     error, budget = last.gradient_error, last.error_budget
-    if error is not None and budget:
+    if len(kept) > 1 and error is not None and budget:
         stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
+    stats = [stat for stat in stats if stat[1]]
+    if len(kept) == 1:
+        says, detail = "per step: the baseline is the fastest found", "No change on the ladder made the step faster."
+        return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats)
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
-    return Headline(
-        speedup,
-        "faster, and the maths is still right" if is_faster else "the baseline’s speed, in less memory",
-        f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}",
-        [(name, value, note) for name, value, note in stats if value],
-    )
+    says = "faster, and the maths is still right" if is_faster else "the baseline’s speed, in less memory"
+    return Headline(speedup, says, f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}", stats)
 
 
 def _of_peak(row: RungRow | StepRow) -> str:
@@ -192,7 +182,7 @@ def _of_peak(row: RungRow | StepRow) -> str:
 def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
     """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
     values = [row.values.get(name) for row in (first, last)]
-    if values[0] is None and values[1] is None:
+    if values == [None, None]:
         return ""
     if None in values:
         return " → ".join(NONE if value is None else f"{text(value)} {unit}".strip() for value in values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainstep.records import Row
@@ -36,7 +36,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[TableRow]
     name: str = ""  # File name without ending, and the page's `data-table`
-    kind: str = field(default="table", init=False)
 
     def texts(self) -> list[tuple[str, ...]]:
         """The cells' texts, row by row."""
@@ -77,24 +76,18 @@ def make_table(definition: Definition, rows: Sequence[Row], place: Place = "file
         place: where it is shown.
         name: instead of the definition's.
     """
-    made = definition.columns
-    columns = made(rows) if callable(made) else made
-    table = tabulate(
-        name or definition.name or definition.kind.kind.replace(" ", "-"), definition.caption, columns, rows, place
-    )
-    key, is_strong = definition.key, definition.is_strong
-    table = replace(
-        table,
-        rows=[
-            replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
-            for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))
-        ],
-    )
-    if place != "terminal" or definition.longest is None or len(rows) <= definition.longest:
-        return table
+    columns, key, is_strong = definition.columns, definition.key, definition.is_strong
+    name = name or definition.name or definition.kind.kind.replace(" ", "-")
+    table = tabulate(name, definition.caption, columns(rows) if callable(columns) else columns, rows, place)
+    lines = [
+        replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
+        for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))
+    ]
     shown = definition.longest
+    if place != "terminal" or shown is None or len(rows) <= shown:
+        return replace(table, rows=lines)
     caption = f"{table.caption}; the first {shown} of {len(rows)} rows, the others in tables/{table.name}.csv"
-    return replace(table, caption=caption, rows=table.rows[:shown])
+    return replace(table, caption=caption, rows=lines[:shown])
 
 
 def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place = "files") -> Table:
@@ -103,8 +96,11 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
     The settings of a single row are columns in a file, where they are looked for. In a terminal they would leave too
     little width for what was measured: only the first stays, and the outcome of a row that failed.
     """
-    wanted = [column for column in columns if _is_shown(column, place)]
-    made = {column: [column.of(row) for row in rows] for column in wanted}
+    made = {
+        column: [column.of(row) for row in rows]
+        for column in columns
+        if (column.page if place == "page" else column.files and (column.brief or place == "files"))
+    }
     shown = {column: cells for column, cells in made.items() if {cell.plain for cell in cells} - {"–", ""}}
     common = {
         column: cells[0].plain
@@ -112,9 +108,8 @@ def tabulate(name: str, caption: str, columns: Sequence[Column], rows: Sequence[
         if column.setting and len({cell.plain for cell in cells}) == 1
     }
     if len(rows) == 1:
-        is_ok = rows[0].status == "ok"
-        common = {column: text for column, text in list(common.items())[1:] if column.title != "outcome" or is_ok}
-        common = common if place == "terminal" else {}
+        is_ok, moved = rows[0].status == "ok", list(common.items())[1:] if place == "terminal" else []
+        common = {column: text for column, text in moved if column.title != "outcome" or is_ok}
     kept = {column: cells for column, cells in shown.items() if column not in common}
     stated = ", ".join(f"{column.title} {text}" for column, text in common.items() if text != "ok")
     aligned = [_aligned(cells) for cells in kept.values()]
@@ -134,12 +129,6 @@ def text_table(name: str, caption: str, columns: Sequence[str], rows: Iterable[S
 def outcome_table(caption: str, what: str, row: Row) -> Table:
     """Why a case has no tables of its own."""
     return Table(caption, ["Step", "Outcome"], [TableRow([Cell(what, is_text=True), outcome_cell(row)])])
-
-
-def _is_shown(column: Column, place: Place) -> bool:
-    if place == "page":
-        return column.page
-    return column.files and (column.brief or place == "files")
 
 
 def _aligned(cells: Sequence[Cell]) -> Sequence[Cell]:

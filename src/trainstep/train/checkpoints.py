@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
-from trainstep.parallel.fsdp.checkpoint import empty_optimizer, local_part, state_by_name
+from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
 from trainstep.parallel.process import AgreedError, Process, on_all_ranks
 from trainstep.schemes import SCHEMES
 from trainstep.training_step import Replica
@@ -44,11 +44,8 @@ _HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
     path: Path
-    step: int
-    """Updates made when it was taken."""
+    step: int  # updates made when it was taken
     note: Mapping[str, Any]
     """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
     was told to go back to; `files` with their sizes."""
@@ -56,13 +53,10 @@ class Checkpoint:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the checkpoints that are there, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+    return sorted(int(found[1]) for path in folder.glob("step-*") if (found := _NAME.fullmatch(path.name)))
 
 
 def name_of(step: int) -> str:
-    """The folder name of a checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -73,9 +67,8 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
         UsageError: a file is missing or has another size than when it was written; older checkpoints are named.
     """
     path = folder / name_of(step)
-    older = [name_of(each) for each in steps_in(folder) if each < step]
     instead = "there is no older checkpoint; start anew with another --out"
-    if older:
+    if older := [name_of(each) for each in steps_in(folder) if each < step]:
         instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
         note = json.loads((path / NOTE).read_text(encoding="utf-8"))
@@ -112,8 +105,7 @@ class CheckpointWriter:
     """Writes checkpoints of all ranks; every rank has one and calls it at the same steps.
 
     Args:
-        folder: where, seen by all ranks.
-        keep: how many of the newest stay.
+        folder: seen by all ranks; `keep` of its checkpoints, the newest, stay.
         group: a Gloo group of all ranks that nothing else uses, since it is used from a thread; `close` ends it.
         last: the step of the checkpoint that the run goes on from; None where there is none.
     """
@@ -121,8 +113,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup, last: int | None) -> None:
         self.folder, self._keep, self.group = folder, keep, group
         self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
-        self.last = last
-        """Step of the last checkpoint that is complete, as far as this process has seen."""
+        self.last = last  # step of the last checkpoint that is complete, as far as this process has seen
 
     def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
         """Copy `state` to the host and start writing it; waits for the checkpoint before, if it is still under way."""
@@ -151,9 +142,8 @@ class CheckpointWriter:
             if self.group.rank() == 0:
                 self._complete(step, note)
         except (Exception, CheckpointException) as error:
-            before = "there is none before it"
-            if self.last is not None:
-                before = f"the last complete one is {name_of(self.last)}"
+            last = self.last
+            before = "there is none before it" if last is None else f"the last complete one is {name_of(last)}"
             raise UsageError(
                 f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
                 f"room in {self.folder}, then give the same command again to go on"
@@ -161,7 +151,6 @@ class CheckpointWriter:
         self.last = step
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, and leave the group."""
         self.wait()
         dist.destroy_process_group(self.group)
 
@@ -222,22 +211,10 @@ def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
             state = {"state": {}} | empty_optimizer(FileSystemReader(str(path)).read_metadata(), model)
         load({"model": model, "optimizer": state}, checkpoint_id=str(path), process_group=group)
         if not in_slices:
-            _give_state(replica, state["state"])
+            load_state_by_name(replica.optimizer, _trained(replica), state["state"])
     except (Exception, CheckpointException) as error:
         why = f"{_last_line(error)}; name an older checkpoint with --resume-from"
         raise UsageError(f"{path} cannot be read: {why}") from error
-
-
-def _give_state(replica: Replica, loaded: Mapping[str, Mapping[str, Any]]) -> None:
-    """Hand the optimizer the state of each parameter, by its name in the plain module."""
-    optimizer, trained = replica.optimizer, _trained(replica)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    state = {
-        numbers[id(trained[name])]: {key: local_part(value) for key, value in values.items()}
-        for name, values in loaded.items()
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _plain(module: nn.Module) -> nn.Module:

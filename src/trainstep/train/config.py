@@ -76,11 +76,9 @@ class TrainConfig:
             raise UsageError(f"validation_fraction is {self.validation_fraction}; expected a number between 0 and 1")
 
     def validates_after(self, step: int) -> bool:
-        """Whether update number `step` is followed by a validation."""
         return step % self.eval_every == 0 or step == self.steps
 
     def saves_after(self, step: int) -> bool:
-        """Whether update number `step` is followed by a checkpoint."""
         return step % self.save_every == 0 or step == self.steps
 
 
@@ -97,7 +95,6 @@ class RunConfig:
 
     @property
     def tokens_per_update(self) -> int:
-        """Tokens that an update trains on, over all ranks."""
         return self.train.global_batch * self.step.context
 
     def learning_rate(self, step: int) -> float:
@@ -121,7 +118,6 @@ class RunConfig:
         return dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
 
     def passes(self, world_size: int) -> int:
-        """Forward and backward passes of a rank per update."""
         return self.train.global_batch // (self.step.batch * world_size)
 
     def check(self, world_size: int) -> None:

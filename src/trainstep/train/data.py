@@ -22,11 +22,9 @@ from trainstep.train.config import RunConfig
 
 _PIECES, _PIECE_TOKENS = 64, 2**16
 """Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""
-_CHECKED_TOKENS = 2**24
-"""Ids are held against the vocabulary this many at a time."""
+_CHECKED_TOKENS = 2**24  # ids are held against the vocabulary this many at a time
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, each (batch, context) int64."""
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context), int64
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class TokenData:
 
     training: Tokens
     validation: Tokens
-    is_text: bool
-    """Whether the tokens are the bytes of text."""
+    is_text: bool  # whether the tokens are the bytes of text
     config: RunConfig
     """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
 

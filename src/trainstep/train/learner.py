@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,8 @@ from trainstep.train.data import TokenData
 from trainstep.training_step import TrainingStep
 from trainstep.workload import builtin_workload, make_optimizer
 
-PROMPT = 48
-"""Tokens of validation text that a sample begins with."""
-BYTES = 256
-"""Text has no other ids than these, so no other is drawn."""
+PROMPT = 48  # tokens of validation text that a sample begins with
+BYTES = 256  # text has no other ids than these, so no other is drawn
 
 
 class Learner:
@@ -50,9 +47,8 @@ class Learner:
     def update(self, number: int) -> tuple[Tensor, Tensor]:
         """Update number `number` of the weights, from 1 on.
 
-        Returns:
-            This rank's loss, and the norm of the gradient over all ranks before it was clipped; both on the device,
-            where they may not be computed yet.
+        Returns this rank's loss, and the norm of the gradient over all ranks before it was clipped; both on the device,
+        where they may not be computed yet.
         """
         parts = self._tokens.training_parts(number, *self._part)
         for group in self.step.optimizer.param_groups:
@@ -70,8 +66,7 @@ class Learner:
 
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
-        device = self._process.device
-        mine = 0
+        device, mine = self._process.device, 0
         if device.type == "cuda":
             mine = torch.cuda.max_memory_allocated(device) + uncounted_bytes(self.step.replica)
         peaks: list[int] = [0] * self._process.world_size
@@ -142,19 +137,10 @@ class Reading:
     """One update, as all ranks see it."""
 
     step: int
-    loss: float
-    """Mean over the global batch."""
-    gradient_norm: float
-    """Before clipping."""
-    stop: bool
-    """Whether some rank was told to stop by the end of this update."""
-    seconds: float
-    """From the end of the update before, or from `restart`, to this one's end."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether neither the loss nor the gradient is infinite or NaN."""
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+    loss: float  # mean over the global batch
+    gradient_norm: float  # before clipping
+    stop: bool  # whether some rank was told to stop by the end of this update
+    seconds: float  # from the end of the update before, or from `restart`, to this one's end
 
 
 class Readings:

@@ -8,10 +8,12 @@ All ranks go through it together and decide alike: what they decide by has been 
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +27,16 @@ from trainstep.records import write_whole
 from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
 from trainstep.train.config import RunConfig
 from trainstep.train.data import open_data
-from trainstep.train.folder import CHECKPOINTS, RESULTS, Asked, check_not_of_others, check_shared, open_folder
+from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
 from trainstep.train.learner import Learner, Reading, Readings
 from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
-
-    step: int
-    """Updates made; the newest checkpoint is of this one."""
-    is_finished: bool
-    """Whether it was the last."""
-    stopped_by: signal.Signals | None = None
-    """The signal that this rank got, if it got one."""
+    step: int  # updates made; the newest checkpoint is of this one
+    is_finished: bool  # whether it was the last
+    stopped_by: signal.Signals | None = None  # the signal that this rank got, if it got one
 
 
 def train(
@@ -64,8 +61,8 @@ def train(
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
-        asked = Asked(config.train.steps, resume_from, is_restart())
-        start = on_first_rank(process, lambda: open_folder(out, identity, asked))
+        opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
+        start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
         on_all_ranks(process, lambda: check_shared(out))
         show.line(start.describe(config, process.world_size, out))
         if start.is_finished:
@@ -114,18 +111,13 @@ class _Run:
     process: Process
     learner: Learner
     checkpoints: CheckpointWriter
-    note: Mapping[str, Any]
-    """What goes into every checkpoint beside the state."""
+    note: Mapping[str, Any]  # what goes into every checkpoint beside the state
     meter: Meter
     metrics: MetricsWriter
     show: Show
 
     def go(self, done: int, signals: StopSignals) -> int:
-        """Train from the update after `done` to the last, or until some rank is told to stop; then all is saved.
-
-        Returns:
-            Updates made.
-        """
+        """Train on from update `done` to the last, or until some rank is told to stop; returns the updates made."""
         train = self.config.train
         readings = Readings(self.process)
         stopping = False
@@ -152,7 +144,7 @@ class _Run:
 
     def _account(self, reading: Reading, *, validate: bool = False) -> None:
         """Check an update, validate if that is due, and write and show its row."""
-        if not reading.is_finite:
+        if not (math.isfinite(reading.loss) and math.isfinite(reading.gradient_norm)):
             raise self._not_finite(reading)
         row = self.meter.row(reading, self.learner.validate() if validate else None)
         self.metrics.write(row)
@@ -161,8 +153,7 @@ class _Run:
     def _not_finite(self, reading: Reading) -> AgreedError:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
         self.checkpoints.wait()
-        last = self.checkpoints.last
-        good = "there is no checkpoint yet"
+        good, last = "there is no checkpoint yet", self.checkpoints.last
         if last is not None:
             good = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
         return AgreedError(

@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-METRICS = "metrics.jsonl"
-"""The file's name in the run's folder."""
+METRICS = "metrics.jsonl"  # the file's name in the run's folder
 
 CURVES = ("loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_s", "utilisation")
 """What TensorBoard draws."""
-WARMUP = 10
-"""Updates after a start whose speed is not counted: compilation and first allocations are in them."""
-POINTS = 50
-"""Updates whose losses are kept in the record; metrics.jsonl has all."""
+WARMUP = 10  # updates after a start whose speed is not counted: compilation and first allocations are in them
+POINTS = 50  # updates whose losses are kept in the record; metrics.jsonl has all
 
 
 class Meter:
@@ -106,7 +103,6 @@ class MetricsWriter(contextlib.ExitStack):
         self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row."""
         if self._file is not None:
             self._file.write(json.dumps(dict(row)) + "\n")
             self._file.flush()
@@ -124,7 +120,6 @@ class Show:
         self._bar: tuple[Progress, TaskID] | None = None
 
     def line(self, text: str) -> None:
-        """One line."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -137,7 +132,6 @@ class Show:
 
     @contextlib.contextmanager
     def progress(self, steps: int, done: int) -> Iterator[None]:
-        """Inside, the bar is shown."""
         if self._console is None or not self._console.is_terminal:
             yield
             return
@@ -151,7 +145,6 @@ class Show:
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    """A row of the metrics for the terminal."""
     parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}", f"learning rate {row['learning_rate']:.2e}"]
     parts += [f"gradient norm {row['gradient_norm']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["utilisation"] is not None:
@@ -177,9 +170,8 @@ def as_summary(record: TrainRow) -> str:
 def run_record(
     config: RunConfig, process: Process, rows: Sequence[Mapping[str, Any]], first: int, peak_bytes: int | None
 ) -> TrainRow:
-    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone.
-
-    Starts before may have been of another number of ranks or another scheme, so their times are not of this row's case.
+    """One row for a finished run. The curve is all of it; speed and memory are of the last start alone, as earlier ones
+    may have been of another number of ranks or another scheme.
 
     `rows` has every update once. `first` is the update from which the last start went on; if it was the last one, there
     is no speed and no memory. `peak_bytes` is the most that a rank held since; None where it is not counted.

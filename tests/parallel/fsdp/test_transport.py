@@ -18,9 +18,9 @@ pytestmark = pytest.mark.distributed
 
 def _meet(process):
     memory = PeerMemory(1000, process.group, process.device)
-    memory.of(process.rank).fill_(process.rank + 1)
+    memory.buffers[process.rank].fill_(process.rank + 1)
     memory.barrier()
-    return [memory.of(rank).unique().tolist() for rank in range(process.world_size)]
+    return [buffer.unique().tolist() for buffer in memory.buffers]
 
 
 def test_every_rank_sees_every_buffer(four):

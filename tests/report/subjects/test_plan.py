@@ -1,6 +1,7 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
 from trainstep.kinds import PlanScalingRow, row_of
+from trainstep.report.blocks import Charts
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.plan import plan, scaling_table
@@ -76,5 +77,5 @@ def test_charts_say_that_they_predict_and_leave_out_what_does_not_fit():
     assert [row.cells[column].value for row in table.rows] == [None, 4000.0, 8000.0]
     assert "predicted, not measured" in render(rows)
     nothing = plan([row for gpus in (2, 4) for row in scaling(gpus, ddp=False)])
-    assert not [block for block in nothing.blocks if block.kind == "charts"]
+    assert not [block for block in nothing.blocks if isinstance(block, Charts)]
     assert plan([]) is None

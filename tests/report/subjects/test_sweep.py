@@ -1,6 +1,7 @@
 import pytest
 
 from trainstep.kinds import row_of
+from trainstep.report.blocks import Charts
 from trainstep.report.page import render
 from trainstep.report.subjects import findings, make_tables
 from trainstep.report.subjects.sweep import MOST_DOTS, MOST_LINES, axes_of, measures_of, sweep
@@ -11,7 +12,8 @@ def row(number, ms=10.0, status="ok", reason="", row=None, commit="a", **setting
     case = {"command": "bench step", "steps": 7, **settings, "row": row}
     is_ok = status == "ok"
     environment = {"device": "a GPU", "commit": commit} if is_ok else {}
-    return row_of("sweep", case, values if is_ok else {"number": number}, {}, status, reason, environment)
+    rest = {"status": status, "reason": reason, "environment": environment}
+    return row_of("sweep", case, values if is_ok else {"number": number}, **rest)
 
 
 GRID = [
@@ -42,7 +44,7 @@ def test_an_axis_longer_than_its_lines_goes_down_the_table():
 
 def test_a_case_that_measured_nothing_is_a_gap_not_a_point():
     section = sweep(GRID)
-    charts = [chart for block in section.blocks if block.kind == "charts" for chart in block.charts]
+    charts = [chart for block in section.blocks if isinstance(block, Charts) for chart in block.charts]
     assert [chart.name for chart in charts] == [
         f"sweep-{axis}-{measure}-1" for axis in ("size", "context") for measure in ("step_ms", "peak_gib")
     ]
@@ -58,7 +60,7 @@ def test_too_many_lines_are_several_charts():
         for size in ("small", "medium") for context in (64, 512, 1024) for seed in range(MOST_LINES)
     ]  # fmt: skip
     section = sweep(rows)
-    charts = [chart for block in section.blocks if block.kind == "charts" for chart in block.charts]
+    charts = [chart for block in section.blocks if isinstance(block, Charts) for chart in block.charts]
     assert len({chart.name for chart in charts}) == len(charts)
     by_context = [chart for chart in charts if chart.name.startswith("sweep-context-step_ms")]
     assert [chart.caption for chart in by_context] == ["size small", "size medium"]

@@ -95,10 +95,9 @@ class Verdict:
 
 def plain_form(config: StepConfig) -> StepConfig:
     """The same training by the plainest means: fp32, eager, nothing fused."""
-    plain = StepConfig()
-    optimizer = config.optimizer if config.optimizer == "sgd" else plain.optimizer
-    names = ("precision", "compile", "attention", "loss")
-    return dataclasses.replace(config, optimizer=optimizer, **{name: getattr(plain, name) for name in names})
+    plain, names = StepConfig(), ["precision", "compile", "attention", "loss"]
+    names += [] if config.optimizer == "sgd" else ["optimizer"]
+    return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
 
 
 class StepCheck:

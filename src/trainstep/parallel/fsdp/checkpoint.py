@@ -64,7 +64,12 @@ def load_checkpoint(
             raise UsageError(f"{folder} holds no optimizer's state; it was saved without one")
     load(state, checkpoint_id=str(folder), process_group=module.process_group)
     if optimizer is not None:
-        _load_optimizer(optimizer, _names_by_group(module, optimizer), state["optimizer"])
+        loaded = state["optimizer"]
+        _check_groups(_names_by_group(module, optimizer), [group["params"] for group in loaded["param_groups"]])
+        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+            group.update({**saved, "params": group["params"]})
+        trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
+        load_state_by_name(optimizer, trained, loaded["state"])
 
 
 def state_by_name(
@@ -73,7 +78,6 @@ def state_by_name(
     """The optimizer's state of parameters, to be saved. Tensors share memory with the optimizer's.
 
     Args:
-        optimizer: of any of torch's classes.
         trained: name → what the optimizer updates: a parameter or its shard.
         weights: name → the weight as it is saved. A state with an element for each of the parameter's (a moment, not a
             step count) is saved as the same part of a whole.
@@ -87,6 +91,18 @@ def state_by_name(
     return state
 
 
+def load_state_by_name(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give the optimizer what `state_by_name` returned of it."""
+    numbers = {id(each): i for i, each in enumerate(chain(*(group["params"] for group in optimizer.param_groups)))}
+    numbered = {
+        numbers[id(trained[name])]: {key: _local(value) for key, value in values.items()}
+        for name, values in state.items()
+    }
+    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
 def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds under `optimizer`, with memory to read it into; empty if it holds nothing there."""
     empty: dict[str, Any] = {}
@@ -98,15 +114,14 @@ def empty_optimizer(metadata: Metadata, weights: Mapping[str, Any]) -> dict[str,
         if isinstance(stored, TensorStorageMetadata):
             weight = weights.get(path[2]) if path[1] == "state" else None
             if isinstance(weight, Tensor) and stored.size == weight.shape:
-                value = _part_like(torch.empty_like(local_part(weight), dtype=stored.properties.dtype), weight)
+                value = _part_like(torch.empty_like(_local(weight), dtype=stored.properties.dtype), weight)
             else:
                 value = torch.empty(stored.size, dtype=stored.properties.dtype)
         set_element(empty, path[1:], value)
     return empty
 
 
-def local_part(value: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -136,8 +151,7 @@ def _names_by_group(module: FullyShardedDataParallel, optimizer: torch.optim.Opt
     return [[name_of[id(shard)] for shard in group["params"]] for group in optimizer.param_groups]
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[list[str]], loaded: dict[str, Any]) -> None:
-    saved = [group["params"] for group in loaded["param_groups"]]
+def _check_groups(names: list[list[str]], saved: list[list[str]]) -> None:
     if names != saved:
         different = sorted(set(chain(*names)) ^ set(chain(*saved)))
         raise UsageError(
@@ -146,8 +160,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: list[list[str]], lo
             + (f"; only one of them has {different[0]}" if different else "")
             + "; build it as it was built when it was saved"
         )
-    position = {name: number for number, name in enumerate(chain(*names))}
-    entries = loaded["state"].items()
-    state = {position[name]: {key: local_part(value) for key, value in values.items()} for name, values in entries}
-    groups = [{**group, "params": [position[name] for name in group["params"]]} for group in loaded["param_groups"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -13,8 +13,8 @@ the wire as one in the narrow dtype: half of them for bfloat16 into float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from weakref import WeakSet
@@ -29,16 +29,7 @@ from trainstep.parallel.fsdp.transport import Collectives, Start, Transport, pad
 
 
 class GatherGroup:
-    """One group.
-
-    Attributes:
-        parameters: in order of definition.
-        buffers: of the gradients of its sharded, trainable parameters; one for each pair of dtypes.
-        awaiting: calls whose backward has not reached the call's inputs. A call whose graph is gone leaves by itself.
-        users: calls that are running in forward.
-        full_bytes: of the storage, while gathered.
-        arrived: parameters whose gradient backward has brought since the group's gradients were sent.
-    """
+    """One group; its parameters are in order of definition."""
 
     def __init__(
         self,
@@ -47,25 +38,20 @@ class GatherGroup:
         compute_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self.parameters, self.users = parameters, 0
-        self.awaiting: WeakSet[object] = WeakSet()
-        self._process_group = process_group
+        self.parameters, self._process_group = parameters, process_group
+        self.users = 0  # calls that are running in forward
+        self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
+        self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since the last were sent
         self._pending: Pending | None = None
         self._all_gather: Start | None = None
-        self.arrived: set[ShardedParameter] = set()
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
-        self.buffers: list[GradientBuffer] = []
-        self._buffer_of: dict[ShardedParameter, GradientBuffer] = {}
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = defaultdict(list)
         for parameter in self._trainable:
             if parameter.rows is not None:
-                kind = (parameter.compute_dtype(compute_dtype), parameter.shard.dtype)
-                kinds.setdefault(kind, []).append(parameter)
-        for members in kinds.values():
-            buffer = GradientBuffer(members, process_group)
-            self.buffers.append(buffer)
-            self._buffer_of.update(dict.fromkeys(members, buffer))
+                kinds[parameter.compute_dtype(compute_dtype), parameter.shard.dtype].append(parameter)
+        self.buffers = [GradientBuffer(members, process_group) for members in kinds.values()]
+        self._buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
 
     def _lay_out(self, compute_dtype: torch.dtype | None, device: torch.device) -> None:
         """Place every full parameter in the group's storage, then give the memory back."""
@@ -79,13 +65,13 @@ class GatherGroup:
             rows = parameter.rows
             region = memory[start : start + size]
             whole = region.view(dtype).view(parameter.padded_shape)
-            own = whole if rows is None else whole[rows.start : rows.stop]
+            own = whole if rows is None else whole[rows]
             if own.numel() > 0:
                 self._copies.append((own, parameter.shard))
             if rows is not None:
                 self._gathered_bytes.append(region)
             # .data: gathering must not count as a change of what autograd saved
-            full = whole.data if rows is None else whole.data[: rows.shape[0]]
+            full = whole.data if rows is None else whole.data[: parameter.shape[0]]
             parameter.full = nn.Parameter(full, requires_grad=parameter.trainable)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
@@ -108,7 +94,6 @@ class GatherGroup:
             buffer.transport = transport
 
     def gather(self, stream: SideStream) -> None:
-        """Start gathering, unless it has been started."""
         if not self.is_gathered:
             self._storage.resize_(self.full_bytes)
             self._pending = stream.run(self._all_gather, before=self._copy_own)
@@ -152,58 +137,38 @@ class GatherGroup:
         return len(self.arrived) == len(self._trainable) > 0
 
 
-@dataclass
-class BufferReduction:
-    """A buffer's content under way: the mean over the ranks of this rank's rows."""
-
-    pending: Pending
-    rows: list[tuple[ShardedParameter, Tensor]]
-    written: set[ShardedParameter]  # those that this rank had a gradient of
-
-    def complete(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """Wait; attach what this rank had a gradient of. Returns what it sent zeros for, to be decided later."""
-        self.pending.wait()
-        for parameter, gradient in self.rows:
-            if parameter in self.written:
-                parameter.attach_gradient(gradient)
-        return [row for row in self.rows if row[0] not in self.written]
-
-
 class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
-        self._parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
+        self.parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
         self._dtype = parameters[0].shard.dtype
-        self._starts: dict[ShardedParameter, int] = {}
+        self._places: dict[ShardedParameter, slice] = {}  # its elements, the same ones for every destination
         self._size = 0  # elements per destination
         for parameter in parameters:
-            self._starts[parameter] = self._size
-            self._size += -(-self._shard_size(parameter) // 16) * 16  # each starts at a multiple
+            elements = parameter.padded_shape.numel() // self._ranks
+            self._places[parameter] = slice(self._size, self._size + elements)
+            self._size += -(-elements // 16) * 16  # each starts at a multiple
         self.transport: Transport = Collectives(process_group)
-        self._send: Tensor | None = None  # (ranks, size)
+        self.send: Tensor | None = None  # (ranks, size); None while it holds no gradients
         self._written: set[ShardedParameter] = set()
 
     def exchange_bytes(self, compute_dtype: torch.dtype | None) -> int:
         """Bytes of the buffer when it is exchanged; 0 if its gradients are as wide as the shards, and reduced."""
-        dtype = self._parameters[0].compute_dtype(compute_dtype)
+        dtype = self.parameters[0].compute_dtype(compute_dtype)
         return 0 if dtype == self._dtype else self._ranks * self._size * dtype.itemsize
-
-    @property
-    def holds_gradients(self) -> bool:
-        return self._send is not None
 
     def add(self, parameter: ShardedParameter, gradient: Tensor, *, accumulate: bool) -> None:
         """Put a gradient of the full parameter's shape in its place, or add it to what is there.
 
         `accumulate`: more will come before it is sent, so the buffer is in the shards' dtype.
         """
-        if self._send is None:
+        if self.send is None:
             dtype = self._dtype if accumulate else gradient.dtype
-            self._send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
-        elif accumulate and self._send.dtype != self._dtype:
-            self._send = self._send.to(self._dtype)
-        place = self._place(self._send, parameter)  # (ranks, elements of a shard)
+            self.send = torch.empty(self._ranks, self._size, dtype=dtype, device=gradient.device)
+        elif accumulate and self.send.dtype != self._dtype:
+            self.send = self.send.to(self._dtype)
+        place = self.send[:, self._places[parameter]]  # (ranks, elements of a shard)
         source = gradient.reshape(-1)
         full, rest = divmod(source.numel(), place.shape[1])  # ranks with all their rows; elements of the next
         pairs = [(place[:full], source[: full * place.shape[1]].view(full, -1))] if full else []
@@ -217,16 +182,20 @@ class GradientBuffer:
         self._written.add(parameter)
 
     def discard(self) -> None:
-        self._send, self._written = None, set()
+        self.send, self._written = None, set()
 
-    def launch(self, stream: SideStream) -> BufferReduction:
-        """Send the buffer; parameters without a gradient on this rank are sent as zeros."""
-        assert self._send is not None
-        send, written = self._send, self._written
+    def launch(self, stream: SideStream) -> Callable[[], list[tuple[ShardedParameter, Tensor]]]:
+        """Send the buffer; parameters without a gradient on this rank are sent as zeros.
+
+        What is returned waits for the mean of this rank's rows over the ranks, attaches what this rank had a gradient
+        of, and returns what it sent zeros for, to be decided later.
+        """
+        assert self.send is not None
+        send, written = self.send, self._written
         self.discard()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter not in written:
-                self._place(send, parameter).zero_()
+                send[:, self._places[parameter]].zero_()
         result = torch.empty(self._size, dtype=self._dtype, device=send.device)
         if self._ranks == 1:
             result, pending = send[0].to(self._dtype), Pending()
@@ -237,17 +206,17 @@ class GradientBuffer:
             exchange, receive, dtype = self.transport.exchange, self.transport.receive_buffer(send), self._dtype
             add_up = partial(torch.mean, receive, dim=0, dtype=dtype, out=result)
             pending = stream.run(lambda: exchange(receive, send), after=add_up)
-        shapes = [(parameter, start, parameter.shard.shape) for parameter, start in self._starts.items()]
-        rows = [(each, result[start : start + shape.numel()].view(shape)) for each, start, shape in shapes]
-        return BufferReduction(pending, rows, written)
+        starts = [(each, place.start, each.shard.numel()) for each, place in self._places.items()]
+        rows = [(each, result[start : start + size].view(each.shard.shape)) for each, start, size in starts]
 
-    def _shard_size(self, parameter: ShardedParameter) -> int:
-        return parameter.padded_shape.numel() // self._ranks
+        def complete() -> list[tuple[ShardedParameter, Tensor]]:
+            pending.wait()
+            for each, gradient in rows:
+                if each in written:
+                    each.attach_gradient(gradient)
+            return [row for row in rows if row[0] not in written]
 
-    def _place(self, send: Tensor, parameter: ShardedParameter) -> Tensor:
-        """The parameter's rows in the buffer, by destination: (ranks, elements of a shard)."""
-        start = self._starts[parameter]
-        return send[:, start : start + self._shard_size(parameter)]
+        return complete
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -285,15 +254,13 @@ class ReplicatedGradients:
 
         The host waits for the device only if this rank left a parameter unused and must ask about it.
         """
-        count = sum(parameter.shape.numel() for parameter in self._replicated)
-        flat = torch.zeros(count + len(self._trainable), dtype=self._dtype, device=device)
-        *means, flags = flat.split([*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)])
+        sizes = [*(parameter.shape.numel() for parameter in self._replicated), len(self._trainable)]
+        flat = torch.zeros(sum(sizes), dtype=self._dtype, device=device)
+        *means, flags = flat.split(sizes)
         places = dict(zip(self._replicated, means, strict=True))
         if self._gradients:
-            torch._foreach_copy_(
-                [places[parameter] for parameter in self._gradients],
-                [gradient.reshape(-1) for gradient in self._gradients.values()],
-            )
+            targets = [places[parameter] for parameter in self._gradients]
+            torch._foreach_copy_(targets, [gradient.reshape(-1) for gradient in self._gradients.values()])
         self.discard()
         all_used = len(used) == len(self._trainable)
         if all_used:

@@ -18,8 +18,7 @@ after backward has left it.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,17 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from trainstep.parallel.collectives import SideStream
-from trainstep.parallel.fsdp.group import BufferReduction, GatherGroup, ReplicatedGradients
+from trainstep.parallel.collectives import SideStream, weak_hook
+from trainstep.parallel.fsdp.group import GatherGroup, ReplicatedGradients
 from trainstep.parallel.fsdp.shards import ShardedParameter
-
-
-@dataclass(eq=False)
-class Use:
-    """One group needed by one call, or by several in a row."""
-
-    group: GatherGroup
-    needs_backward: bool = False
 
 
 @dataclass(eq=False)
@@ -46,23 +37,22 @@ class Pass:
     """The groups that calls needed since the wrapper's forward began."""
 
     predicted: list[GatherGroup] | None  # what they needed in the pass before; None once it turns out otherwise
-    uses: list[Use] = field(default_factory=list)
+    uses: list[GatherGroup] = field(default_factory=list)  # each needed by one call, or by several in a row
+    with_backward: set[int] = field(default_factory=set)  # positions of the uses that backward comes through
 
     def record(self, group: GatherGroup) -> int:
         """Note that a call needs a group; the position of this use."""
-        if self.uses and self.uses[-1].group is group:
+        if self.uses and self.uses[-1] is group:
             return len(self.uses) - 1
         position = len(self.uses)
         if self.predicted is not None and (position >= len(self.predicted) or self.predicted[position] is not group):
             self.predicted = None
-        self.uses.append(Use(group))
+        self.uses.append(group)
         return position
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a unit."""
-
     groups: Sequence[GatherGroup]
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
@@ -81,7 +71,7 @@ class Schedule:
         self._recorded: dict[bool, list[GatherGroup]] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
-        self._under_way: list[BufferReduction] = []
+        self._under_way: list[Callable[[], list[tuple[ShardedParameter, Tensor]]]] = []
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._members = [(group, parameter) for group in groups for parameter in group.parameters]
@@ -89,7 +79,7 @@ class Schedule:
         for number, (_, parameter) in enumerate(self._members):
             if parameter.trainable:
                 assert parameter.full is not None
-                parameter.full.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
+                parameter.full.register_post_accumulate_grad_hook(weak_hook(self._on_gradient, number))
 
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
@@ -97,7 +87,7 @@ class Schedule:
             return  # the forward is being computed again
         self._free_all()
         if self._pass.uses:
-            self._recorded[self._with_gradients] = [use.group for use in self._pass.uses]
+            self._recorded[self._with_gradients] = self._pass.uses
         self._with_gradients = torch.is_grad_enabled()
         self._pass = Pass(self._recorded.get(self._with_gradients))
 
@@ -105,17 +95,16 @@ class Schedule:
         """A call of a unit begins: gather what it needs, and what the calls after it will."""
         again = in_backward()
         call = Call(groups, None if again else self._pass, [] if again else list(map(self._pass.record, groups)))
-        for group in (*groups, *self._upcoming(call)):
-            group.gather(self._gathers)
+        self.gather(groups, self._upcoming(call))
         for group in groups:
-            group.wait()
             group.users += 1
         return call
 
-    def gather_again(self, groups: Sequence[GatherGroup]) -> None:
-        """Backward computes activations again, and goes on through the same parameters."""
-        for group in groups:
+    def gather(self, groups: Sequence[GatherGroup], ahead: Iterable[GatherGroup] = ()) -> None:
+        """Gather groups, and start with those that are needed next."""
+        for group in (*groups, *ahead):
             group.gather(self._gathers)
+        for group in groups:
             group.wait()
 
     def leave(self, call: Call, *, needs_backward: bool) -> None:
@@ -125,8 +114,8 @@ class Schedule:
             return
         predicted = call.recorded_in.predicted
         for group, position in zip(call.groups, call.positions, strict=True):
-            use = call.recorded_in.uses[position]
-            use.needs_backward |= needs_backward
+            if needs_backward:
+                call.recorded_in.with_backward.add(position)
             among_last = predicted is not None and position >= len(predicted) - 1 - self._prefetch
             if group.users == 0 and not (among_last and needs_backward):
                 group.free()
@@ -138,13 +127,9 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """Backward reaches the call's outputs: gather what it needs, and what the calls before it will."""
-        for group in (*call.groups, *self._preceding(call)):
-            group.gather(self._gathers)
-        for group in call.groups:
-            group.wait()
+        self.gather(call.groups, self._preceding(call))
 
     def after_backward(self, call: Call) -> None:
-        """Backward has passed the call's inputs."""
         for group in call.groups:
             group.awaiting.discard(call)
             if not group.awaiting:
@@ -164,7 +149,6 @@ class Schedule:
         self._free_all()
 
     def discard(self) -> None:
-        """Forget gradients that have not been sent."""
         self._complete()
         for group in self.groups:
             for buffer in group.buffers:
@@ -181,11 +165,12 @@ class Schedule:
     def _preceding(self, call: Call) -> Iterator[GatherGroup]:
         if call.recorded_in is not None:
             last = min(call.positions)
-            for use in reversed(call.recorded_in.uses[max(0, last - self._prefetch) : last]):
-                if use.needs_backward:
-                    yield use.group
+            for position in reversed(range(max(0, last - self._prefetch), last)):
+                if position in call.recorded_in.with_backward:
+                    yield call.recorded_in.uses[position]
 
-    def _on_gradient(self, group: GatherGroup, parameter: ShardedParameter) -> None:
+    def _on_gradient(self, number: int) -> None:
+        group, parameter = self._members[number]
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
         if replicated is not None:
@@ -204,14 +189,14 @@ class Schedule:
 
     def _send(self, group: GatherGroup) -> None:
         """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
-        ready = [buffer for buffer in group.buffers if buffer.holds_gradients]
+        ready = [buffer for buffer in group.buffers if buffer.send is not None]
         if ready:
             self._complete()
             self._under_way = [buffer.launch(self._reductions) for buffer in ready]
 
     def _complete(self) -> None:
-        for reduction in self._under_way:
-            self._undecided += reduction.complete()
+        for complete in self._under_way:
+            self._undecided += complete()
         self._under_way = []
 
     def _free_all(self) -> None:
@@ -224,17 +209,6 @@ class Schedule:
 def in_backward() -> bool:
     """Whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _hook(schedule: weakref.ref[Schedule], number: int) -> Callable[[Tensor], None]:
-    """A parameter's hook holds nothing that leads back to the parameter: Python could never collect such a circle."""
-
-    def on_gradient(_: Tensor) -> None:
-        this = schedule()
-        assert this is not None, "the boundaries in the module keep it alive"
-        this._on_gradient(*this._members[number])
-
-    return on_gradient
 
 
 class Boundary:
@@ -260,7 +234,8 @@ class Boundary:
 
     def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, computed again in backward; the marks for backward are in the graph from the first time."""
-        self._schedule.gather_again(self._groups)
+        for group in self._groups:
+            self._schedule.gather([group])
         was_open, self.is_open = self.is_open, True
         try:
             return function(*args, **kwargs)
@@ -333,6 +308,5 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def install(unit: nn.Module, boundary: Boundary) -> None:
-    """Lead all calls of `unit` through `boundary`."""
     unit.__dict__["boundary"] = boundary
     unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]

@@ -37,31 +37,11 @@ Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module has itself, not those of the modules inside it."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How a tensor of `shape` is cut by rows over `world_size` ranks, for this `rank`."""
-
-    shape: torch.Size
-    rank: int
-    world_size: int
-
-    @property
-    def per_rank(self) -> int:
-        return -(-self.shape[0] // self.world_size)
-
-    @property
-    def start(self) -> int:
-        return min(self.rank * self.per_rank, self.shape[0])
-
-    @property
-    def stop(self) -> int:
-        """One past the rank's last row."""
-        return min((self.rank + 1) * self.per_rank, self.shape[0])
-
-    @property
-    def padded_shape(self) -> torch.Size:
-        """The shape with as many rows as make the shards equal."""
-        return torch.Size((self.per_rank * self.world_size, *self.shape[1:]))
+def cut_rows(shape: torch.Size, rank: int, world_size: int) -> tuple[slice, torch.Size]:
+    """The rank's rows of a tensor of `shape`, and the shape with as many rows as make all ranks' equal."""
+    per_rank = -(-shape[0] // world_size)
+    start, stop = (min(number * per_rank, shape[0]) for number in (rank, rank + 1))
+    return slice(start, stop), torch.Size((per_rank * world_size, *shape[1:]))
 
 
 @dataclass(eq=False)
@@ -72,10 +52,9 @@ class ShardedParameter:
     slots: list[tuple[nn.Module, str]]  # (module, attribute) for each name
     shard: nn.Parameter  # this rank's rows (or all of it), in the dtype it is trained in. `.grad` is the shard's
     shape: torch.Size  # of the full parameter
-    rows: Rows | None  # how it is cut, or None if it is replicated
-    full: nn.Parameter | None = (
-        None  # while gathered, the whole in the dtype it is computed with; its storage comes and goes
-    )
+    padded_shape: torch.Size  # of the full parameter with as many rows as make the shards equal
+    rows: slice | None  # the shard's in the full parameter, or None if it is replicated
+    full: nn.Parameter | None = None  # the whole in the dtype it is computed with; its storage comes and goes
 
     def __post_init__(self) -> None:
         self.trainable = self.shard.requires_grad
@@ -83,11 +62,6 @@ class ShardedParameter:
     @property
     def name(self) -> str:
         return self.names[0]
-
-    @property
-    def padded_shape(self) -> torch.Size:
-        """Of the full parameter with as many rows as make the shards equal."""
-        return self.shape if self.rows is None else self.rows.padded_shape
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """What it is gathered in, if floating-point parameters are computed with in `dtype` (None: as they are)."""
@@ -105,11 +79,10 @@ class ShardedParameter:
         if self.rows is not None and isinstance(value, DTensor):
             value = value.redistribute(mesh, [Shard(0)]).to_local()
         elif self.rows is not None:
-            value = value[self.rows.start : self.rows.stop]
+            value = value[self.rows]
         self.shard.copy_(value)
 
     def install_full(self) -> None:
-        """Let the module compute with the full parameter."""
         assert self.full is not None
         if self.shard.requires_grad != self.trainable:
             raise UsageError(
@@ -132,7 +105,6 @@ class ShardedParameter:
             module._parameters[attribute] = parameter
 
     def attach_gradient(self, gradient: Tensor) -> None:
-        """Add to the shard's `.grad`, or become it."""
         if self.shard.grad is None:
             self.shard.grad = gradient
         else:
@@ -141,7 +113,7 @@ class ShardedParameter:
 
 @dataclass(eq=False)
 class PlannedParameter:
-    """One parameter and the places it is used from."""
+    """One parameter, and where it is used."""
 
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)  # more than one if it is tied
@@ -166,9 +138,7 @@ def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> l
     unit_of = _units(root, _checked(root, chosen))
     planned: dict[int, PlannedParameter] = {}
     for prefix, module in root.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found = planned.setdefault(id(parameter), PlannedParameter(parameter))
             found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             found.slots.append((module, attribute))
@@ -279,10 +249,8 @@ def _materialise(
     for attribute, entry in own.items():
         memory = torch.empty_like(entry.parameter, device=device)
         module._parameters[attribute] = nn.Parameter(memory, requires_grad=entry.parameter.requires_grad)
-    buffers = {
-        key: torch.empty_like(buffer, device=device) for key, buffer in module._buffers.items() if buffer is not None
-    }
-    module._buffers.update(buffers)
+    buffers = [(key, buffer) for key, buffer in module._buffers.items() if buffer is not None]
+    module._buffers.update((key, torch.empty_like(buffer, device=device)) for key, buffer in buffers)
     with torch.no_grad():
         if initialize is not None:
             initialize(module)
@@ -299,14 +267,13 @@ def _materialise(
 def _shard(
     entry: PlannedParameter, full: nn.Parameter, process_group: dist.ProcessGroup, device: torch.device
 ) -> ShardedParameter:
-    values, shape = full.detach().to(device), full.shape
+    values, shape, padded_shape, rows = full.detach().to(device), full.shape, full.shape, None
     broadcast_from_first([values], process_group)
-    rows = None
     if values.dim() >= 2 and values.numel() > 0:
-        rows = Rows(values.shape, process_group.rank(), process_group.size())
-        values = values[rows.start : rows.stop]
+        rows, padded_shape = cut_rows(shape, process_group.rank(), process_group.size())
+        values = values[rows]
     shard = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
     shard.__dict__.update(vars(entry.parameter))  # marks that users set on parameters
     if not entry.parameter.is_meta:
         entry.parameter.data = entry.parameter.data.new_empty(0)
-    return ShardedParameter(entry.names, entry.slots, shard, shape, rows)
+    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows)

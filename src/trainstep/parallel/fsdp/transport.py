@@ -81,15 +81,11 @@ class PeerMemory:
     Nothing here orders the ranks but `barrier`: whoever copies must have one before, so that the buffers are ready, and
     one after, before their owners touch them again. All ranks of the group must construct it, with the same size.
 
-    Args:
-        nbytes: of each rank's buffer.
-        group: the ranks, all of one host.
-        device: of this rank: a GPU of its own, or the CPU.
-
     Raises:
         OSError: memory cannot be had or shared, on this rank or another; every rank raises it, and says whose.
 
     Attributes:
+        buffers: by rank: (nbytes,), uint8, on this rank's device.
         uncounted: bytes of it that `torch.cuda.memory_allocated` does not know of (all or none, by torch's version).
     """
 
@@ -107,23 +103,17 @@ class PeerMemory:
                 self.uncounted = 0
             with _agreed(group):
                 handle = symmetric_memory.rendezvous(self._own, group)
-            self._buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+            self.buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
             self._handle = handle
             self._timeout_ms = int(group._get_backend(device).options._timeout.total_seconds() * 1000)
         else:
-            self._buffers = _mapped_by_all(nbytes, group)
-
-    def of(self, rank: int) -> Tensor:
-        """The rank's buffer: (nbytes,), uint8, on this rank's device."""
-        return self._buffers[rank]
+            self.buffers = _mapped_by_all(nbytes, group)
 
     def barrier(self, channel: int = 0) -> None:
         """What the current stream does from here on comes after what every rank's stream was given before its barrier.
 
-        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout.
-
-        Args:
-            channel: barriers that different streams may be at in one moment have different ones.
+        On a CPU the caller waits. A rank that does not come is an error, after the group's timeout. Barriers that
+        different streams may be at in one moment have different channels.
         """
         if self._handle is not None:
             self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
@@ -138,8 +128,6 @@ class PeerCopies:
     its place. To exchange, every rank writes into the others' inboxes.
 
     Args:
-        group: the ranks.
-        device: of this rank.
         slice_bytes: the most bytes of one rank's slices in a gather, each rounded up to 256.
         exchange_bytes: the most bytes in a call of `exchange`.
     """
@@ -162,7 +150,7 @@ class PeerCopies:
         @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
         def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
             """Of every tensor: the rank's slice in its outbox, and here in its place."""
-            outbox = self._memory.of(rank)
+            outbox = self._memory.buffers[rank]
             slices = [slice_of(tensor, rank, self._ranks) for tensor in tensors]
             return list(zip([outbox[place] for place in places], slices, strict=True))
 
@@ -190,7 +178,7 @@ class PeerCopies:
         self._memory.barrier(_EXCHANGE)
 
     def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
-        inbox = self._memory.of(rank)[self._slice_bytes :]
+        inbox = self._memory.buffers[rank][self._slice_bytes :]
         return inbox[: like.nbytes].view(like.dtype).view(like.shape)
 
 

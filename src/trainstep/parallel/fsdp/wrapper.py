@@ -170,12 +170,12 @@ class FullyShardedDataParallel(nn.Module):
             if rows is None:
                 values = shard.detach().clone()
             else:
-                values = torch.empty(rows.padded_shape, dtype=shard.dtype, device=shard.device)
-                values[rows.start : rows.stop] = shard
-                if rows.world_size > 1:
+                values = torch.empty(parameter.padded_shape, dtype=shard.dtype, device=shard.device)
+                values[rows] = shard
+                if self.process_group.size() > 1:
                     all_gather_slices([values], self.process_group).wait()
-                if rows.padded_shape != rows.shape:
-                    values = values[: rows.shape[0]].clone()
+                if parameter.padded_shape != parameter.shape:
+                    values = values[: parameter.shape[0]].clone()
             values = values.to(device if device is not None else values.device)
             full.update(dict.fromkeys(parameter.names, values))
         return full

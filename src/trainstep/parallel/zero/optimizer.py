@@ -12,21 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import assign_buckets, clip_gradients_
+from trainstep.parallel.collectives import Waitable, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.process import check_ranks_agree, resolve_group
-from trainstep.parallel.zero.pieces import (
-    ParameterBucket,
-    Piece,
-    consolidate,
-    cut,
-    dump,
-    hyper_parameters,
-    may_slice,
-    restore,
-)
+from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
 
-Division = Literal["auto", "slices", "parameters"]
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
+)
+"""Optimizers that treat each element alone, so that slices can be updated. What a subclass changes is not known."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -60,12 +55,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         ddp: DistributedDataParallel | None = None,
-        shard: Division = "auto",
+        shard: Literal["auto", "slices", "parameters"] = "auto",
         exchange_mb: float = 256.0,
         **kwargs: Any,
     ) -> None:
         self.process_group = _group_of(process_group, ddp)
-        self._sliced = may_slice(optimizer_cls, shard)
+        self._sliced = _may_slice(optimizer_cls, shard)
         if not exchange_mb >= 0:
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
@@ -117,24 +112,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "leave out ddp=, or train in bfloat16, which needs no scaling"
             )
         self._check()
-        underway: list[Callable[[], object]] = []
-        for bucket in self._buckets:
-            bucket.take_settings(self.param_groups)
+        underway: list[Waitable] = []
+        beside = [pair for bucket in self._buckets for pair in bucket.groups_beside(self.param_groups)]
+        for own, asked in beside:
+            own.update(hyper_parameters(asked))
         for bucket in self._buckets:
             bucket.update(self.process_group)
             underway += bucket.exchange(self.process_group)
-        for bucket in self._buckets:
-            bucket.give_settings(self.param_groups)
-        for finish in underway:
-            finish()
+        for own, asked in beside:
+            asked.update(hyper_parameters(own))  # some optimizers count there
+        for call in underway:
+            call.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, also those that were reduce-scattered."""
         super().zero_grad(set_to_none)
-        for piece in self._all_pieces():
-            if piece.owner is None and piece.mine is not None:
-                piece.mine.grad = None
+        for _, mine in self._slices():
+            mine.grad = None
 
     def local_gradients(self) -> list[Tensor]:
         """The gradients that this rank updates its part with: slices, and of undivided parameters its own ones."""
@@ -194,12 +189,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
         pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
-        kinds = [(piece.parameter.dtype, piece.parameter.device, piece.owner is None) for piece in pieces]
-        items = [(i, piece.parameter.nbytes, kind) for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))]
+        whats = [(piece.parameter, piece.owner is None) for piece in pieces]
+        items = [(i, each.nbytes, (each.dtype, each.device, sliced)) for i, (each, sliced) in enumerate(whats)]
         for indices in assign_buckets(items, self._exchange_mb):
             self._buckets.append(self._bucket([pieces[i] for i in indices]))
         if self._ddp is not None:
-            self._ddp.scatter_gradients(_scattered(self._all_pieces(), self._ddp))
+            known = {id(parameter) for parameter in self._ddp.parameters()}
+            if foreign := [piece.number for piece in self._all_pieces() if id(piece.parameter) not in known]:
+                raise UsageError(f"parameter number {foreign[0]} is not one of ddp; leave out ddp=, or the parameter")
+            self._ddp.scatter_gradients(dict(self._slices()))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
 
     def _bucket(self, pieces: list[Piece]) -> ParameterBucket:
@@ -223,6 +221,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert twin.optimizer is not None, "there are pieces without state"
         twin.optimizer.step()
         return twin
+
+    def _slices(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [pair for bucket in self._buckets for pair in bucket.slices()]
 
     def _all_pieces(self) -> list[Piece]:
         return [piece for bucket in self._buckets for piece in bucket.pieces]
@@ -258,6 +259,23 @@ def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParal
     return ddp.process_group
 
 
+def _may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
+    """Whether parameters are cut into slices, by the optimizer's class and the caller's choice."""
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+        raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
+    if shard not in ("auto", "slices", "parameters"):
+        raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
+    if shard == "slices" and optimizer_cls not in ELEMENTWISE:
+        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+        raise UsageError(
+            f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
+            "parameters; use shard='parameters'"
+        )
+    return optimizer_cls in ELEMENTWISE and shard != "parameters"
+
+
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if isinstance(params, Tensor):
         raise UsageError("params is a tensor; expected parameters or groups of them")
@@ -275,11 +293,3 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
     tensors = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
     return group | {"params": [nn.Parameter(torch.empty_like(tensor, device="meta")) for tensor in tensors]}
-
-
-def _scattered(pieces: list[Piece], ddp: DistributedDataParallel) -> dict[nn.Parameter, nn.Parameter]:
-    known = {id(parameter) for parameter in ddp.parameters()}
-    for piece in pieces:
-        if id(piece.parameter) not in known:
-            raise UsageError(f"parameter number {piece.number} is not one of ddp; leave out ddp=, or the parameter")
-    return {piece.parameter: piece.mine for piece in pieces if piece.owner is None and piece.mine is not None}

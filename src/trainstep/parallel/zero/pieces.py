@@ -11,6 +11,7 @@ or by three, for which the same parameter may be whole.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import all_gather_slices, flat, slice_of
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
-)
-"""Optimizers that treat each element alone, so that slices can be updated. What a subclass changes is not known."""
+from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, flat, slice_of
 
 
 @dataclass(frozen=True)
@@ -43,37 +38,12 @@ class Piece:
     mine: nn.Parameter | None  # what this rank updates: its slice, sharing memory, or the parameter, or nothing
 
 
-def may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
-    """Whether an optimizer's parameters are cut into slices, by its class and the caller's choice.
-
-    Raises:
-        UsageError: not an optimizer, one that cannot be divided, or one that cannot be divided as asked.
-    """
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
-        raise UsageError(f"optimizer_cls is {optimizer_cls!r}; expected a torch optimizer's class, such as AdamW")
-    if issubclass(optimizer_cls, torch.optim.LBFGS):
-        raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
-    if shard not in ("auto", "slices", "parameters"):
-        raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
-    if shard == "slices" and optimizer_cls not in ELEMENTWISE:
-        names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
-        raise UsageError(
-            f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
-            "parameters; use shard='parameters'"
-        )
-    return optimizer_cls in ELEMENTWISE and shard != "parameters"
-
-
 def cut(
     parameters: Iterable[tuple[int, int, nn.Parameter]], *, rank: int, loads: list[int], sliced: bool
 ) -> list[Piece]:
-    """Divide parameters among the ranks, evenly by bytes.
+    """Divide `parameters`, (number, group, parameter), among the ranks, evenly by bytes; `sliced`: they may be cut.
 
-    Args:
-        parameters: (number, group, parameter), the same on every rank.
-        rank: this one.
-        loads: bytes that each rank has as whole parameters; added to.
-        sliced: whether parameters may be cut.
+    To `loads`, the bytes that each rank has as whole parameters, these are added.
     """
     parameters, world_size = list(parameters), len(loads)
     owners: dict[int, int | None] = {}  # None: sliced
@@ -88,16 +58,14 @@ def cut(
         owner = min(range(world_size), key=lambda each: (loads[each], each))
         loads[owner] += size
         owners[number] = owner
-    return [
-        Piece(number, group, parameter, owners[number], _mine(parameter, owners[number], rank, world_size))
-        for number, group, parameter in parameters
-    ]
-
-
-def _mine(parameter: nn.Parameter, owner: int | None, rank: int, world_size: int) -> nn.Parameter | None:
-    if owner is None:
-        return nn.Parameter(slice_of(parameter.detach(), rank, world_size))
-    return parameter if owner == rank else None
+    pieces = []
+    for number, group, parameter in parameters:
+        owned_by = owners[number]
+        mine = parameter if owned_by == rank else None
+        if owned_by is None:
+            mine = nn.Parameter(slice_of(parameter.detach(), rank, world_size))
+        pieces.append(Piece(number, group, parameter, owned_by, mine))
+    return pieces
 
 
 @dataclass
@@ -117,38 +85,33 @@ class ParameterBucket:
             if piece.group == group and piece.mine is not None and self.optimizer is not None
         ]
 
-    def take_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Give the bucket's optimizer the hyper-parameters as they are now in the groups of the whole."""
-        for group, index in self._groups():
-            group.update(hyper_parameters(param_groups[index]))
+    def groups_beside(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each parameter group of `optimizer`, and the one of the whole, in `param_groups`, that it belongs to."""
+        own = [] if self.optimizer is None else self.optimizer.param_groups
+        return [(group, param_groups[index]) for group, index in zip(own, self.groups, strict=True)]
 
-    def give_settings(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """The other way round, after a step: some optimizers count there."""
-        for group, index in self._groups():
-            param_groups[index].update(hyper_parameters(group))
-
-    def _groups(self) -> list[tuple[dict[str, Any], int]]:
-        return [] if self.optimizer is None else list(zip(self.optimizer.param_groups, self.groups, strict=True))
+    def slices(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(parameter, this rank's slice) for what is sliced."""
+        return [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
 
     def update(self, process_group: dist.ProcessGroup) -> None:
         if self.optimizer is None:
             return
-        sliced = [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
-        for parameter, mine in sliced:
+        for parameter, mine in self.slices():
             if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
                 mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
         self.optimizer.step()
-        for _, mine in sliced:
+        for _, mine in self.slices():
             mine.grad = None  # a view of the whole gradient, which would live on with it
 
-    def exchange(self, process_group: dist.ProcessGroup) -> list[Callable[[], object]]:
-        """Start giving every rank the new parameters; returns what waits for each call."""
+    def exchange(self, process_group: dist.ProcessGroup) -> list[Waitable]:
+        """Start giving every rank the new parameters."""
         if process_group.size() == 1:
             return []
         parameters = [piece.parameter.detach() for piece in self.pieces]
         if self.pieces[0].owner is None:
-            return [all_gather_slices(parameters, process_group).wait]
-        calls = []
+            return [all_gather_slices(parameters, process_group)]
+        calls: list[Waitable] = []
         for owner in range(process_group.size()):
             owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]
             if owned:
@@ -161,18 +124,16 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Callable[[], object]:
-    """Send one rank's tensors to the others in one call; returns what waits for it and puts them in place."""
+def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Waitable:
+    """Send one rank's tensors to the others in one call; its wait puts them in place."""
     together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     work = dist.broadcast(together, group=process_group, group_src=owner, async_op=True)
 
-    def finish() -> None:
-        assert work is not None, "an asynchronous call by a member of the group returns its work"
-        work.wait()
+    def unpack() -> None:
         if len(tensors) > 1 and process_group.rank() != owner:
             torch._foreach_copy_(tensors, list(together.split([tensor.numel() for tensor in tensors])))
 
-    return finish
+    return Pending(work=work, then=unpack)
 
 
 def dump(
@@ -187,17 +148,14 @@ def dump(
     """
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
-    meshes: dict[str, DeviceMesh] = {}
+    mesh = functools.cache(functools.partial(DeviceMesh.from_group, process_group))
     for bucket in buckets:
         own = bucket.states()
         stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
         for (piece, values), (_, stand_in) in zip(own, stand_ins, strict=True):
-            name, device = str(piece.number), piece.parameter.device.type
+            name, filled = str(piece.number), (stand_in if values is None else values) or {}
             fresh[name] = values is None
-            if piece.owner is None and device not in meshes:
-                meshes[device] = DeviceMesh.from_group(process_group, device)
-            filled = (stand_in if values is None else values) or {}
-            state[name] = {key: _portable(value, piece, meshes.get(device)) for key, value in filled.items()}
+            state[name] = {key: _portable(value, piece, mesh) for key, value in filled.items()}
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
@@ -210,12 +168,13 @@ def consolidate(
     whole: dict[int, dict[str, Any]] = {}
     for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
         assert values is not None
-        if piece.owner is not None:
-            whole[piece.number] = {key: _on_cpu(value) for key, value in values.items()}
-            continue
-        full = {key: _gathered(value, piece, process_group) for key, value in values.items()}
-        if is_first:
-            state[piece.number] = {key: _on_cpu(value) for key, value in full.items()}
+        if piece.owner is None:
+            values = {key: _gathered(value, piece, process_group) for key, value in values.items()}
+        if piece.owner is not None or is_first:
+            kept = state if piece.owner is None else whole
+            kept[piece.number] = {
+                key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in values.items()
+            }
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
     if received is None:
@@ -266,14 +225,13 @@ def _is_elementwise(value: Any, piece: Piece) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.mine.shape
 
 
-def _portable(value: Any, piece: Piece, mesh: DeviceMesh | None) -> Any:
+def _portable(value: Any, piece: Piece, mesh: Callable[[str], DeviceMesh]) -> Any:
     if not _is_elementwise(value, piece):
         return value
     if piece.owner is not None:
         return flat(value)
-    assert mesh is not None
-    shape = torch.Size([piece.parameter.numel()])
-    return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+    shape, own_mesh = torch.Size([piece.parameter.numel()]), mesh(piece.parameter.device.type)
+    return DTensor.from_local(value, own_mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:
@@ -304,7 +262,3 @@ def _own_part(value: Any, piece: Piece) -> Any:
     shaped = torch.empty_like(piece.mine, dtype=value.dtype, device=value.device, requires_grad=False)
     flat(shaped).copy_(row)
     return shaped
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bokeh.models import PlainText
     from bokeh.plotting import figure
 
 SERIES = ("series-1", "series-2", "series-3", "series-4")  # For lines that follow one another, the first the palest
@@ -63,18 +62,35 @@ def style_axes(axes: Any) -> None:
     axes.axis_label_standoff = 6
 
 
-def plain_ticks(texts: Mapping[float, str]) -> dict[float | str, PlainText]:
-    """Tick labels by place, as `PlainText`: Bokeh would typeset `$$` as TeX, by a script from the network."""
-    from bokeh.models import PlainText
+def name_ticks(axis: Any, texts: Mapping[float, str], role: str = "muted") -> None:
+    """Texts for ticks, as `PlainText`: Bokeh would typeset `$$` as TeX, by a script from the network."""
+    from bokeh.models import FixedTicker, PlainText
 
-    return {place: PlainText(text=text) for place, text in texts.items()}
+    axis.ticker = FixedTicker(ticks=list(texts))
+    axis.major_label_overrides = {place: PlainText(text=text) for place, text in texts.items()}
+    axis.major_label_text_color = COLOURS[role]
 
 
-def add_hover(plot: figure, cover: Any) -> None:
-    """Show `@name` and `@tip` of what lies under the pointer in `cover`."""
+def add_hover(plot: figure, *renderers: Any) -> None:
+    """Show `@name` and `@tip` of what lies under the pointer in these."""
     from bokeh.models import HoverTool
 
-    plot.add_tools(HoverTool(renderers=[cover], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
+    plot.add_tools(HoverTool(renderers=[*renderers], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False))
+
+
+def add_zoom(plot: figure, renderers: Sequence[Any], dimensions: str = "width") -> None:
+    """Drag to see a part closer (along x, also by Shift and the wheel), double-click (or the tool) for all."""
+    from bokeh.models import BoxZoomTool, ResetTool, WheelZoomTool
+
+    plot.toolbar_location = "above"
+    plot.toolbar.logo = None
+    plot.toolbar.active_drag = zoom = BoxZoomTool(dimensions=dimensions)
+    plot.add_tools(zoom)
+    if dimensions == "width":
+        plot.toolbar.active_scroll = wheel = WheelZoomTool(dimensions=dimensions, modifiers={"shift": True})
+        plot.add_tools(wheel)
+    plot.add_tools(ResetTool())
+    add_hover(plot, *renderers)
 
 
 def add_text(

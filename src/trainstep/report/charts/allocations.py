@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import MemoryTimelineRow
-from trainstep.report.charts import COLOURS, TOOLTIP, add_text, empty_figure
+from trainstep.report.charts import COLOURS, add_text, add_zoom, empty_figure
 from trainstep.report.numbers import numeric
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ _ROLES: Mapping[str, str] = {
     "optimizer state": "kind-6",
     "gradients": "kind-3",
     "temporaries": "kind-8",
-    "batch": "neutral",
-    "unknown": "neutral",
-    "others": "neutral",
+    **dict.fromkeys(("batch", "unknown", "others"), "neutral"),
     "activations of other modules": "series-2",
 }
 _OTHER_ROLES = ("kind-2", "kind-5", "kind-4", "kind-7", "kind-1", "kind-3", "kind-6")
@@ -44,7 +42,7 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
     Args:
         unit, scale: the unit of its axis, and how many of it a GiB has.
     """
-    from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Range1d, ResetTool, Span
+    from bokeh.models import ColumnDataSource, Range1d, Span
 
     series, events, peak = row.series, row.events or 0, (row.peak_gib or 0.0) * scale
     plot = empty_figure(height=HEIGHT, y_axis_label=unit, x_axis_label="allocations and releases, in order")
@@ -69,12 +67,7 @@ def allocation_chart(row: MemoryTimelineRow, unit: str, scale: float) -> figure:
     middles, names = zip(*phases, strict=True) if phases else ((), ())
     add_text(plot, middles, [1.06 * peak] * len(phases), names, "muted", text_align="center")
     plot.add_layout(Span(location=row.peak_state, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
-    plot.toolbar_location = "above"
-    plot.toolbar.logo = None
-    zoom = BoxZoomTool(dimensions="auto")
-    hover = HoverTool(renderers=[patches], tooltips=TOOLTIP, point_policy="follow_mouse", visible=False)
-    plot.add_tools(zoom, ResetTool(), hover)
-    plot.toolbar.active_drag = zoom
+    add_zoom(plot, [patches], "auto")
     return plot
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, name_ticks
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -31,6 +31,11 @@ class Series:
     texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
 
 
+def key_of(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """The legend of these lines."""
+    return [(one.role, one.name) for one in series]
+
+
 def lines(
     series: Sequence[Series],
     x_axis: str,
@@ -43,8 +48,8 @@ def lines(
     """Lines over a common x; hovering shows all of them at one x."""
     from bokeh.models import FixedTicker, Range1d, Span
 
-    plot = empty_figure(height=260, y_axis_type="log" if log else "linear", y_axis_label=y_axis)
-    plot.xaxis.axis_label = x_axis
+    scale = "log" if log else "linear"
+    plot = empty_figure(height=260, y_axis_type=scale, x_axis_label=x_axis, y_axis_label=y_axis)
     plot.ygrid.grid_line_color = COLOURS["rule"]
     plot.yaxis.ticker.desired_num_ticks = 5
     ticks = sorted({x for one in series for x in one.x})
@@ -92,25 +97,22 @@ def _room(series: Sequence[Series], log: bool, around_zero: bool) -> tuple[float
 
 def dots(names: Sequence[str], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
     """Values with their intervals over named places; series stand side by side. A series' x are indices of `names`."""
-    from bokeh.models import FixedTicker, Range1d
+    from bokeh.models import Range1d
 
-    shift = 0.14
-    places = [shift * (index - (len(series) - 1) / 2) for index in range(len(series))]
-    moved = [
-        replace(one, x=[x + place for x in one.x], line=False, markers=True)
-        for one, place in zip(series, places, strict=True)
-    ]
+    moved = []
+    for index, one in enumerate(series):
+        shift = 0.14 * (index - (len(series) - 1) / 2)
+        moved.append(replace(one, x=[x + shift for x in one.x], line=False, markers=True))
     plot = lines(moved, x_axis, y_axis, hover=False)
     plot.x_range = Range1d(-0.5, len(names) - 0.5)
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(len(names))))
-    plot.xaxis.major_label_overrides = plain_ticks(dict(enumerate(names)))
+    name_ticks(plot.xaxis, dict(enumerate(names)))
     _hover_columns(plot, series, list(range(len(names))), [f"{name} {x_axis}" for name in names])
     return plot
 
 
 def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis: str) -> figure:
     """Lines with markers, logarithmic both ways, a tick at each of `sizes`. The series' x are among these."""
-    from bokeh.models import FixedTicker, NoOverlap, Range1d
+    from bokeh.models import NoOverlap, Range1d
 
     series = [replace(one, x=[math.log2(x) for x in one.x], markers=True) for one in series]
     ticks = [math.log2(size) for size in sizes]
@@ -118,8 +120,7 @@ def curves(sizes: Sequence[float], series: Sequence[Series], x_axis: str, y_axis
     margin = 0.04 * (ticks[-1] - ticks[0]) or 0.5
     plot = lines(series, x_axis, y_axis, log=True, hover=False)
     plot.x_range = Range1d(ticks[0] - margin, ticks[-1] + margin)
-    plot.xaxis.ticker = FixedTicker(ticks=ticks)
-    plot.xaxis.major_label_overrides = plain_ticks(dict(zip(ticks, names, strict=True)))
+    name_ticks(plot.xaxis, dict(zip(ticks, names, strict=True)))
     plot.xaxis.major_label_policy = NoOverlap()
     _hover_columns(plot, series, ticks, [f"{x_axis} {name}" for name in names])
     return plot
@@ -131,12 +132,10 @@ def _hover_columns(plot: figure, series: Sequence[Series], ticks: Sequence[float
 
     columns: dict[str, list[Any]] = {"x": [], "name": [], "tip": []}
     for x, name in zip(ticks, names, strict=True):
-        known = [(one, list(one.x).index(x)) for one in series if x in one.x]
-        if not known:
-            continue
-        columns["x"].append(x)
-        columns["name"].append(name)
-        columns["tip"].append("\n".join(f"{one.name}: {_text(one, index)}" for one, index in known))
+        tips = [f"{one.name}: {_text(one, list(one.x).index(x))}" for one in series if x in one.x]
+        if tips:
+            for column, each in zip(columns.values(), (x, name, "\n".join(tips)), strict=True):
+                column.append(each)
     apart = min((after - before for before, after in itertools.pairwise(ticks)), default=1)
     bottom, top = plot.y_range.start, plot.y_range.end
     cover = plot.vbar(x="x", width=apart, bottom=bottom, top=top, source=ColumnDataSource(columns), **COVER)

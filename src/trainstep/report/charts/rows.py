@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, plain_ticks, style_axes
+from trainstep.report.charts import COLOURS, COVER, add_hover, empty_figure, name_ticks, style_axes
 from trainstep.report.numbers import typeset
 
 if TYPE_CHECKING:
-    from bokeh.models import PlainText
     from bokeh.plotting import figure
 
 ROW_HEIGHT = 34
@@ -65,7 +64,7 @@ def bars(rows: Sequence[Bar], axis: str, *, limit: float | None = None) -> figur
     _whiskers(plot, [(y, row.low, row.high) for y, row in drawn])
     if limit is not None:
         plot.add_layout(Span(location=limit, dimension="height", line_color=COLOURS["warn"], line_dash="dashed"))
-    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    _hover_rows(plot, rows)
     return plot
 
 
@@ -79,18 +78,13 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
             kept = row.end
         if kept and index + 1 < len(rows):
             plot.segment([kept], [-index], [kept], [-index - 1], line_color=COLOURS["muted"], line_width=1)
+    hatched = {"hatch_pattern": "right_diagonal_line", "hatch_color": COLOURS["warn"], "hatch_scale": 7}
+    outlined = {"fill_color": COLOURS["paper"], "line_width": 1.5}
     styles: dict[str, dict[str, Any]] = {
         "baseline": {"fill_color": COLOURS["neutral"], "line_color": None},
         "kept": {"fill_color": COLOURS["accent"], "line_color": None},
-        "left": {"fill_color": COLOURS["paper"], "line_color": COLOURS["neutral"], "line_width": 1.5},
-        "slower": {
-            "fill_color": COLOURS["paper"],
-            "line_color": COLOURS["warn"],
-            "line_width": 1.5,
-            "hatch_pattern": "right_diagonal_line",
-            "hatch_color": COLOURS["warn"],
-            "hatch_scale": 7,
-        },
+        "left": {"line_color": COLOURS["neutral"], **outlined},
+        "slower": {"line_color": COLOURS["warn"], **outlined, **hatched},
     }
     for index, row in enumerate(rows):
         if row.end is not None and row.outcome in styles:
@@ -101,38 +95,31 @@ def waterfall(rows: Sequence[Fall], axis: str) -> figure:
         x, y = (list(column) for column in zip(*crosses, strict=True))
         plot.scatter(x, y, marker="x", size=11, color=COLOURS["warn"], line_width=2.5)
     _whiskers(plot, [(-index, row.low, row.high) for index, row in enumerate(rows)])
-    _hover_rows(plot, [(row.name, row.tip) for row in rows])
+    _hover_rows(plot, rows)
     return plot
 
 
 def _rows_figure(names: Sequence[str], labels: Sequence[str], axis: str, reach: Sequence[float]) -> figure:
     """Rows at y = 0, −1, −2 …, names at the left, labels in a column at the right."""
-    from bokeh.models import FixedTicker, LinearAxis, NoOverlap, Range1d
+    from bokeh.models import LinearAxis, NoOverlap, Range1d
 
     count = len(names)
     plot = empty_figure(
         height=count * ROW_HEIGHT + 46,
         y_range=Range1d(-count + 0.4, 0.6),
         x_range=Range1d(0, 1.03 * max(reach, default=1.0) or 1.0),
+        x_axis_label=axis,
     )
-    plot.xaxis.axis_label = axis
     plot.xaxis.ticker.desired_num_ticks = 5
     plot.xaxis.major_label_policy = NoOverlap()
     plot.xgrid.grid_line_color = COLOURS["rule"]
-    plot.yaxis.ticker = FixedTicker(ticks=[-index for index in range(count)])
-    plot.yaxis.major_label_overrides = _row_texts(names)
-    plot.yaxis.major_label_text_color = COLOURS["ink"]
-    right = LinearAxis(ticker=FixedTicker(ticks=[-index for index in range(count)]))
-    right.major_label_overrides = _row_texts([typeset(label) for label in labels])
+    right = LinearAxis()
     style_axes(right)
-    right.major_label_text_color = COLOURS["ink"]
     plot.add_layout(right, "right")
+    for side, texts in ((plot.yaxis, names), (right, map(typeset, labels))):
+        cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
+        name_ticks(side, {-index: text for index, text in enumerate(cut)}, "ink")
     return plot
-
-
-def _row_texts(texts: Sequence[str]) -> dict[float | str, PlainText]:
-    cut = (text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…" for text in texts)
-    return plain_ticks({-index: text for index, text in enumerate(cut)})
 
 
 def _hbar(plot: figure, height: float, drawn: Sequence[tuple[float, float, float, str]]) -> None:
@@ -149,19 +136,15 @@ def _whiskers(plot: figure, spans: Sequence[tuple[float, float | None, float | N
     style = {"line_color": COLOURS["ink"], "line_width": 1.2}
     y, low, high = (list(column) for column in zip(*known, strict=True))
     plot.segment(low, y, high, y, **style)
-    cap = 0.1
     for ends in (low, high):
-        plot.segment(ends, [at - cap for at in y], ends, [at + cap for at in y], **style)
+        plot.segment(ends, [at - 0.1 for at in y], ends, [at + 0.1 for at in y], **style)
 
 
-def _hover_rows(plot: figure, texts: Sequence[tuple[str, str]]) -> None:
+def _hover_rows(plot: figure, rows: Sequence[Bar] | Sequence[Fall]) -> None:
     """The whole row reacts, not only its bar: an invisible bar lies over each."""
     from bokeh.models import ColumnDataSource
 
-    columns = {
-        "y": [-index for index in range(len(texts))],
-        "name": [name for name, _ in texts],
-        "tip": [tip for _, tip in texts],
-    }
+    places = [-index for index in range(len(rows))]
+    columns = {"y": places, "name": [row.name for row in rows], "tip": [row.tip for row in rows]}
     cover = plot.hbar(y="y", height=1, left=0, right=plot.x_range.end, source=ColumnDataSource(columns), **COVER)
     add_hover(plot, cover)

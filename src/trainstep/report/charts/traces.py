@@ -1,13 +1,14 @@
-"""The charts of traces: a profile's roofline, one step's timeline, and steps of several schemes below one another."""
+"""Charts of profiled steps: the roofline, one step's timeline, and the steps of several schemes below one another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainstep.kinds import ParallelTraceRow, TimelineRow
-from trainstep.report.charts import COLOURS, TOOLTIP, add_text, empty_figure
+from trainstep.report.charts import COLOURS, TOOLTIP, add_text, add_zoom, empty_figure, name_ticks
 from trainstep.report.numbers import number, numeric
 
 if TYPE_CHECKING:
@@ -29,7 +30,27 @@ FAMILY_ROLES: Mapping[str, str] = {
 }  # Colour of each family
 PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
 LANE_HEIGHT = 46
-_PHASES = "phase"
+STEP_ROLES: Mapping[str, str] = {
+    "forward": "series-1",
+    "loss": "series-2",
+    "backward": "series-4",
+    "communication": "kind-8",
+    "optimizer": "neutral",
+}
+"""Colour of each phase; computation has the colour of the phase that it was started in. Where a CPU's thread starts a
+collective, it has that of communication."""
+HIDDEN, EXPOSED = "kind-3", "warn"
+LEGEND = (
+    *((STEP_ROLES[name], name) for name in ("forward", "backward", "optimizer")),
+    (STEP_ROLES["communication"], "waiting for communication"),
+    (HIDDEN, "communication, hidden behind computation"),
+    (EXPOSED, "exposed communication"),
+)
+STRIP_HEIGHT = 21
+_OTHER = "kind-6"
+_PHASES, _COMMUNICATION, _COPIES = "phase", "communication", "copies"
+_GAP = 0.5  # Lanes left empty between two schemes
+_LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
 _BAR = {"fill_color": "colour", "line_color": None, "hover_fill_color": COLOURS["ink"], "hover_line_color": None}
 
 
@@ -69,12 +90,8 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
     plot.xaxis.axis_label = "FLOP per byte"
     plot.grid.grid_line_color = COLOURS["rule"]
     for name, peak in matmul_tflops.items():
-        corner = peak / slope
-        if corner <= left:
-            plot.line([left, right], [peak, peak], line_color=COLOURS["neutral"], line_width=1.2)
-        else:
-            ends = [left, corner, max(right, corner)]
-            plot.line(ends, [left * slope, peak, peak], line_color=COLOURS["neutral"], line_width=1.2)
+        bend = [left, max(left, peak / slope), right], [min(left * slope, peak), peak, peak]
+        plot.line(*bend, line_color=COLOURS["neutral"], line_width=1.2)
         text = f"{name}: {number(peak)}"
         add_text(plot, [right / 1.15], [peak], [text], "muted", text_align="right", text_baseline="bottom")
     columns = {
@@ -90,124 +107,8 @@ def roofline(points: Sequence[Point], matmul_tflops: Mapping[str, float], copy_g
     return plot
 
 
-def timeline(row: TimelineRow) -> figure:
-    """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it."""
-    from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
-
-    series = row.series
-    start = [numeric(each) / 1e6 for each in series["start_ns"]]
-    length = [numeric(each) / 1e6 for each in series["duration_ns"]]
-    texts = {name: [str(each) for each in series[f"{name}_names"]] for name in _TABLES}
-    columns = {name: [texts[name][int(numeric(each))] for each in series[name]] for name in _TABLES}
-    lanes = [_PHASES, *sorted(texts["lane"], key=_lane_order)]
-    height = {lane: -index for index, lane in enumerate(lanes)}
-    end = max((begin + duration for begin, duration in zip(start, length, strict=True)), default=1.0)
-    plot = empty_figure(
-        height=len(lanes) * LANE_HEIGHT + 60,
-        x_range=Range1d(0, end, bounds=(0, end), min_interval=1e-3),
-        y_range=Range1d(-len(lanes) + 0.4, 0.6),
-    )
-    plot.xaxis.axis_label = "ms from the step’s first kernel"
-    plot.xgrid.grid_line_color = COLOURS["rule"]
-    plot.yaxis.ticker = FixedTicker(ticks=list(height.values()))
-    plot.yaxis.major_label_overrides = {-index: PlainText(text=lane) for index, lane in enumerate(lanes)}
-    plot.yaxis.major_label_text_color = COLOURS["ink"]
-    counts = [int(numeric(each)) for each in series["count"]]
-    source = {
-        "left": start,
-        "right": [begin + duration for begin, duration in zip(start, length, strict=True)],
-        "y": [height[lane] for lane in columns["lane"]],
-        "name": [name if count == 1 else f"{count} kernels, the longest {name}"
-                 for name, count in zip(columns["kernel"], counts, strict=True)],
-        "tip": [
-            f"{family}, {phase}\n{module}\n{length_text(duration)}"
-            for family, phase, module, duration in zip(
-                columns["family"], columns["phase"], columns["module"], length, strict=True
-            )
-        ],
-        "colour": [COLOURS[FAMILY_ROLES.get(family, "series-1")] for family in columns["family"]],
-    }  # fmt: skip
-    drawn = ColumnDataSource(source, name="timeline")
-    bars = plot.hbar(y="y", left="left", right="right", height=0.72, source=drawn, **_BAR)
-    strips = _phase_strips(plot, start, length, columns["phase"])
-    add_zoom(plot, [bars, strips])
-    return plot
-
-
-_TABLES = ("kernel", "family", "phase", "module", "lane")
-
-
-def _phase_strips(plot: figure, start: Sequence[float], length: Sequence[float], phases: Sequence[str]) -> Any:
-    """From each phase's first kernel to its last, in the uppermost lane."""
-    from bokeh.models import ColumnDataSource
-
-    found: dict[str, tuple[float, float]] = {}
-    for begin, duration, phase in zip(start, length, phases, strict=True):
-        first, last = found.get(phase, (begin, begin))
-        found[phase] = (min(first, begin), max(last, begin + duration))
-    known = {phase: found[phase] for phase in PHASE_ROLES if phase in found}
-    columns = {
-        "y": [0] * len(known),
-        "left": [first for first, _ in known.values()],
-        "right": [last for _, last in known.values()],
-        "name": list(known),
-        "tip": [f"from {number(first)} to {number(last)} ms" for first, last in known.values()],
-        "colour": [COLOURS[PHASE_ROLES[phase]] for phase in known],
-    }
-    style = {"fill_color": "colour", "line_color": None}
-    return plot.hbar(y="y", left="left", right="right", height=0.3, source=ColumnDataSource(columns), **style)
-
-
-def add_zoom(plot: figure, renderers: Sequence[Any]) -> None:
-    """Drag to see a part of the time axis closer, double-click (or the tool) for all; hovering tells a bar's `tip`."""
-    from bokeh.models import BoxZoomTool, HoverTool, ResetTool, WheelZoomTool
-
-    zoom = BoxZoomTool(dimensions="width")
-    wheel = WheelZoomTool(dimensions="width", modifiers={"shift": True})
-    hover = HoverTool(renderers=list(renderers), tooltips=TOOLTIP, point_policy="follow_mouse", visible=False)
-    plot.toolbar_location = "above"
-    plot.toolbar.logo = None
-    plot.add_tools(zoom, wheel, ResetTool(), hover)
-    plot.toolbar.active_drag = zoom
-    plot.toolbar.active_scroll = wheel
-
-
-def _lane_order(lane: str) -> tuple[int, str]:
-    return ({"communication": 1, "copies": 2}.get(lane, 0), lane)
-
-
-def length_text(milliseconds: float) -> str:
-    """A kernel's time with a unit that suits it."""
-    return f"{number(milliseconds * 1e3)} µs" if milliseconds < 1 else f"{number(milliseconds)} ms"
-
-
-STEP_ROLES: Mapping[str, str] = {
-    "forward": "series-1",
-    "loss": "series-2",
-    "backward": "series-4",
-    "communication": "kind-8",
-    "optimizer": "neutral",
-}
-"""Colour of each phase; computation has the colour of the phase that it was started in. Where a CPU's thread starts a
-collective, it has that of communication."""
-HIDDEN, EXPOSED = "kind-3", "warn"
-LEGEND = (
-    *((STEP_ROLES[name], name) for name in ("forward", "backward", "optimizer")),
-    (STEP_ROLES["communication"], "waiting for communication"),
-    (HIDDEN, "communication, hidden behind computation"),
-    (EXPOSED, "exposed communication"),
-)
-STRIP_HEIGHT = 21
-_OTHER = "kind-6"
-_COMMUNICATION, _COPIES = "communication", "copies"
-_GAP = 0.5  # Lanes left empty between two schemes
-_LETTER = 0.0095  # Share of the axis that a letter takes: a phase that has no room for its name goes without
-
-
 @dataclass
 class _Bars:
-    """The columns of one kind of bar."""
-
     columns: dict[str, list[Any]] = field(
         default_factory=lambda: {name: [] for name in ("y", "left", "right", "name", "tip", "colour")}
     )
@@ -216,11 +117,41 @@ class _Bars:
         for column, each in zip(self.columns.values(), (y, *ends, name, tip, COLOURS[role]), strict=True):
             column.append(each)
 
-    def draw(self, plot: figure, height: float, name: str) -> Any:
+    def draw(self, plot: figure, height: float, name: str | None = None, style: Mapping[str, Any] = _BAR) -> Any:
         from bokeh.models import ColumnDataSource
 
         source = ColumnDataSource(self.columns, name=name)
-        return plot.hbar(y="y", left="left", right="right", height=height, source=source, **_BAR)
+        return plot.hbar(y="y", left="left", right="right", height=height, source=source, **style)
+
+
+def timeline(row: TimelineRow) -> figure:
+    """One step, a lane for each stream and for copies and communication; drag to zoom, double-click for all of it."""
+    order = {_COMMUNICATION: 1, _COPIES: 2}
+    lanes = [_PHASES, *sorted(map(str, row.series["lane_names"]), key=lambda lane: (order.get(lane, 0), lane))]
+    height = {lane: -index for index, lane in enumerate(lanes)}
+    bars, strips, ends = _Bars(), _Bars(), _ends(row)
+    plot = _lanes_figure(
+        {y: lane for lane, y in height.items()}, -len(lanes) + 0.4, max((last for _, last in ends), default=1.0)
+    )
+    plot.height = len(lanes) * LANE_HEIGHT + 60
+    passed: dict[str, list[float]] = {}
+    columns = (_texts(row, name) for name in ("lane", "family", "phase", "module"))
+    for own, name, lane, family, phase, module in zip(ends, _kernel_names(row), *columns, strict=True):
+        tip = f"{family}, {phase}\n{module}\n{length_text(round(own[1] - own[0], 6))}"  # whole nanoseconds
+        bars.add(height[lane], own, name, tip, FAMILY_ROLES.get(family, "series-1"))
+        passed.setdefault(phase, []).extend(own)
+    for phase, role in PHASE_ROLES.items():
+        if phase in passed:  # from its first kernel to its last
+            first, last = min(passed[phase]), max(passed[phase])
+            strips.add(0, (first, last), phase, f"from {number(first)} to {number(last)} ms", role)
+    plain = {"fill_color": "colour", "line_color": None}
+    add_zoom(plot, [bars.draw(plot, 0.72, "timeline"), strips.draw(plot, 0.3, style=plain)])
+    return plot
+
+
+def length_text(milliseconds: float) -> str:
+    """A kernel's time with a unit that suits it."""
+    return f"{number(milliseconds * 1e3)} µs" if milliseconds < 1 else f"{number(milliseconds)} ms"
 
 
 def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
@@ -229,43 +160,46 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
     Args:
         rows: of traces that ran, at least one.
     """
-    from bokeh.models import FixedTicker, PlainText, Range1d
-
-    lanes = [_lanes_of(row) for row in rows]
-    tops, depth = [], 0.0
-    for own in lanes:
-        tops.append(-depth)
-        depth += len(own) + 2 + _GAP  # and a heading, and the phases
-    end = max(row.span_ms or 0 for row in rows)
-    plot = empty_figure(
-        height=round(depth * STRIP_HEIGHT) + 60,
-        x_range=Range1d(0, end, bounds=(0, end), min_interval=1e-3),
-        y_range=Range1d(-depth + _GAP + 0.4, 0.6),
-    )
-    plot.xaxis.axis_label = "ms from the step’s first kernel"
-    plot.xgrid.grid_line_color = COLOURS["rule"]
     labels: dict[float, str] = {}
     kernels, exposed, phases = _Bars(), _Bars(), _Bars()
-    for row, own, top in zip(rows, lanes, tops, strict=True):
-        height = {lane: top - 2 - index for index, lane in enumerate(own)}
-        labels |= {top: row.scheme, top - 1: "phases"}
-        labels |= {y: _label(lane, own) for lane, y in height.items()}
+    tops, top = [], 0.0
+    for row in rows:
+        lanes = _lanes_of(row)
+        height = {lane: top - 2 - index for index, lane in enumerate(lanes)}
+        labels |= {top: row.scheme, top - 1: "phases"} | {y: _label(lane, lanes) for lane, y in height.items()}
         _add_kernels(kernels, row, height)
-        _add_exposed(exposed, row, height)
-        _add_phases(phases, row, top - 1)
-        add_text(plot, [0.0], [top], [_heading(row)], "ink", text_align="left", text_baseline="middle")
-    plot.yaxis.ticker = FixedTicker(ticks=sorted(labels))
-    plot.yaxis.major_label_overrides = {y: PlainText(text=text) for y, text in labels.items()}
-    plot.yaxis.major_label_text_color = COLOURS["ink"]
+        for ends in _ends(row, "exposed_"):
+            tip = f"{row.scheme}\n{length_text(ends[1] - ends[0])} in which nothing is computed"
+            exposed.add(height[_COMMUNICATION], ends, "exposed communication", tip, EXPOSED)
+        for ends, phase in zip(_ends(row, "phase_span_"), map(str, row.series["phase_span_names"]), strict=True):
+            tip = f"{row.scheme}: from {number(ends[0])} to {number(ends[1])} ms"
+            phases.add(top - 1, ends, phase, tip, STEP_ROLES.get(phase, _OTHER))
+        tops.append(top)
+        top -= len(lanes) + 2 + _GAP  # and a heading, and the phases
+    end = max(row.span_ms or 0 for row in rows)
+    plot = _lanes_figure(labels, top + _GAP + 0.4, end)
+    plot.height = round(-top * STRIP_HEIGHT) + 60
+    add_text(plot, [0.0] * len(rows), tops, [*map(_heading, rows)], "ink", text_align="left", text_baseline="middle")
     drawn = [kernels.draw(plot, 0.84, "parallel-trace"), exposed.draw(plot, 0.84, "parallel-trace-exposed")]
-    strips = phases.draw(plot, 0.84, "parallel-trace-phases")
-    places = zip(*(phases.columns[name] for name in ("y", "left", "right", "name")), strict=True)
+    drawn.append(phases.draw(plot, 0.84, "parallel-trace-phases"))
+    places = zip(*(phases.columns[name] for name in ("left", "right", "y", "name")), strict=True)
     wide = [
-        ((left + right) / 2, y, name) for y, left, right, name in places if right - left >= _LETTER * len(name) * end
+        ((left + right) / 2, y, name) for left, right, y, name in places if right - left >= _LETTER * len(name) * end
     ]
     x, y, names = zip(*wide, strict=True) if wide else ((), (), ())
     add_text(plot, x, y, names, "paper", text_align="center", text_baseline="middle")
-    add_zoom(plot, [*drawn, strips])
+    add_zoom(plot, drawn)
+    return plot
+
+
+def _lanes_figure(labels: Mapping[float, str], bottom: float, end: float) -> figure:
+    """Time from 0 to `end` ms over named lanes."""
+    from bokeh.models import Range1d
+
+    along = Range1d(0, end, bounds=(0, end), min_interval=1e-3)
+    plot = empty_figure(x_range=along, y_range=Range1d(bottom, 0.6), x_axis_label="ms from the step’s first kernel")
+    plot.xgrid.grid_line_color = COLOURS["rule"]
+    name_ticks(plot.yaxis, labels, "ink")
     return plot
 
 
@@ -280,55 +214,39 @@ def _heading(row: ParallelTraceRow) -> str:
 
 def _lanes_of(row: ParallelTraceRow) -> list[str]:
     """Computation first, the busiest stream uppermost; communication right below, always."""
-    busy: dict[str, float] = {}
+    busy = Counter[str]()
     for lane, duration in zip(_texts(row, "lane"), row.series["duration_ns"], strict=True):
-        busy[lane] = busy.get(lane, 0.0) + numeric(duration)
-    own = sorted((lane for lane in busy if lane not in (_COMMUNICATION, _COPIES)), key=lambda lane: -busy[lane])
+        busy[lane] += int(numeric(duration))
+    own = [lane for lane, _ in busy.most_common() if lane not in (_COMMUNICATION, _COPIES)]
     return [*own, *([_COPIES] if _COPIES in busy else []), _COMMUNICATION]
 
 
 def _label(lane: str, lanes: Sequence[str]) -> str:
     """The lane's name: that of a stream or thread only where there are several."""
-    if lane in (_COMMUNICATION, _COPIES):
-        return lane
-    alone = sum(each not in (_COMMUNICATION, _COPIES) for each in lanes) == 1
-    return "computation" if alone else lane
+    alone = len({*lanes} - {_COMMUNICATION, _COPIES}) == 1
+    return "computation" if alone and lane not in (_COMMUNICATION, _COPIES) else lane
 
 
-def _texts(row: ParallelTraceRow, name: str) -> Iterator[str]:
-    names = [str(each) for each in row.series[f"{name}_names"]]
-    return (names[int(numeric(each))] for each in row.series[name])
+def _texts(row: TimelineRow | ParallelTraceRow, name: str) -> list[str]:
+    names = row.series[f"{name}_names"]
+    return [str(names[int(numeric(place))]) for place in row.series[name]]
 
 
-def _in_ms(row: ParallelTraceRow, name: str) -> Iterator[tuple[float, float]]:
-    prefix = f"{name}_" if name else ""
-    for start, duration in zip(row.series[f"{prefix}start_ns"], row.series[f"{prefix}duration_ns"], strict=True):
-        yield numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6
+def _kernel_names(row: TimelineRow | ParallelTraceRow) -> list[str]:
+    counted = zip(row.series["count"], _texts(row, "kernel"), strict=True)
+    return [kernel if count == 1 else f"{count} kernels, the longest {kernel}" for count, kernel in counted]
+
+
+def _ends(row: TimelineRow | ParallelTraceRow, what: str = "") -> list[tuple[float, float]]:
+    """Where each bar starts and ends, in ms."""
+    spans = zip(row.series[f"{what}start_ns"], row.series[f"{what}duration_ns"], strict=True)
+    return [(numeric(start) / 1e6, (numeric(start) + numeric(duration)) / 1e6) for start, duration in spans]
 
 
 def _add_kernels(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
-    texts = (_texts(row, name) for name in ("lane", "phase", "family", "kernel"))
-    counts = row.series["count"]
-    for ends, count, lane, phase, family, kernel in zip(_in_ms(row, ""), counts, *texts, strict=True):
-        name = kernel if count == 1 else f"{count} kernels, the longest {kernel}"
+    texts = (_texts(row, name) for name in ("lane", "phase", "family"))
+    for ends, name, lane, phase, family in zip(_ends(row), _kernel_names(row), *texts, strict=True):
+        role = STEP_ROLES["communication"] if family == "communication" else STEP_ROLES.get(phase, _OTHER)
+        role = HIDDEN if lane == _COMMUNICATION else role  # what is exposed of it is drawn over it
         tip = f"{row.scheme}: {family}, {phase}\n{length_text(ends[1] - ends[0])}"
-        bars.add(height[lane], ends, name, tip, _kernel_role(lane, family, phase))
-
-
-def _kernel_role(lane: str, family: str, phase: str) -> str:
-    """What is exposed is drawn over the communication, which is hidden where it is not."""
-    if lane == _COMMUNICATION:
-        return HIDDEN
-    return STEP_ROLES["communication"] if family == "communication" else STEP_ROLES.get(phase, _OTHER)
-
-
-def _add_exposed(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]) -> None:
-    for ends in _in_ms(row, "exposed"):
-        tip = f"{row.scheme}\n{length_text(ends[1] - ends[0])} in which nothing is computed"
-        bars.add(height[_COMMUNICATION], ends, "exposed communication", tip, EXPOSED)
-
-
-def _add_phases(bars: _Bars, row: ParallelTraceRow, y: float) -> None:
-    for ends, phase in zip(_in_ms(row, "phase_span"), row.series["phase_span_names"], strict=True):
-        tip = f"{row.scheme}: from {number(ends[0])} to {number(ends[1])} ms"
-        bars.add(y, ends, str(phase), tip, STEP_ROLES.get(str(phase), _OTHER))
+        bars.add(height[lane], ends, name, tip, role)

@@ -6,7 +6,7 @@ To show a new kind of row, write its table, and what there is to find and to dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainstep.kinds import KINDS, SweepRow
@@ -27,9 +27,7 @@ from trainstep.report.subjects import (
 )
 from trainstep.report.tables import Definition, Place, Table, make_table
 
-SUBJECTS = (
-    steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
-)  # fmt: skip
+SUBJECTS = (steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise)
 """In the order of the page."""
 
 
@@ -40,26 +38,20 @@ def _all(name: str) -> list[Any]:
 _BY_KIND: Mapping[type[Row], Definition] = {each.kind: each for each in _all("TABLES")}
 TABLES = {kind: _BY_KIND[kind] for kind in KINDS.values() if kind in _BY_KIND}
 """The table of every kind of row that has one, in the order of `KINDS`."""
-RULES: Sequence[Callable[[Sequence[Row]], list[Finding]]] = _all("RULES")
+RULES: Sequence[Callable[[Sequence[Row]], Iterable[Finding]]] = _all("RULES")
 """Each looks at all rows and finds something worth a sentence, or nothing."""
 SECTIONS: Sequence[Callable[[Sequence[Row]], Section | None]] = _all("SECTIONS")
 """Parts of the page, in its order; each is None where there are no rows for it."""
-
-
 DERIVED: Sequence[Callable[[Sequence[Row]], list[Table]]] = _all("DERIVED")  # Tables that are made of several rows each
 
 
 def make_tables(records: Sequence[Row], place: Place = "files") -> list[Table]:
     """One table per kind of row that has columns, and those that are made of several rows each."""
-    found = [make_table(each, rows, place) for kind, each in TABLES.items() if (rows := _rows(records, kind))]
+    ordered = [row for row in records if not isinstance(row, SweepRow)] + sweep.in_order(of_kind(records, SweepRow))
+    found = [make_table(each, rows, place) for kind, each in TABLES.items() if (rows := of_kind(ordered, kind))]
     return found + [table for derived in DERIVED for table in derived(records)]
-
-
-def _rows(records: Sequence[Row], kind: type[Row]) -> Sequence[Row]:
-    return sweep.in_order(of_kind(records, SweepRow)) if kind is SweepRow else of_kind(records, kind)
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
     """What the rules of all subjects find, by topic."""
-    order = list(TOPICS)
-    return sorted((each for rule in RULES for each in rule(rows)), key=lambda each: order.index(each.topic))
+    return sorted((each for rule in RULES for each in rule(rows)), key=lambda each: list(TOPICS).index(each.topic))

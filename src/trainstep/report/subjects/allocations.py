@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import as_float, gib, number
+from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import define, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
@@ -30,8 +31,9 @@ _TELLING = ("workload", "context", "batch", "precision", "compile", "checkpointi
 _SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
 
 
-def owner_part(row: OwnerRow) -> str:
+def owner_part(row: Row) -> str:
     """The part of an owner in words, `all` for the whole."""
+    assert isinstance(row, OwnerRow)
     if row.is_total or row.line:
         return row.line or "all"
     if row.owner == "activations":
@@ -41,15 +43,10 @@ def owner_part(row: OwnerRow) -> str:
 
 
 def _owner_cell(row: Row) -> Cell:
-    assert isinstance(row, OwnerRow)
-    if row.is_total:
-        return Cell(row.owner, is_text=True)
-    return Cell(f"· {owner_part(row)}", tone="quiet", is_text=True)
-
-
-def _part_text(row: Row) -> str:
-    assert isinstance(row, OwnerRow)
-    return owner_part(row)
+    part = owner_part(row)
+    if part == "all":
+        return Cell(str(row.case["owner"]), is_text=True)
+    return Cell(f"· {part}", tone="quiet", is_text=True)
 
 
 def made_in(row: Row) -> str:
@@ -76,11 +73,11 @@ OWNERS = define(
     "Who owns the peak",
     *_SETTINGS,
     columns.word("owner", "owner", page=False),
-    Column("part", _part_text, page=False),
+    Column("part", owner_part, page=False),
     Column("owner", _owner_cell, files=False),
     *columns.values({"MiB": "mib", "share of the peak (%)": "share", "allocations": "allocations"}),
-    key=lambda row: f"{row.case['owner']}: {_part_text(row)}",
-    is_strong=lambda row: isinstance(row, OwnerRow) and row.is_total,
+    key=lambda row: f"{row.case['owner']}: {owner_part(row)}",
+    is_strong=lambda row: owner_part(row) == "all",
 )
 LARGEST = define(
     AllocationRow,
@@ -129,7 +126,7 @@ SECTIONS = (allocations,)
 
 def _chart(row: MemoryTimelineRow, title: str, place: int) -> Chart:
     peak = row.peak_gib or 0
-    unit, scale = ("GiB", 1.0) if peak >= 1 else ("MiB", 1024.0)
+    unit, scale = unit_of(peak)
     groups = [str(name) for name in row.series["groups"]]
     order = sorted(range(len(groups)), key=lambda index: -int(str(row.series["bands"][index])))
     caption = (
@@ -181,19 +178,14 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[OwnerRow], list[OwnerRow]]:
-    """Who owns most of the peak, the largest first, and the parts of all owners; empty where no timeline of this step
-    was recorded or it peaks elsewhere."""
+    """Who owns most of the peak, the largest first, and the parts of all owners; empty without such a timeline."""
     for timeline in of_kind(records, MemoryTimelineRow):
-        if timeline.status != "ok" or timeline.peak_phase != phase or not is_same_step(step, timeline):
-            continue
-        rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]
-        owners = sorted((row for row in rows if row.is_total), key=lambda row: -(row.share or 0))
-        named: list[OwnerRow] = []
-        for row in owners:
-            if sum(each.share or 0 for each in named) > MOST:
-                break
-            named.append(row)
-        return named, [row for row in rows if not row.is_total]
+        if timeline.status == "ok" and timeline.peak_phase == phase and is_same_step(step, timeline):
+            rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]
+            owners = sorted((row for row in rows if row.is_total), key=lambda row: -(row.share or 0))
+            sums = itertools.accumulate((row.share or 0 for row in owners), initial=0.0)
+            named = [row for row, before in zip(owners, sums, strict=False) if before <= MOST]
+            return named, [row for row in rows if not row.is_total]
     return [], []
 
 
@@ -267,27 +259,23 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
         said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}} ({made_in(largest)})."
         figures |= {"largest_gib": (largest.mib or 0) / 1024, "line": largest.line}
     proof, proven = _proof(records)
-    return [
-        found("memory.owners", said + proof, peak_gib=step.peak_gib or 0, phase=step.peak_phase, **figures, **proven)
-    ]
+    figures = {"peak_gib": step.peak_gib or 0, "phase": step.peak_phase, **figures, **proven}
+    return [found("memory.owners", said + proof, **figures)]
 
 
 def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
     """The rung of the ladder that made the peak smaller by most, against the rung it was built on."""
-    base: RungRow | None = None
-    best: tuple[str, float, float] | None = None
+    before: float | None = None
+    smaller: list[dict[str, Scalar]] = []
     for row in of_kind(records, RungRow):
-        if row.status != "ok" or row.peak_gib is None:
-            continue
-        if base is not None and base.peak_gib is not None:
-            before, after = base.peak_gib, row.peak_gib
-            if before - after > max(RUN_SPREAD * before, best[1] - best[2] if best else 0):
-                best = (row.rung, before, after)
-        base = row if row.kept else base
-    if best is None:
+        if row.status == "ok" and row.peak_gib is not None:
+            if before is not None and before - row.peak_gib > RUN_SPREAD * before:
+                smaller.append({"rung": row.rung, "before_gib": before, "after_gib": row.peak_gib})
+            before = row.peak_gib if row.kept else before
+    if not smaller:
         return "", {}
-    said = " On the ladder, {rung} took the peak from {before_gib:gib} to {after_gib:gib}."
-    return said, dict(zip(("rung", "before_gib", "after_gib"), best, strict=True))
+    best = max(smaller, key=lambda each: numeric(each["before_gib"]) - numeric(each["after_gib"]))
+    return " On the ladder, {rung} took the peak from {before_gib:gib} to {after_gib:gib}.", best
 
 
 RULES = (peak_findings, owner_findings)

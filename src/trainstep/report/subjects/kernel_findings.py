@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, RungRow
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Finding, found, listed, literal
+from trainstep.report.numbers import numeric
 from trainstep.stats import RUN_SPREAD
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
@@ -42,24 +42,23 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
     ]
 
 
-def _trust(profile: ProfileRow) -> list[Finding]:
+def _trust(profile: ProfileRow) -> Iterator[Finding]:
     """What limits the other findings; nothing where all is well."""
-    every = []
     coverage, cost = profile.module_coverage, profile.profiler_cost
     if coverage is not None and coverage < NEEDED_COVERAGE:
         said = (
             "Only {module_coverage:.1%} of kernel time could be put in a phase and a module: shares by phase and "
             "module leave out the rest."
         )
-        every.append(found("kernels.coverage", said, module_coverage=coverage))
+        yield found("kernels.coverage", said, module_coverage=coverage)
     if profile.sums_disagree:
         said = (
             f"Kernels took longer than the unprofiled step in: {', '.join(profile.sums_disagree)}. The machine was "
             "busy with something else, or the profiler slows the kernels themselves; run again on a quieter machine."
         )
-        every.append(found("kernels.sums", said, phases=profile.sums_disagree))
+        yield found("kernels.sums", said, phases=profile.sums_disagree)
     if cost is None:
-        return every
+        return
     change = "{step_ms:ms} → {profiled_step_ms:ms}"
     if cost < -RUN_SPREAD:
         called = "profiler-faster"
@@ -76,22 +75,22 @@ def _trust(profile: ProfileRow) -> list[Finding]:
             "and not with times measured without the profiler."
         )
     figures = {"profiler_cost": cost, "step_ms": profile.step_ms, "profiled_step_ms": profile.profiled_step_ms}
-    return [*every, found(f"kernels.{called}", said, **figures)]
+    yield found(f"kernels.{called}", said, **figures)
 
 
-def _top(profile: ProfileRow, where: Literal["forward", "step"], words: str) -> list[Finding]:
-    """The longest kernel beside the one that is called most often."""
-    top = profile.top(where)
-    if top is None:
+def _top(profile: ProfileRow, where: str, words: str) -> list[Finding]:
+    values, top, often = profile.values, f"top_{where}_kernel", f"most_called_{where}_kernel"
+    if top not in values:
         return []
+    figures = {"kernel": values[top], **{name: values[f"{top}_{name}"] for name in ("share", "ms", "calls")}}
+    calls = "1 call" if round(numeric(figures["calls"])) == 1 else "{calls:.0f} calls"
     said = (
-        f"In {words}, the kernel that takes most time is {literal(brief_name(top.name))} ({top.family}): "
-        f"{{share:share}} of the kernel time, {{ms:ms}} in {'1 call' if round(top.calls) == 1 else '{calls:.0f} calls'}"
+        f"In {words}, the kernel that takes most time is {literal(brief_name(str(values[top])))} "
+        f"({values[f'{top}_family']}): {{share:share}} of the kernel time, {{ms:ms}} in {calls}"
     )
-    figures: dict[str, Scalar] = {"kernel": top.name, "share": top.share, "ms": top.ms, "calls": top.calls}
-    if top.most_called != top.name:
-        said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(top.most_called))
-        figures |= {"most_called": top.most_called, "most_calls": top.most_calls}
+    if values[often] != values[top]:
+        said += ". Called most often, {most_calls:.0f} times, is " + literal(brief_name(str(values[often])))
+        figures |= {"most_called": values[often], "most_calls": values[f"{often}_calls"]}
     return [found(f"kernels.top-of-{where}", f"{said}.", **figures)]
 
 
@@ -108,27 +107,27 @@ def _families(own: Sequence[Row]) -> dict[str, FamilyRow]:
 
 def _where(own: Sequence[Row], names: Sequence[str]) -> str:
     """The phases in which most of these families' time passes: `62% of it in backward and 30% of it in loss`."""
-    times: dict[str, float] = {}
-    for row in of_kind(own, FamilyRow):
-        if row.phase != "step" and row.family in names:
-            times[row.phase] = times.get(row.phase, 0) + (row.ms or 0)
+    rows = [row for row in of_kind(own, FamilyRow) if row.phase != "step" and row.family in names]
+    times = {
+        phase: sum(row.ms or 0 for row in rows if row.phase == phase)
+        for phase in dict.fromkeys(row.phase for row in rows)
+    }
     total = sum(times.values())
     most = [phase for phase in sorted(times, key=lambda phase: -times[phase]) if times[phase] >= MUCH * total]
     return listed([f"{times[phase] / total:.0%} of it in {phase}" for phase in most]) if total else ""
 
 
-def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
-    every = []
+def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> Iterator[Finding]:
     forward, step = profile.matmul_share_forward, profile.matmul_share_step
     if forward is not None and step is not None:
         said = (
             "Matrix products take {forward_share:share} of the kernel time in forward and {step_share:share} in the "
             "whole step, fused attention not counted."
         )
-        every.append(found("kernels.matmuls", said, forward_share=forward, step_share=step))
+        yield found("kernels.matmuls", said, forward_share=forward, step_share=step)
     simt = _families(own).get(_SIMT)
     if simt is None or simt.share is None or simt.share < MUCH:
-        return every
+        return
     said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     entry = PRECISIONS.get(profile.precision or "fp32")  # None for one that only another version knows
     if entry is not None and entry.rate == "fp32":
@@ -137,7 +136,7 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     else:
         where, gains = _where(own, [_SIMT]), {}
         said += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
-    return [*every, found("kernels.float32-products", said, share=simt.share, **gains)]
+    yield found("kernels.float32-products", said, share=simt.share, **gains)
 
 
 def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
@@ -176,7 +175,7 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
         f"{listed(present).capitalize()} kernels take {{share:share}} of the kernel time for little arithmetic: each "
         "reads and writes whole tensors"
     )
-    if _is_compiled(profile):
+    if profile.compile not in (None, "off"):
         compiled, where = "the blocks are" if profile.compile == "blocks" else "the model is", _where(own, present)
         said += f", though {compiled} compiled{f'; {where}' if where else ''}."
         return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
@@ -184,10 +183,6 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
     proof, gains = _proof(records, _COMPILED)
     said += f", which torch.compile {saves} by fusing them.{proof}"
     return [found("kernels.unfused", said, share=share, families=present, **gains)]
-
-
-def _is_compiled(profile: ProfileRow) -> bool:
-    return profile.compile not in (None, "off")
 
 
 def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
@@ -212,7 +207,7 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
 def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
     if profile.idle_share is None or profile.on_cpu or profile.idle_share < IDLE:
         return []
-    proof, figures = ("", {}) if _is_compiled(profile) else _proof(records, _COMPILED)
+    proof, figures = _proof(records, _COMPILED) if profile.compile in (None, "off") else ("", {})
     said = (
         "The device has nothing to do for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
         f"profiler): the host launches more slowly than the kernels run. Fewer, larger kernels help.{proof}"
@@ -268,24 +263,22 @@ def formula_findings(rows: Sequence[Row]) -> list[Finding]:
     if profile is None:
         return []
     kernels = belonging(rows, KernelRow, profile)
-    own = [] if belonging(rows, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
+    own = () if belonging(rows, PieceRow, profile) else _attention(kernels)  # ours has a flag for it
     return [*own, *_cross_entropy(kernels)]
 
 
-def _attention(kernels: Sequence[KernelRow]) -> list[Finding]:
+def _attention(kernels: Sequence[KernelRow]) -> Iterator[Finding]:
     """Modules whose own forward makes batched products and a softmax, by themselves or in SDPA's math form."""
     named = {
         module: operators
         for module in dict.fromkeys(row.module for row in kernels)
         if module != _LOSS and {"aten::bmm", "aten::_softmax"} <= (operators := _operators(kernels, module, "forward"))
     }
-    every = []
     for form, said in (("attention-written-out", _WRITTEN_OUT), ("attention-not-fused", _NOT_FUSED)):
         modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is (said is _NOT_FUSED))
         share = sum(row.share or 0 for row in kernels if row.module in modules)
         if share >= _FORMULA:
-            every.append(found(f"formulas.{form}", said, modules=modules, share=share))
-    return every
+            yield found(f"formulas.{form}", said, modules=modules, share=share)
 
 
 def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:

@@ -40,8 +40,7 @@ PROFILES = define(
     *columns.values({"with the profiler (ms)": "profiled_step_ms", "its cost (%)": "profiler_cost"}),
     columns.count("kernels per step", "kernels"),
     *columns.values({"busy (ms)": "busy_ms", "idle (%)": "idle_share"}),
-    columns.value("in a known phase (%)", "phase_coverage", digits=4),
-    columns.value("in a known module (%)", "module_coverage", digits=4),
+    *columns.values({"in a known phase (%)": "phase_coverage", "in a known module (%)": "module_coverage"}, digits=4),
     columns.value("matmul, of forward (%)", "matmul_share_forward"),
     *columns.values({"matmul, of the step (%)": "matmul_share_step", "sums beyond the step": "sums_disagree"}),
     columns.value("top kernel of forward", "top_forward_kernel", brief=False),
@@ -220,8 +219,7 @@ def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
     for row in rows:
         label, tip = f"{number(row.ms)} ms · {row.share or 0:.0%}", f"{count(row.calls)} calls per step\n{_rates(row)}"
         drawn.append(Bar(row.family, row.ms, label, tip, role=FAMILY_ROLES.get(row.family, "accent")))
-    plot = partial(bars, drawn, "ms per step")
-    return Chart(f"families{suffix}", "Kernel time of one step by family", title, plot)
+    return Chart(f"families{suffix}", "Kernel time of one step by family", title, partial(bars, drawn, "ms per step"))
 
 
 def _rates(row: FamilyRow) -> str:
@@ -276,14 +274,9 @@ def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
         idle = max(0.0, _number(profile, f"{name}_ms") - _number(profile, busy_name))
         agrees = name not in (profile.sums_disagree or ())
         outcome = Cell("agrees") if agrees else Cell("kernels take longer than the phase", tone="bad")
-        cells = [
-            Cell("whole step" if is_step else name, is_text=True),
-            median_cell(profile, "step") if is_step else value_cell(profile, f"{name}_ms"),
-            value_cell(profile, busy_name),
-            Cell(number(idle), idle),
-            value_cell(profile, profiled),
-            replace(outcome, is_text=True),
-        ]
+        plain = median_cell(profile, "step") if is_step else value_cell(profile, f"{name}_ms")
+        cells = [Cell("whole step" if is_step else name, is_text=True), plain, value_cell(profile, busy_name)]
+        cells += [Cell(number(idle), idle), value_cell(profile, profiled), replace(outcome, is_text=True)]
         rows.append(TableRow(cells, name, is_strong=is_step))
     titles = ["Phase", "Without profiler, ms", "Kernels, ms", "Idle, ms", "With profiler, ms", "Sums"]
     caption = (

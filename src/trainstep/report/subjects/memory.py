@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from trainstep.config import blocks_per_checkpoint
 from trainstep.kinds import CheckpointingRow, PeakRow, ResidualRow, RungRow, WorkloadRow
 from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed, literal
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves
+from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
-from trainstep.report.numbers import NONE, as_float, gib, number
+from trainstep.report.numbers import NONE, as_float, gib, number, unit_of
 from trainstep.report.subjects import allocations
 from trainstep.report.subjects.allocations import phase_peaks
 from trainstep.report.subjects.steps import analysed_step
@@ -59,20 +59,19 @@ def memory(records: Sequence[Row]) -> Section | None:
     if not has_peak and not any(row.peak_gib is not None for row in rungs):
         return None
     largest = max(row.peak_gib or 0 for row in [*rungs, *([step] if step else [])])
-    unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
+    unit, scale = unit_of(largest)
 
-    def bar(name: str, peak: float | None, rest: float, row: Row | None = None) -> Bar:
+    def bar(name: str, peak: float | None, rest: float, row: Row) -> Bar:
         if peak is None:
-            failed = row is not None and row.status != "ok"
-            label, why = (row.status, f"{row.status}: {row.reason}") if row and failed else (NONE, "not measured")
-            return Bar(name, None, label, why)
+            failed = row.status != "ok"
+            return Bar(name, None, *((row.status, f"{row.status}: {row.reason}") if failed else (NONE, "not measured")))
         tip = f"peak {gib(peak)}\nat rest {gib(rest)}\nabove that {gib(max(peak - rest, 0))}"
         return Bar(name, peak * scale, f"{number(peak * scale)} {unit}", tip, base=min(rest, peak) * scale)
 
     charts = []
     legend = [("neutral", "there before the step: weights, optimizer state"), ("accent", "comes and goes with it")]
     if has_peak and step is not None:
-        drawn = [bar(name, peak, step.at_rest_gib or 0) for name, peak in phase_peaks(step).items()]
+        drawn = [bar(name, peak, step.at_rest_gib or 0, step) for name, peak in phase_peaks(step).items()]
         plot = partial(bars, drawn, unit)
         charts.append(Chart("memory-phases", "Peak by phase, of the analysed step", "", plot, legend))
     if len(rungs) > 1:
@@ -84,8 +83,7 @@ def memory(records: Sequence[Row]) -> Section | None:
     blocks: list[Block] = [Charts(charts)]
     if step is not None:
         known = ("parameters_gib", "optimizer_state_gib", "at_rest_gib", "peak_gib")
-        workload = of_kind(records, WorkloadRow)
-        source = {**(workload[0].values if workload else {}), **step.values}
+        source = {name: row.values[name] for row in (*of_kind(records, WorkloadRow)[:1], step) for name in row.values}
         blocks.append(Facts([fact(name, source[name]) for name in known if source.get(name)], name="memory"))
     return Section("memory", "Memory", "Where the memory goes", "", blocks)
 
@@ -111,16 +109,13 @@ def _by_context(rows: Sequence[PeakRow], contexts: Sequence[int]) -> Chart:
     for row in rows:
         if row.context is not None and row.peak_gib is not None:
             lines.setdefault(tuple(row.case.get(name) for name in told), {})[row.context] = row.peak_gib
-    series, legend = [], []
-    for index, (group, known) in enumerate(lines.items()):
+    series = []
+    for (group, known), role in zip(lines.items(), itertools.cycle(KINDS), strict=False):
         name = ", ".join(str(part) for part in group if part is not None) or "peak"
-        role = KINDS[index % len(KINDS)]
-        x = sorted(known)
-        y = [known[context] for context in x]
+        x, y = zip(*sorted(known.items()), strict=True)
         series.append(Series(name, x, y, role, texts=[gib(peak) for peak in y]))
-        legend.append((role, name))
-    plot = partial(curves, contexts, series, "context", "GiB")
-    return Chart("peaks-by-context", "Peak by context", "A case that did not fit has no point.", plot, legend)
+    plot, caption = partial(curves, contexts, series, "context", "GiB"), "A case that did not fit has no point."
+    return Chart("peaks-by-context", "Peak by context", caption, plot, key_of(series))
 
 
 def checkpointing(records: Sequence[Row]) -> Section | None:
@@ -140,7 +135,7 @@ def checkpointing(records: Sequence[Row]) -> Section | None:
 
 def _policies(rows: Sequence[CheckpointingRow], place: int, is_told: bool) -> Chart:
     largest = max((peak for row in rows for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
-    unit, scale = ("GiB", 1.0) if largest >= 1 else ("MiB", 1024.0)
+    unit, scale = unit_of(largest)
     limit = next((row.memory_gib for row in rows if row.memory_gib is not None), None)
     drawn = []
     for row in rows:
@@ -189,40 +184,35 @@ def _told(row: Row, *names: str) -> str:
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """Cases of the grid that ran out of memory, with what they would have needed."""
     every = []
-    for row in of_kind(records, PeakRow):
-        if row.status == "out of memory":
-            why = ": it needs {predicted_gib:gib} by prediction" if row.predicted_gib is not None else ""
-            said = f"Does not fit: a {{mode}} at {_told(row, 'context', 'precision')}{why}."
-            figures = {"mode": row.mode, "context": row.context, "predicted_gib": row.predicted_gib}
-            every.append(found("memory.does-not-fit", said, **figures))
+    for row in (row for row in of_kind(records, PeakRow) if row.status == "out of memory"):
+        needs = row.predicted_gib
+        why = ": it needs {predicted_gib:gib} by prediction" if needs is not None else ""
+        said = f"Does not fit: a {{mode}} at {_told(row, 'context', 'precision')}{why}."
+        every.append(found("memory.does-not-fit", said, mode=row.mode, context=row.context, predicted_gib=needs))
     return every
 
 
 def checkpointing_findings(records: Sequence[Row]) -> list[Finding]:
     """The best policy of every K blocks, study by study."""
     studies = by_case(of_kind(records, CheckpointingRow), "checkpointing")
-    every = [(study, _best_policy(study)) for study in studies]
-    return [
-        replace(finding, sentence=f"{_study_name(study)}: {finding.sentence}") if len(studies) > 1 else finding
-        for study, finding in every
-        if finding is not None
-    ]
+    names = [f"{_study_name(study)}: " if len(studies) > 1 else "" for study in studies]
+    return [finding for study, name in zip(studies, names, strict=True) for finding in _best_policy(study, name)]
 
 
-def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:
+def _best_policy(study: Sequence[CheckpointingRow], name: str) -> Iterator[Finding]:
     """The best K for the memory given: none if that fits, else the smallest peak, as every K costs the same."""
     rows = {str(row.checkpointing): row for row in study}
     peaks = {name: row.peak_gib for name, row in rows.items() if row.peak_gib}
     sizes = sorted(size for name in peaks if (size := blocks_per_checkpoint(name)))
     if not sizes:
-        return None
+        return
     limit, without = study[0].memory_gib, peaks.get("none")
     peak = min(peaks[f"every-{size}"] for size in sizes)
     best = [size for size in sizes if in_gib(peaks[f"every-{size}"]) == in_gib(peak)]  # alike, as they are printed
     which = listed([str(size) for size in best], "or")
     nearest = [*[size for size in sizes if size < best[0]][-1:], *[size for size in sizes if size > best[-1]][:1]]
-    beside = listed([f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]) if nearest else ""
-    beside = f" (beside it {beside})" if beside else ""
+    others = [f"every-{size} {in_gib(peaks[f'every-{size}'])}" for size in nearest]
+    beside = f" (beside it {listed(others)})" if others else ""
     cost, ratio = _time_against_none(rows, best[0])
     if without is not None and (without <= peak or in_gib(without) == in_gib(peak)):
         id = "no-gain"
@@ -242,7 +232,8 @@ def _best_policy(study: Sequence[CheckpointingRow]) -> Finding | None:
             id = "none-fits"
             said = f"No policy of every K blocks fits into {in_gib(limit)}: the smallest peak is {{peak_gib:gib}}"
         said += f"{beside}{against}.{cost}"
-    return found(f"checkpointing.{id}", said, best=tuple(map(str, best)), peak_gib=peak, without_gib=without, **ratio)
+    figures = {"best": tuple(map(str, best)), "peak_gib": peak, "without_gib": without, **ratio}
+    yield found(f"checkpointing.{id}", literal(name) + said, **figures)
 
 
 def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[str, Scalar]]:
@@ -255,9 +246,8 @@ def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[st
         return " Too few steps were timed to say what that costs in time.", {"time_ratio": None}
     low, high = ratio.interval.low, ratio.interval.high
     every = "every block" if size == 1 else f"every {size} blocks"
-    told = "a step takes {time_ratio:.2f}× the time without"
-    if 1 in ratio.interval:
-        told = "these samples show no difference in time"
+    differs = 1 not in ratio.interval
+    told = "a step takes {time_ratio:.2f}× the time without" if differs else "these samples show no difference in time"
     said = f" With a checkpoint {every} {told} (95 % interval {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
     return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
 
@@ -296,9 +286,9 @@ def residuals(records: Sequence[Row]) -> Section | None:
         for place, group in enumerate(by_case(own, *_GROUP)):
             told = f"{words}, {group[0].precision}" if has_precisions else words
             charts.append(_residual_chart(f"{part}-{place}".replace(" ", "-"), told, group))
-    blocks: list[Block] = [Charts(charts)] if charts else []
-    for place, own in enumerate(by_case(rows, "part", *_GROUP)):
-        blocks.append(make_table(RESIDUALS, own, "page", name=f"residuals-{place}"))
+    groups = enumerate(by_case(rows, "part", *_GROUP))
+    tables = [make_table(RESIDUALS, own, "page", name=f"residuals-{place}") for place, own in groups]
+    blocks: list[Block] = [*([Charts(charts)] if charts else []), *tables]
     lead = (
         "Tensors that autograd holds on to between forward and backward, without parameters, each storage once. These "
         "are the activations that a larger batch or context multiplies."
@@ -332,7 +322,6 @@ def residual_findings(records: Sequence[Row]) -> list[Finding]:
 
 
 def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
-
     def kept(id: str, said: str, **figures: Scalar) -> Finding:
         said = under + said if under else said[0].upper() + said[1:]
         return found(f"residuals.{id}", said, precision=rows[0].precision, **figures)
@@ -346,8 +335,7 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
             "forward keeps {gib:gib} for the backward of one block; the largest part, {share:.0%}, is kept for "
             f"{{operation}} in {{module}} ({first.tensor})."
         )
-        figures = {"operation": first.operation, "module": first.module}
-        yield kept("block", said, gib=block, share=first.share or 0, **figures)
+        yield kept("block", said, gib=block, share=first.share or 0, operation=first.operation, module=first.module)
     if block is not None and compiled_block is not None:
         said = "compiled, one block keeps {compiled_gib:gib} instead of {eager_gib:gib}."
         yield kept("compiled-block", said, eager_gib=block, compiled_gib=compiled_block)

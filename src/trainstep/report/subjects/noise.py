@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, ProfileRow, RungRow, SweepRow
 from trainstep.records import Row, Times, of_kind
@@ -21,22 +21,20 @@ long large product than under short ones."""
 SEEN = 0.01  # Share of its phase from which a family has a row on the page
 
 
-def noisy_step(rows: Sequence[Row]) -> list[Finding]:
+def noisy_step(rows: Sequence[Row]) -> Iterator[Finding]:
     """The analysed step's interval, and what slowed the GPU meanwhile."""
     step = analysed_step(rows)
     if step is None or (width := _width(step.times["step"])) is None:
-        return []
-    every = []
+        return
     if width > NOISY_INTERVAL:
         said = (
             "The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
             "Small differences need more --steps or a quieter machine."
         )
-        every.append(found("noise.interval", said, width=width))
+        yield found("noise.interval", said, width=width)
     if step.throttled_by not in (None, "nothing"):
         said = "The GPU was slowed by its {throttled_by} while it was measured."
-        every.append(found("noise.throttled", said, throttled_by=step.throttled_by))
-    return every
+        yield found("noise.throttled", said, throttled_by=step.throttled_by)
 
 
 def _width(times: Times) -> float | None:
@@ -56,17 +54,18 @@ def wild_rows(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _wild(rows: Sequence[RungRow] | Sequence[SweepRow], many: str) -> list[Finding]:
-    measured = [row.times["step"] for row in rows if "step" in row.times]
-    widths = {times: width for times in measured if (width := _width(times)) is not None}
-    wild = [times for times in measured if widths.get(times, 0) > WILD_INTERVAL]
+    measured = [
+        (width, row.times["step"]) for row in rows if "step" in row.times and (width := _width(row.times["step"]))
+    ]
+    wild = [(width, times) for width, times in measured if width > WILD_INTERVAL]
     if not wild:
         return []
-    worst, known = max(wild, key=widths.__getitem__), sum(times in widths for times in measured)
+    _, worst = max(wild, key=lambda each: each[0])
     said = (
         f"Unsteady times in {{rows}} of {{of}} {many}: 95 % intervals span more than half of the median, at worst "
         "{low_ms:ms} to {high_ms:ms} around {ms:ms}. Something else may have run; measure again before believing them."
     )
-    figures = {"rows": len(wild), "of": known, "low_ms": worst.low, "ms": worst.median, "high_ms": worst.high}
+    figures = {"rows": len(wild), "of": len(measured), "low_ms": worst.low, "ms": worst.median, "high_ms": worst.high}
     return [found(f"noise.unsteady-{many}", said, **figures)]
 
 
@@ -104,9 +103,8 @@ def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
         for row in those[:1]
         if row.values.get("step_ms") is not None and is_same_step(step, row) and (enclosed := _enclosed(row))
     }
-    if len(ends) < 2:
-        return []
-    if max(low for _, low, _ in ends.values()) <= (1 + APART) * min(high for _, _, high in ends.values()):
+    lows, highs = [low for _, low, _ in ends.values()], [high for _, _, high in ends.values()]
+    if len(ends) < 2 or max(lows) <= (1 + APART) * min(highs):
         return []
     medians = {name: median for name, (median, _, _) in ends.items()}
     told = listed([f"{in_ms(median)} ({name})" for name, median in medians.items()])

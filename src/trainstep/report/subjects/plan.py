@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from functools import partial
 
 from trainstep.kinds import PlanCheckRow, PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
@@ -10,8 +11,8 @@ from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves
-from trainstep.report.columns import Cell, Column
+from trainstep.report.charts.lines import Series, curves, key_of
+from trainstep.report.columns import Cell, Column, value_cell
 from trainstep.report.numbers import NONE, number, typeset
 from trainstep.report.tables import Definition, Table, TableRow, define, make_table
 
@@ -98,20 +99,13 @@ def scaling_table(records: Sequence[Row]) -> list[Table]:
     """Throughput by number of GPUs, a column for each strategy; none where no scaling was planned."""
     rows = of_kind(records, PlanScalingRow)
     strategies = list(dict.fromkeys(row.strategy for row in rows))
-    cells = {(row.gpus, row.strategy): row for row in rows}
-
-    def cell(gpus: int, strategy: str) -> Cell:
-        row = cells.get((gpus, strategy))
-        if row is None:
-            return Cell(NONE)
-        if not row.fits:
-            return Cell("does not fit")
-        return Cell(number(row.tokens_per_s), row.tokens_per_s, "tokens_per_s")
-
-    lines = [
-        TableRow([Cell(number(gpus), gpus, "gpus"), *(cell(gpus, strategy) for strategy in strategies)], str(gpus))
-        for gpus in dict.fromkeys(row.gpus for row in rows)
-    ]
+    cells = {
+        (row.gpus, row.strategy): value_cell(row, "tokens_per_s") if row.fits else Cell("does not fit") for row in rows
+    }
+    lines = []
+    for gpus in dict.fromkeys(row.gpus for row in rows):
+        own = [cells.get((gpus, strategy), Cell(NONE)) for strategy in strategies]
+        lines.append(TableRow([Cell(number(gpus), gpus, "gpus"), *own], str(gpus)))
     caption = "Predicted: tokens/s with the same batch on every GPU"
     return [Table(caption, ["GPUs", *strategies], lines, "plan-scaling")] if rows else []
 
@@ -167,10 +161,8 @@ def plan(records: Sequence[Row]) -> Section | None:
     tables = [*_made(TABLES[:-1], records), *scaling_table(records), *_made(TABLES[-1:], records)]
     if not tables:
         return None
-    blocks: list[Block] = []
-    if scaling:
-        drawn = [_scaling(scaling, per_gpu=each) for each in (False, True)]
-        blocks += [Charts(charts)] if (charts := [chart for chart in drawn if chart is not None]) else []
+    charts = [chart for each in (False, True) if (chart := _scaling(scaling, per_gpu=each)) is not None]
+    blocks: list[Block] = [Charts(charts)] if charts else []
     bases = dict.fromkeys(row.basis for row in of_kind(records, PlanMachineRow))
     lead = (
         "These are predictions, from the model’s shape and the rates below; nothing here was measured. "
@@ -184,24 +176,20 @@ def _made(definitions: Sequence[Definition], records: Sequence[Row]) -> list[Tab
     return [make_table(each, rows, "page") for each in definitions if (rows := of_kind(records, each.kind))]
 
 
-SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (plan,)
+SECTIONS = (plan,)
 
 
 def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
     """Throughput of each strategy where it fits, with a line for perfect scaling; None where nothing ever fits."""
     counts = [float(gpus) for gpus in dict.fromkeys(row.gpus for row in rows)]
     unit = "tokens/s per GPU" if per_gpu else "tokens/s"
-    series, legend = [], []
-    for index, name in enumerate(dict.fromkeys(row.strategy for row in rows)):
+    series = []
+    for name, role in zip(dict.fromkeys(row.strategy for row in rows), itertools.cycle(KINDS), strict=False):
         known = [row for row in rows if row.strategy == name and row.fits and row.tokens_per_s is not None]
-        if not known:
-            continue
-        role = KINDS[index % len(KINDS)]
         x = [float(row.gpus) for row in known]
         y = [(row.tokens_per_s or 0) / (row.gpus if per_gpu else 1) for row in known]
         texts = [typeset(f"{number(value)} {unit}") for value in y]
-        series.append(Series(f"{name} (predicted)", x, y, role, texts=texts))
-        legend.append((role, name))
+        series += [Series(f"{name} (predicted)", x, y, role, texts=texts)] if known else []
     if not series:
         return None
     if not per_gpu:
@@ -209,7 +197,7 @@ def _scaling(rows: Sequence[PlanScalingRow], *, per_gpu: bool) -> Chart | None:
         ideal = [best * gpus for gpus in counts]
         texts = [f"{number(value)} {unit}" for value in ideal]
         series.append(Series("perfect scaling", counts, ideal, "neutral", 1.0, "dashed", texts=texts))
-        legend.append(("neutral", "perfect scaling"))
+    legend = [(role, name.removesuffix(" (predicted)")) for role, name in key_of(series)]
     plot = partial(curves, counts, series, "GPUs", unit)
     caption = "Prediction: the same batch on every GPU. A strategy has no point where it does not fit."
     title = "Throughput per GPU (prediction)" if per_gpu else "Throughput against GPUs (prediction)"

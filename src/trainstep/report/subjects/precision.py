@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainstep.kinds import AccumulationRow, DtypeRow
 from trainstep.records import Row, by_case, of_kind
@@ -32,9 +32,8 @@ TABLES = (DTYPES, ACCUMULATION)
 RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows that belong to none
 
 
-def dtype_findings(rows: Sequence[Row]) -> list[Finding]:
+def dtype_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Logits, loss, parameters and gradients under each precision."""
-    every = []
     seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok"]
     for precision in dict.fromkeys(row.precision for row in seen):
         own = {row.module: row for row in seen if row.precision == precision}
@@ -48,8 +47,7 @@ def dtype_findings(rows: Sequence[Row]) -> list[Finding]:
             "their gradients {gradients:list}."
         )
         figures = {"precision": precision, "result": result, "loss": loss}
-        every.append(found("precision.dtypes", said, **figures, parameters=weights, gradients=gradients))
-    return every
+        yield found("precision.dtypes", said, **figures, parameters=weights, gradients=gradients)
 
 
 def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -73,9 +71,8 @@ def dtypes(rows: Sequence[Row]) -> Section | None:
     seen = of_kind(rows, DtypeRow)
     if not seen:
         return None
-    tables = [
-        make_table(DTYPES, own, "page", name=f"dtypes-{place}") for place, own in enumerate(by_case(seen, "module"))
-    ]
+    groups = enumerate(by_case(seen, "module"))
+    tables = [make_table(DTYPES, own, "page", name=f"dtypes-{place}") for place, own in groups]
     lead = "Autocast decides operation by operation, so these are read off the tensors as they passed."
     return Section("dtypes", "Precision", "Which dtype everything had", lead, tables)
 

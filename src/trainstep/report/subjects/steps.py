@@ -149,8 +149,7 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
     if share < LOW_UTILISATION:
         judgement, judged = "low", "most of the step is not matrix products at full speed"
     elif share > 1:
-        judgement = "beyond"
-        judged = "more than can be, so the machine was slower when the large product was measured"
+        judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured"
     else:
         judgement, judged = "high", "the matrix products set the pace"
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
@@ -169,9 +168,9 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     if step is None or "forward_issue" not in step.times:
         return []
     issue, forward = step.times["forward_issue"].median, step.times["forward"].median
-    is_compiled = step.compile != "off"
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
+    is_compiled = step.compile != "off"
     said = (
         "The host needs {forward_issue_ms:ms} to launch the forward pass, which takes {forward_ms:ms}: launches set "
         f"the pace, not the GPU. Larger batches{'' if is_compiled else ', torch.compile'} or CUDA graphs help; faster "
@@ -254,19 +253,10 @@ def _phase_row(step: StepRow, name: str, total: float, has_issue: bool) -> Table
 
 
 def _settings(step: StepRow) -> str:
-    compiled = "not compiled" if step.compile == "off" else f"compiled {step.compile}"
-    parts = {
-        f"batch {step.batch}": step.batch,
-        f"context {step.context}": step.context,
-        str(step.precision): step.precision,
-        compiled: step.compile,
-        f"{step.attention} attention": step.attention,
-    }
-    return ", ".join(words for words, setting in parts.items() if setting is not None)
-
-
-def _same_case(row: StepRow, other: StepRow) -> bool:
-    return {**row.case, "warmup": 0} == {**other.case, "warmup": 0}
+    forms = {"batch": "batch {}", "context": "context {}", "precision": "{}", "compile": "compiled {}"}
+    forms |= {"compile": "not compiled"} if step.compile == "off" else {}
+    forms |= {"attention": "{} attention"}
+    return ", ".join(form.format(step.case[name]) for name, form in forms.items() if name in step.case)
 
 
 def warmup(rows: Sequence[Row]) -> Section | None:
@@ -279,8 +269,8 @@ def warmup(rows: Sequence[Row]) -> Section | None:
         in_order |= {(row.warmup or 0) + index + 1: value for index, value in enumerate(row.samples.get("step", ()))}
     charts = []
     if in_order:
-        is_steep = max(in_order.values()) > 4 * min(in_order.values())
-        line = Series("step", list(in_order), list(in_order.values()), "accent", markers=True)
+        x, y = list(in_order), list(in_order.values())
+        is_steep, line = max(y) > 4 * min(y), Series("step", x, y, "accent", markers=True)
         caption = "The first step also pays for allocation, tuning and loading of kernels."
         caption += " The scale is logarithmic." if is_steep else ""
         drawn = partial(lines, [line], "step", "ms", log=is_steep)
@@ -301,7 +291,8 @@ def warmup(rows: Sequence[Row]) -> Section | None:
 def grid(rows: Sequence[Row]) -> Section | None:
     """All measured steps, where they are more than the analysed one."""
     measured, step = of_kind(rows, StepRow), analysed_step(rows)
-    if not measured or all(step is not None and _same_case(row, step) for row in measured):
+    others = [row for row in measured if step is None or {**row.case, "warmup": 0} != {**step.case, "warmup": 0}]
+    if not others:
         return None
     return Section("grid", "Grid", "All measured steps", "", [make_table(STEPS, measured, "page", name="grid")])
 

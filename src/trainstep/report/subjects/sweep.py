@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
 from trainstep.report.charts import KINDS
-from trainstep.report.charts.lines import Series, curves, dots, lines
+from trainstep.report.charts.lines import Series, curves, dots, key_of, lines
 from trainstep.report.columns import Cell, Column, interval_cell
-from trainstep.report.numbers import NONE, as_float, count, number
+from trainstep.report.numbers import NONE, as_float, count, number, numeric
 from trainstep.report.tables import Definition, Table, TableRow, make_table
 
 if TYPE_CHECKING:
@@ -32,17 +33,14 @@ class Measure:
 
     title: str
     value: str  # Its name in the row, ending in its unit
-    low: str = ""
-    high: str = ""
     unit: str = "ms"
 
     def cell(self, row: SweepRow | None) -> Cell:
         """The row's value with its interval; why there is none; a dash where there is no row."""
-        if row is None:
-            return Cell(NONE)
-        if row.status != "ok":
-            return Cell(row.status)
-        return interval_cell(row, self.value, self.low, self.high)
+        if row is None or row.status != "ok":
+            return Cell(row.status if row else NONE)
+        stem, _, unit = self.value.rpartition("_")
+        return interval_cell(row, self.value, f"{stem}_low_{unit}", f"{stem}_high_{unit}")
 
 
 _TIMES = (("step", "step"), ("both", "forward and backward"), ("time", "call"))
@@ -72,7 +70,7 @@ class Axis:
     @property
     def is_numeric(self) -> bool:
         """Whether its values are numbers."""
-        return all(as_float(value) is not None for value in self.values)
+        return None not in map(as_float, self.values)
 
 
 def in_order(rows: Sequence[SweepRow]) -> list[SweepRow]:
@@ -88,14 +86,10 @@ def settings_of(rows: Sequence[SweepRow]) -> list[str]:
 def measures_of(rows: Sequence[SweepRow]) -> list[Measure]:
     """What these rows have: a time, and peak memory."""
     predicted = "predicted " if is_predicted(rows) else ""
-    found = [
-        Measure(f"{predicted}{title}", f"{phase}_ms", f"{phase}_low_ms", f"{phase}_high_ms")
-        for phase, title in _TIMES
-        if any(as_float(row.values.get(f"{phase}_ms")) is not None for row in rows)
-    ][:1]
-    if any(as_float(row.values.get("peak_gib")) is not None for row in rows):
-        found.append(Measure(f"{predicted}peak memory", "peak_gib", unit="GiB"))
-    return found
+    times = [Measure(f"{predicted}{title}", f"{phase}_ms") for phase, title in _TIMES]
+    memory = Measure(f"{predicted}peak memory", "peak_gib", "GiB")
+    has = {name for row in rows for name, value in row.values.items() if as_float(value) is not None}
+    return [*[each for each in times if each.value in has][:1], *([memory] if memory.value in has else [])]
 
 
 def is_predicted(rows: Sequence[SweepRow]) -> bool:
@@ -112,8 +106,8 @@ def axes_of(rows: Sequence[SweepRow]) -> list[Axis]:
 
 def _axis(name: str, others: Sequence[str], rows: Sequence[SweepRow]) -> Axis:
     values = list(dict.fromkeys(row.case.get(name) for row in rows))
-    if all(as_float(value) is not None for value in values):
-        values.sort(key=lambda value: as_float(value) or 0)
+    if None not in map(as_float, values):
+        values.sort(key=numeric)
     found: dict[tuple[Scalar, ...], dict[Scalar, SweepRow]] = {}
     for row in rows:
         found.setdefault(tuple(row.case.get(other) for other in others), {})[row.case.get(name)] = row
@@ -126,10 +120,8 @@ def _axis(name: str, others: Sequence[str], rows: Sequence[SweepRow]) -> Axis:
 
 def named(settings: Mapping[str, Scalar]) -> str:
     """Settings in words; which row of its case it is goes without the word."""
-    return ", ".join(
-        shown(value) if name == "row" else f"{name.replace('_', ' ')} {shown(value)}"
-        for name, value in settings.items()
-    )
+    names = {name: "" if name == "row" else f"{name.replace('_', ' ')} " for name in settings}
+    return ", ".join(f"{names[name]}{shown(value)}" for name, value in settings.items())
 
 
 def shown(value: Scalar) -> str:
@@ -138,7 +130,6 @@ def shown(value: Scalar) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> Sequence[Column]:
-    """The flags that the file sets, and what was measured."""
     swept = of_kind(rows, SweepRow)
     step = "predicted step (ms)" if is_predicted(swept) else "step (ms) [95 %]"
     return (
@@ -179,7 +170,7 @@ def axis_table(axis: Axis, measure: Measure) -> Table:
         heads, titles, cells = values, [name, *lines], [list(column) for column in zip(*cells, strict=True)]
     else:
         heads, titles = lines, ["", *(f"{name} {value}" for value in values)]
-    interval = " [95 %]" if measure.low else ""
+    interval = " [95 %]" if measure.unit == "ms" else ""
     return Table(
         f"{measure.title[:1].upper()}{measure.title[1:]} by {name}, {measure.unit}{interval}",
         titles,
@@ -192,27 +183,24 @@ _PLURAL = {"device": "devices", "threads": "numbers of threads", "torch": "versi
 """What of the environment makes times differ, where it differs."""
 
 
-def findings(records: Sequence[Row]) -> list[Finding]:
+def findings(records: Sequence[Row]) -> Iterator[Finding]:
     """Rows without a result, and rows of different environments."""
     rows = in_order(of_kind(records, SweepRow))
     lacking = Counter(row.status for row in rows if row.status != "ok")
-    every = []
     if lacking:
         counts = listed([f"{times} {status}" for status, times in lacking.items()])
         logs = " Their words are in stderr.txt of their folders below cases/." if lacking["failed"] else ""
         said = f"Of {{rows}} rows, {{without_result}} have no result: {counts}.{logs}"
-        every.append(found("sweep.without-result", said, rows=len(rows), without_result=lacking.total()))
+        yield found("sweep.without-result", said, rows=len(rows), without_result=lacking.total())
     for name in _PLURAL:
         if name == "threads" and len({row.flags.get("processes") for row in rows}) > 1:
             continue  # processes that torchrun starts share the cores: that is what was swept
         values = tuple(dict.fromkeys(str(row.environment[name]) for row in rows if name in row.environment))
         if len(values) > 1:
             what = f"{_PLURAL[name]} {listed([value[:12] if name == 'commit' else value for value in values])}"
-            said = (
-                f"The rows were measured with different {literal(what)}: compare their times with care, or sweep anew."
-            )
-            every.append(found("sweep.environments", said, **{name: values}))
-    return every
+            said = "The rows were measured with different "
+            said += f"{literal(what)}: compare their times with care, or sweep anew."
+            yield found("sweep.environments", said, **{name: values})
 
 
 RULES = (findings,)
@@ -245,16 +233,14 @@ def _charts(axis: Axis, measure: Measure) -> Iterator[Chart]:
     if len({value for line in drawn for value in _points(line, measure)}) < 2:
         return
     for place, (facet, group) in enumerate(_facets(drawn, most), start=1):
-        plot, legend = _drawn(axis, group, measure)
-        yield Chart(f"sweep-{axis.name}-{measure.value}-{place}", title, facet, plot, legend)
+        yield Chart(f"sweep-{axis.name}-{measure.value}-{place}", title, facet, *_drawn(axis, group, measure))
 
 
 def _points(line: Line, measure: Measure) -> Mapping[Scalar, SweepRow]:
-    return {
-        value: row
-        for value, row in line.rows.items()
-        if row.status == "ok" and (as_float(row.values.get(measure.value)) or 0) > 0
-    }  # fmt: skip
+    sizes = {
+        value: as_float(row.values.get(measure.value)) or 0 for value, row in line.rows.items() if row.status == "ok"
+    }
+    return {value: line.rows[value] for value, size in sizes.items() if size > 0}
 
 
 def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> Iterator[tuple[str, Sequence[Line]]]:
@@ -271,18 +257,19 @@ def _facets(lines: Sequence[Line], most: int, apart: tuple[str, ...] = ()) -> It
 
 def _drawn(axis: Axis, drawn: Sequence[Line], measure: Measure) -> tuple[Callable[[], figure], list[tuple[str, str]]]:
     varying = {name for line in drawn for name in line.settings if len({each.settings.get(name) for each in drawn}) > 1}
-    series, legend = [], []
-    for index, line in enumerate(drawn):
+    series = []
+    for line, role in zip(drawn, itertools.cycle(KINDS), strict=False):
         points = {value: row for value in axis.values if (row := _points(line, measure).get(value)) is not None}
         name = named({key: value for key, value in line.settings.items() if key in varying}) or measure.title
-        role = KINDS[index % len(KINDS)]
-        places = [as_float(value) or 0 if axis.is_numeric else axis.values.index(value) for value in points]
-        sizes = [as_float(row.values.get(measure.value)) or 0 for row in points.values()]
-        low, high = ([as_float(row.values.get(end)) for row in points.values()] for end in (measure.low, measure.high))
-        texts = [f"{measure.cell(row).plain} {measure.unit}" for row in points.values()]
+        places = [numeric(value) if axis.is_numeric else axis.values.index(value) for value in points]
+        cells = [measure.cell(row) for row in points.values()]
+        low, high = (
+            [end and as_float(end.value) for end in ends]
+            for ends in zip(*((each.low, each.high) for each in cells), strict=True)
+        )
+        sizes, texts = [numeric(cell.value) for cell in cells], [f"{cell.plain} {measure.unit}" for cell in cells]
         series.append(Series(name, places, sizes, role, markers=True, low=low, high=high, texts=texts))
-        legend.append((role, name))
-    title = axis.name.replace("_", " ")
+    title, legend = axis.name.replace("_", " "), key_of(series)
     if not axis.is_numeric:
         names = [shown(value) for value in axis.values]
         return partial(dots, names, series, title, measure.unit), legend

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from trainstep.kinds import CeilingRow, WorkloadRow
-from trainstep.records import Row, Scalar, of_kind
+from trainstep.records import Row, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of
+from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, facts_of, label
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
 from trainstep.report.subjects.ladder import kept_rungs
 from trainstep.report.subjects.steps import analysed_step
-from trainstep.report.tables import Definition, define, make_table
+from trainstep.report.tables import define, make_table
 
 
 def operation(row: Row) -> str:
@@ -29,11 +29,12 @@ WORKLOAD = define(
     *columns.values({"parameters": "parameters", "weights (GiB)": "parameters_gib", "blocks": "blocks"}),
     *columns.values({"tokens per step": "tokens", "forward (TFLOP)": "forward_tflop"}),
 )
-_RATES = {"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}
-CEILINGS = Definition(
+CEILINGS = define(
     CeilingRow,
     "What this device reaches",
-    (Column("operation", operation), *columns.values(_RATES), columns.OUTCOME),
+    Column("operation", operation),
+    *columns.values({"TFLOP/s": "tflops", "GB/s, read + written": "gb_s"}),
+    columns.OUTCOME,
     key=operation,
 )
 TABLES = (WORKLOAD, CEILINGS)
@@ -68,8 +69,8 @@ def _flop_chart(parts: dict[str, int | float]) -> Chart:
     for name, flop in parts.items():
         tip = f"{number(flop * 1e3)} GFLOP of {number(total * 1e3)} GFLOP forward"
         drawn.append(Bar(name.replace("_", "-"), 100 * flop / total, f"{flop / total:.0%}", tip))
-    plot = partial(bars, drawn, "% of the FLOPs")
-    return Chart("flops", "Arithmetic of one forward pass", "Backward does twice as much.", plot)
+    title, caption = "Arithmetic of one forward pass", "Backward does twice as much."
+    return Chart("flops", title, caption, partial(bars, drawn, "% of the FLOPs"))
 
 
 def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart:
@@ -84,29 +85,25 @@ def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart
         tip += f"\nthe fastest kept step reaches {number(best)}, {best / rate:.0%} of it" if best and rate else ""
         share = f" · {best / rate:.0%}" if best and rate else ""
         drawn.append(Bar(operation(row), rate, f"{number(rate)}{share}", tip, second=best, role="neutral"))
-    return Chart(
-        "ceilings",
-        "How close the step comes to the device’s matrix products",
-        "The percentage is what the fastest kept step in that precision reaches of it.",
-        partial(bars, drawn, "TFLOP/s"),
-        [("neutral", "a large matrix product alone"), ("accent", "the whole step")],
-    )
+    title = "How close the step comes to the device’s matrix products"
+    caption = "The percentage is what the fastest kept step in that precision reaches of it."
+    legend = [("neutral", "a large matrix product alone"), ("accent", "the whole step")]
+    return Chart("ceilings", title, caption, partial(bars, drawn, "TFLOP/s"), legend)
 
 
 def environment(rows: Sequence[Row]) -> Section | None:
     """Where the numbers were measured."""
-    found: dict[str, dict[Scalar, None]] = {}
-    for row in rows:
-        for name, value in row.environment.items():
-            found.setdefault(name, {})[value] = None
+    found = {
+        name: dict.fromkeys(row.environment[name] for row in rows if name in row.environment)
+        for name in dict.fromkeys(name for row in rows for name in row.environment)
+    }
     if not found:
         return None
     facts = []
     for name, values in found.items():
-        words, cell = fact(name, next(iter(values)))
-        if len(values) > 1:
-            cell = Cell(", ".join(fact(name, value)[1].text for value in values), None, name)
-        facts.append((words, cell))
+        words, cells = label(name)[0], [fact(name, value)[1] for value in values]
+        several = Cell(", ".join(cell.text for cell in cells), None, name)
+        facts.append((words, several if len(values) > 1 else cells[0]))
     lead, step = "Times hold for this machine in this state.", analysed_step(rows)
     state = facts_of(step, ("sm_clock_mhz", "power_w", "temperature_c", "throttled_by")) if step else []
     if state:
