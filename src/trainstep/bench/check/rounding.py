@@ -5,13 +5,15 @@ the last place, up or down. Moves of one unit with probability 1/12 have the mea
 is uniform over half a unit to both sides: ulp²/12 (Higham 2002, section 2.6, has the model; CESTAC and stochastic
 arithmetic use it the same way). So the difference to the undisturbed computation is as large as what rounding does.
 
-TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. An output is a sum of products
-whose inputs err independently, by √2 · 2⁻¹¹/√12 · 2 in the root mean square, and so errs by that share of a typical
-output.
+TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by
+2⁻¹⁰/√12/m in the root mean square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they
+usually are. An output is a sum of products whose two inputs err independently, and so errs by √2 of that share of a
+typical output.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainstep.precision import PRECISIONS, PrecisionName
 
 ODDS = 1 / 12
-_TF32_NOISE = 2**-11 * (2 / 3) ** 0.5
+_TF32_NOISE = 2**-10 / 12**0.5 * (2 * 3 / (8 * math.log(2))) ** 0.5
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)

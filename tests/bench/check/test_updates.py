@@ -1,0 +1,71 @@
+"""Two updates from equal gradients: what differs by rounding alone is right, what differs otherwise is not."""
+
+import math
+
+import pytest
+import torch
+
+from trainstep.bench.check.updates import UpdateError, compare_updates, take_updates
+
+GENERATOR = torch.Generator().manual_seed(0)
+WEIGHTS = {"matrix": torch.randn(30, 20, generator=GENERATOR), "gain": torch.ones(20)}
+GRADIENTS = [{name: torch.randn(value.shape, generator=GENERATOR) for name, value in WEIGHTS.items()} for _ in range(2)]
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+
+
+def moved(make, gradients=GRADIENTS, **options):
+    named = {name: torch.nn.Parameter(value.clone()) for name, value in WEIGHTS.items()}
+    return take_updates(make(list(named.values()), **options), named.items(), gradients)
+
+
+def held(found, expected=None, unit=2.0**-24):
+    sizes = {name: float(value.norm()) for name, value in WEIGHTS.items()}
+    return compare_updates(found, expected or moved(torch.optim.AdamW, **OPTIONS), sizes, unit)
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"fused": True}, {"foreach": False}, {"capturable": False}], ids=str
+)
+def test_the_forms_of_one_optimizer_agree(options):
+    assert held(moved(torch.optim.AdamW, **OPTIONS, **options)).is_right
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": 1.001e-3}, {"weight_decay": 0.0}, {"betas": (0.9, 0.99)}, {"betas": (0.89, 0.999)}, {"maximize": True},
+     {"eps": 1e-3}, {"amsgrad": True, "lr": 0.9e-3}],
+    ids=str,
+)  # fmt: skip
+def test_another_setting_is_another_optimizer(change):
+    assert not held(moved(torch.optim.AdamW, **(OPTIONS | change))).is_right
+
+
+def test_the_second_update_is_among_them():
+    """After one update of Adam its second moment has not had a say yet."""
+    once = GRADIENTS[:1]
+    other = moved(torch.optim.AdamW, once, **(OPTIONS | {"betas": (0.9, 0.99)}))
+    assert held(other, moved(torch.optim.AdamW, once, **OPTIONS)).is_right
+
+
+def test_weights_and_state_are_put_back():
+    parameter = torch.nn.Parameter(WEIGHTS["matrix"].clone())
+    optimizer = torch.optim.AdamW([parameter], **OPTIONS)
+    take_updates(optimizer, [("matrix", parameter)], GRADIENTS)
+    assert torch.equal(parameter, WEIGHTS["matrix"])
+    assert parameter.grad is None
+    assert not optimizer.state[parameter]
+
+
+def test_a_parameter_without_a_gradient_stays():
+    found = moved(torch.optim.AdamW, [{"gain": each["gain"]} for each in GRADIENTS], **OPTIONS)
+    assert not found["matrix"].any()
+    assert found["gain"].any()
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed", "is_right"), [(1.0, 1.0, True), (1.1, 1.0, False), (math.nan, 1.0, False)]
+)
+def test_nan_is_never_right(error, allowed, is_right):
+    assert UpdateError(error, allowed, "w").is_right is is_right
+    assert (UpdateError(error, allowed, "w").share <= 1) is is_right
+    assert held({name: value * math.nan for name, value in WEIGHTS.items()}).is_right is False
