@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
-from trainstep.measure.allocations.recording import StepWatch, record_on_cpu, record_on_cuda
-from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, snapshot_of, write_snapshot
+from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
+from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, write_snapshot
 from trainstep.measure.allocations.timeline import (
     OWNERS,
     Allocation,
@@ -36,31 +35,15 @@ from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
-NAMED_MODULES = 4
-"""Modules whose activations have a colour of their own."""
-NAMED_LINES = 7
-"""The same for the lines of a foreign snapshot."""
-PARTS = 5
-"""Rows per owner beside its total."""
-LEAST_SHARE = 0.001
-"""Parts below this share of the peak have no row."""
-LARGEST = 12
-"""Rows of the largest allocations."""
-STACK = 8
-"""Frames of a stack that are shown."""
+NAMED_MODULES = 4  # whose activations have a colour of their own
+NAMED_LINES = 7  # the same for the lines of a foreign snapshot
+PARTS = 5  # rows per owner beside its total
+LEAST_SHARE = 0.001  # parts below this share of the peak have no row
+LARGEST = 12  # rows of the largest allocations
+STACK = 8  # frames of a stack that are shown
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """One step's allocations."""
-
-    timeline: Timeline
-    snapshot: Mapping[str, Any]
-    allocator_peak: int | None
-    """Bytes asked for at the peak as the GPU's allocator counts them; None on a CPU."""
-
-
-def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
+def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
     """Build the workload, take `WARMUP` steps, and record the next.
 
     Raises:
@@ -77,13 +60,9 @@ def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
     batch = step.next_batch()
     watch = StepWatch(step.module, step.optimizer, sees_modules=config.compile == "off")
     losses.append(watch.loss_of(workload.loss))
-
     take = partial(step, batch, phase=watch.phase)
-    if device.type == "cuda":
-        recording = record_on_cuda(take, watch, batch, device)
-        return RecordedStep(recording.timeline, recording.snapshot, recording.allocator_peak)
-    timeline = record_on_cpu(take, watch, batch)
-    return RecordedStep(timeline, snapshot_of(timeline), None)
+    on_gpu = device.type == "cuda"
+    return record_on_cuda(take, watch, batch, device) if on_gpu else record_on_cpu(take, watch, batch)
 
 
 def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Row]:
@@ -124,13 +103,7 @@ def timeline_rows(
     extra: Mapping[str, Scalar],
     environment: Mapping[str, Scalar],
 ) -> Iterator[Row]:
-    """The timeline, who owns its peak, and its largest allocations.
-
-    Args:
-        group_of: what is drawn alike.
-        case, environment: of every row.
-        extra: more values of the timeline's row.
-    """
+    """The timeline with `extra` values, who owns its peak, and its largest allocations; one group is drawn alike."""
     own: dict[str, Any] = {**case, "environment": environment}
     yield _timeline_row(timeline, group_of, own | dict(extra))
     yield from _owner_rows(timeline, own)
@@ -206,11 +179,10 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     named = list(bytes_by(activations, _colour_name))[:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
-        band = OWNERS.index(each.owner)
-        if each.owner != "activations":
-            return Group(each.owner, band)
-        name = _colour_name(each)
-        return Group(f"activations of {name if name in named else 'other modules'}", band)
+        name = each.owner
+        if name == "activations":
+            name += f" of {_colour_name(each) if _colour_name(each) in named else 'other modules'}"
+        return Group(name, OWNERS.index(each.owner))
 
     return group_of
 
