@@ -85,7 +85,7 @@ class StepWatch:
         self._mark()
         with ExitStack() as stack:
             if self.sees_modules:
-                stack.enter_context(module_calls(self.module, self._enter, self._leave))
+                stack.enter_context(module_calls(self.module.named_modules(), self._enter, self._leave))
                 stack.enter_context(self._lines)
             yield
         self._know_optimizer_state()

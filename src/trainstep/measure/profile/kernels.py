@@ -25,10 +25,11 @@ from typing import Literal, get_args
 
 from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
 from trainstep.measure.profile.trace import (
-    AttributedWork,
+    Attribution,
     Range,
     Stream,
     Trace,
+    Work,
     WorkKind,
     attribute,
     owner_of,
@@ -193,16 +194,15 @@ def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> KernelProfile:
     """Attribute, classify and count the work of a trace; `lists` tells of the optimizer's lists of tensors."""
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
-    inside = [each for each in placed if each.place.step is not None or not has_steps]
+    inside = [each for each in placed if each[1].step is not None or not has_steps]
     calls, costs = _costs(trace.ranges, inside, lists, is_cpu=trace.is_cpu)
-    kernels = [_kernel(each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
+    kernels = [_kernel(*each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
     steps = len({each.step for each in kernels}) if has_steps else 1
-    total, kept = (sum(each.work.duration for each in group) for group in (placed, inside))
+    total, kept = (sum(work.duration for work, _ in group) for group in (placed, inside))
     return KernelProfile(tuple(kernels), max(1, steps), has_steps, trace.is_cpu, total - kept)
 
 
-def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
-    work, place = attributed.work, attributed.place
+def _kernel(work: Work, place: Attribution, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
     operator = ranges[place.operator].name if place.operator is not None else None
     family: Family
     if work.kind in ("kernel", "copy"):  # what a copy engine does is told by its own name, not by the operator
@@ -217,7 +217,7 @@ def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | Non
 
 
 def _costs(
-    ranges: Sequence[Range], attributed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
+    ranges: Sequence[Range], placed: Sequence[tuple[Work, Attribution]], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the innermost operator call around it whose cost is known; and → that call's cost.
 
@@ -239,12 +239,11 @@ def _costs(
             return call
         return None if is_cpu else counted_call(parents[call])
 
-    found = ((index, counted_call(each.place.operator)) for index, each in enumerate(attributed))
+    found = ((index, counted_call(place.operator)) for index, (_, place) in enumerate(placed))
     calls = {index: call for index, call in found if call is not None}
-    longest: dict[int, int] = {}  # call → index of its longest work
-    for index, call in calls.items():
-        if call not in longest or attributed[index].work.duration > attributed[longest[call]].work.duration:
-            longest[call] = index
+    # Call → index of its longest work, of several the first.
+    by_duration = sorted(calls, key=lambda index: (placed[index][0].duration, -index))
+    longest = {calls[index]: index for index in by_duration}
     costs = {call: cost for call in longest if (cost := cost_of[call]) is not None}
     left = _left_to_others(costs, parents) if is_cpu else set()
     calls = {index: call for index, call in calls.items() if call not in left}
