@@ -19,16 +19,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
 from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, write_snapshot
-from trainstep.measure.allocations.timeline import (
-    OWNERS,
-    Allocation,
-    Frame,
-    Group,
-    Timeline,
-    bytes_by,
-    interned,
-    outline,
-)
+from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Timeline, bytes_by, interned, outline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Row, Scalar
@@ -117,7 +108,7 @@ def _timeline_row(
     peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
-    stacks, stack = interned([_stack(each.frames) for each, _ in drawn.kept])
+    stacks, stack = interned([_stack(each) for each, _ in drawn.kept])
     series: dict[str, Sequence[Scalar]] = {
         "start": [block.start for block in blocks],
         "end": [timeline.events + 1 if block.end is None else block.end for block in blocks],
@@ -156,8 +147,8 @@ def _what(each: Allocation) -> str:  # hovering shows it below the size
     return "\n".join(filter(None, (each.what, operation)))
 
 
-def _stack(frames: Sequence[Frame]) -> str:
-    shown = [frame for frame in frames if frame.is_users] or list(frames)
+def _stack(each: Allocation) -> str:
+    shown = [frame for frame in each.frames if frame.is_users] or list(each.frames)
     return "\n".join(map(str, shown[:STACK]))
 
 

@@ -37,8 +37,7 @@ from trainstep.stats import summarize
 class _Part:
     """One rank's part in a case."""
 
-    milliseconds: list[float] = field(default_factory=list)
-    """Of every timed call."""
+    milliseconds: list[float] = field(default_factory=list)  # of every timed call
     wrong: bool = False
     failure: Failure | None = None
 
@@ -121,16 +120,13 @@ def _fill(tensor: Tensor, number: int) -> None:
 
 def _is_right(case: CollectiveCase, tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether this rank has what it should after one call on filled tensors."""
-    numbers = [rank % 2 + 1 for rank in range(group.size())]
-    if case.collective == "broadcast":
-        return _holds(tensor, 0, numbers[0])
-    if case.collective == "all-reduce":
-        return _holds(tensor, 0, sum(numbers))
+    ranks = range(group.size())
+    numbers = [rank % 2 + 1 for rank in ranks]
+    if case.collective != "all-gather":
+        numbers = [numbers[0] if case.collective == "broadcast" else sum(numbers)] * group.size()
+    own = [group.rank()] if case.collective == "reduce-scatter" else ranks
     size = tensor.numel() // group.size()
-    if case.collective == "reduce-scatter":
-        return _holds(slice_of(tensor, group.rank(), group.size()), group.rank() * size, sum(numbers))
-    slices = (slice_of(tensor, rank, group.size()) for rank in range(group.size()))
-    return all(_holds(part, rank * size, numbers[rank]) for rank, part in enumerate(slices))
+    return all(_holds(slice_of(tensor, rank, group.size()), rank * size, numbers[rank]) for rank in own)
 
 
 def _holds(part: Tensor, start: int, number: int) -> bool:
@@ -174,8 +170,7 @@ class Fit:
     """A latency–bandwidth line through measured times."""
 
     link: Link
-    worst_error: float
-    """The largest relative difference between the line and a measured time."""
+    worst_error: float  # the largest relative difference between the line and a measured time
 
 
 def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple[int, float]]) -> Fit | None:

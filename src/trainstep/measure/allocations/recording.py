@@ -31,15 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive
-from trainstep.measure.memory import (
-    LiveStorages,
-    StorageLife,
-    graph_nodes,
-    module_calls,
-    operation_name,
-    optimizer_state_tensors,
-    storages_of,
-)
+from trainstep.measure.memory import LiveStorages, StorageLife, graph_nodes, module_calls, operation_name, storages_of
 
 LEAVING_ACTIVATIONS = ("forward", "loss")  # phases whose survivors are activations
 DEEPEST = 40  # frames kept of a stack
@@ -165,9 +157,6 @@ class StepWatch:
         states = [(names.get(id(weight), ""), state) for weight, state in self.optimizer.state.items()]
         self._know(("optimizer state", f"{name} {key}".strip(), state[key]) for name, state in states for key in state)
 
-    def resident(self) -> list[Tensor]:
-        return [*self.module.parameters(), *self.module.buffers(), *optimizer_state_tensors(self.optimizer)]
-
     def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
         """The blocks of the log with their owners."""
         positions = [mark.position for mark in self.marks]
@@ -232,7 +221,8 @@ def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> R
     def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
         seen.append((life, storage.data_ptr(), python_frames(3) if life.start else ()))
 
-    live = LiveStorages([*watch.resident(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))], note)
+    weights = [*watch.module.parameters(), *watch.module.buffers()]
+    live = LiveStorages(tree_leaves([weights, list(watch.optimizer.state.values()), batch]), note)
     watch.position = lambda: live.events
     with watch.watching(batch), live:
         step()

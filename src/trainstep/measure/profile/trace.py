@@ -237,7 +237,10 @@ class Attribution:
     node: int | None = None  # index of the innermost backward node's range
 
 
-def attribute(trace: Trace) -> list[tuple[Work, Attribution]]:
+Placed = tuple[Work, Attribution]
+
+
+def attribute(trace: Trace) -> list[Placed]:
     """Every piece of work of the trace, in the order it started, with its place."""
     places = _Places(trace.ranges)
     steps = [each for each in trace.ranges if each.kind == "step"]
