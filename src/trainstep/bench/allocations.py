@@ -73,7 +73,8 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     if snapshot is not None:
         write_snapshot(found.snapshot, snapshot)
         extra["snapshot"] = snapshot.name
-    yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), case, extra, environment)
+    own = {**case, "environment": environment}
+    yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), own, extra)
 
 
 def imported_records(path: Path) -> Iterator[Row]:
@@ -83,20 +84,17 @@ def imported_records(path: Path) -> Iterator[Row]:
         UsageError: as `load_snapshot`.
     """
     for device, timeline in imported_timelines(load_snapshot(path)).items():
-        case: dict[str, Scalar] = {"workload": path.name, "device": device}
-        yield from timeline_rows(timeline, groups_by_size(timeline), case, {}, {})
+        yield from timeline_rows(timeline, groups_by_size(timeline), {"workload": path.name, "device": device}, {})
 
 
 def timeline_rows(
-    timeline: Timeline,
-    group_of: Callable[[Allocation], Group],
-    case: Mapping[str, Scalar],
-    extra: Mapping[str, Scalar],
-    environment: Mapping[str, Scalar],
+    timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any], extra: Mapping[str, Scalar]
 ) -> Iterator[Row]:
-    """The timeline with `extra` values, who owns its peak, and its largest allocations; one group is drawn alike."""
-    own: dict[str, Any] = {**case, "environment": environment}
-    yield _timeline_row(timeline, group_of, own | dict(extra))
+    """The timeline with `extra` columns, who owns its peak, and its largest allocations, all with `own` columns.
+
+    Allocations of one group are drawn alike.
+    """
+    yield _timeline_row(timeline, group_of, {**own, **extra})
     yield from _owner_rows(timeline, own)
     yield from _largest_rows(timeline, own)
 
@@ -105,7 +103,7 @@ def _timeline_row(
     timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any]
 ) -> MemoryTimelineRow:
     drawn = outline(timeline, group_of)
-    peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
+    unknown = sum(each.block.bytes for each in timeline.alive(timeline.peak_state) if each.owner == "unknown")
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
     stacks, stack = interned([_stack(each) for each, _ in drawn.kept])
@@ -129,10 +127,10 @@ def _timeline_row(
     return MemoryTimelineRow(
         **own,
         peak_gib=timeline.peak / GIB,
-        peak_phase=timeline.phase_of(peak) or None,
-        peak_state=peak,
+        peak_phase=timeline.phase_of(timeline.peak_state) or None,
+        peak_state=timeline.peak_state,
         at_rest_gib=int(timeline.live[0]) / GIB,
-        unknown_share=unknown.get("unknown", 0) / timeline.peak if timeline.peak else 0.0,
+        unknown_share=unknown / timeline.peak if timeline.peak else 0.0,
         events=timeline.events,
         allocations=len(timeline.allocations),
         drawn=len(drawn.kept),

@@ -29,7 +29,7 @@ from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
-from trainstep.records import Times, by_case
+from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize
 
 
@@ -210,14 +210,7 @@ def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
         first = group[0]
         fit = fit_link(first.collective, first.world_size, points)  # type: ignore[arg-type]  # a row has it as text
         if fit is not None:
-            yield CollectiveFitRow(
-                collective=first.collective,
-                world_size=first.world_size,
-                dtype=first.dtype,
-                backend=first.backend,
-                sizes=len(points),
-                overhead_us=fit.link.overhead_s * 1e6,
-                bus_gb_s=fit.link.bus_bytes_per_s / 1e9,
-                worst_error=fit.worst_error,
-                environment=first.environment,
-            )
+            case = {name: value for name, value in first.case.items() if name != "size_mb"}
+            values = {"sizes": len(points), "worst_error": fit.worst_error}
+            values |= {"overhead_us": fit.link.overhead_s * 1e6, "bus_gb_s": fit.link.bus_bytes_per_s / 1e9}
+            yield make_row(CollectiveFitRow, case, values, environment=first.environment)

@@ -82,10 +82,8 @@ class Case:
 
         Not of the version: a commit does not void what was measured, and rows carry theirs.
         """
-        canonical = {
-            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.settings.items()
-        }
-        told = [self.command, sorted(canonical.items())]
+        texts = ((name, str(value), isinstance(value, bool)) for name, value in self.settings.items())
+        told = [self.command, sorted((name, text.lower() if is_bool else text) for name, text, is_bool in texts)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
     def columns(self) -> dict[str, Scalar]:

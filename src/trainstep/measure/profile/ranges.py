@@ -86,19 +86,15 @@ def modules_announced(module: nn.Module) -> Iterator[None]:
 def modules_to_announce(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The names and modules of `module` and its submodules, down to modules that are compiled."""
     seen: set[int] = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if is_called(module):
-            yield name or ROOT, module
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            return
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
-    return walk("", module)
+    ahead = [("", module)]
+    while ahead:
+        name, each = ahead.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            if is_called(each):
+                yield name or ROOT, each
+            if each._compiled_call_impl is None and not hasattr(each, "_orig_mod"):
+                ahead += reversed([(f"{name}.{child}".lstrip("."), inner) for child, inner in each.named_children()])
 
 
 class _OpenRanges(threading.local):

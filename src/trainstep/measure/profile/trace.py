@@ -275,9 +275,6 @@ class _Places:
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
         self._parents = parents_of(ranges)
-        self._of_thread: dict[Thread, list[int]] = {}
-        for index, each in enumerate(ranges):
-            self._of_thread.setdefault(each.thread, []).append(index)
         self._places = [Attribution()] * len(ranges)
         # The operator that made the node of a sequence number. Numbers are each thread's own, so what a thread makes
         # inside nodes, as backward recomputes, stands apart.
@@ -290,9 +287,8 @@ class _Places:
 
     def at(self, thread: Thread, time: float) -> Attribution:
         """The place of the innermost range; nothing is known where the thread had none open."""
-        own = self._of_thread.get(thread, [])
-        position = bisect.bisect_right(own, time, key=lambda index: self._ranges[index].start) - 1
-        index: int | None = own[position] if position >= 0 else None
+        position = bisect.bisect_right(self._ranges, (thread, time), key=lambda each: (each.thread, each.start)) - 1
+        index = position if position >= 0 and self._ranges[position].thread == thread else None
         while index is not None and self._ranges[index].end <= time:
             index = self._parents[index]
         return Attribution() if index is None else self._places[index]
