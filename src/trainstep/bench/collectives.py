@@ -174,18 +174,11 @@ class Fit:
 
 
 def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple[int, float]]) -> Fit | None:
-    """Least squares of relative errors: t = overhead + bytes on a link / bus bandwidth.
+    """Least squares of relative errors, over (payload bytes, seconds): t = overhead + bytes on a link / bus bandwidth.
 
     Relative, so that a microsecond counts as much at a megabyte as a millisecond at a gigabyte. An overhead below zero
-    is no overhead: then the line goes through zero.
-
-    Args:
-        collective: which.
-        world_size: ranks, at least 2.
-        points: (payload bytes, seconds).
-
-    Returns:
-        None for fewer than two sizes, or where larger payloads are not slower, so that there is no bandwidth.
+    is no overhead: then the line goes through zero. None for one rank, for fewer than two sizes, or where larger
+    payloads are not slower, so that there is no bandwidth.
     """
     if len({size for size, _ in points}) < 2 or world_size < 2:
         return None

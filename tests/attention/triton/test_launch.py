@@ -102,6 +102,6 @@ def test_no_memory_is_kept_alive() -> None:
     launch((a, b), 2)
     kernel.compiled.clear()
     kernel.launched.clear()
-    (prepared,) = launch._prepared.values()
-    assert prepared.arguments[0].base is None
-    assert not any(isinstance(argument, Tensor) for argument in prepared.arguments)
+    ((_, kept, _),) = launch._prepared.values()
+    assert kept[0].base is None
+    assert not any(isinstance(argument, Tensor) for argument in kept)

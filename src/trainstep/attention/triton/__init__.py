@@ -6,7 +6,6 @@ products of tiles, and launching without examining every argument again.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,15 +137,6 @@ def kernel_arguments(
     return tiles_per_head * batch * owners, named | {name: values[name] for name in kernel.arg_names if name in values}
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A compiled kernel and the arguments of one launch, None or descriptors of nothing where tensors go."""
-
-    launch: Callable[..., None]
-    arguments: list[Any]
-    places: list[tuple[int, int]]  # (position among the arguments, which tensor)
-
-
 class Launcher:
     """`launcher(tensors, *settings)` launches `kernel`, the tensors given in the order of its `tensor_names`.
 
@@ -162,7 +152,9 @@ class Launcher:
 
     def __init__(self, kernel: Any, arguments: Callable[..., Launch]) -> None:
         self._kernel, self._arguments = kernel, arguments
-        self._prepared: dict[Any, _Prepared] = {}
+        # A compiled kernel, its arguments with None or descriptors of nothing where tensors go, and where those go:
+        # (position among the arguments, which tensor).
+        self._prepared: dict[Any, tuple[Callable[..., None], list[Any], list[tuple[int, int]]]] = {}
         self.latest: Any = None
         """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
 
@@ -173,11 +165,12 @@ class Launcher:
         if prepared is None:
             self._first(key, tensors, settings)
             return
-        arguments = prepared.arguments.copy()
-        for position, which in prepared.places:
+        launch, prepared_arguments, places = prepared
+        arguments = prepared_arguments.copy()
+        for position, which in places:
             descriptor = arguments[position]
             arguments[position] = tensors[which] if descriptor is None else _over(descriptor, tensors[which])
-        prepared.launch(*arguments)
+        launch(*arguments)
 
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
@@ -196,7 +189,7 @@ class Launcher:
             if isinstance(tensor, Tensor):
                 places.append((position, next(which for which, each in enumerate(tensors) if each is tensor)))
                 arguments[position] = None if tensor is argument else _over(argument, None)  # keep no memory alive
-        self._prepared[key] = _Prepared(compiled[grid], arguments, places)
+        self._prepared[key] = (compiled[grid], arguments, places)
 
 
 def _over(descriptor: Any, tensor: Tensor | None) -> Any:
