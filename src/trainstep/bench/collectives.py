@@ -93,14 +93,9 @@ def _take_part(
     if any(wrongs):
         return _Part(wrong=wrong)
     tensor.zero_()
-    token = torch.zeros(1, device=process.device)
-    timing = time_steps(
-        lambda _: call(tensor, group),
-        device=device_clock(process.device),
-        warmup=warmup,
-        steps=steps,
-        cover=partial(dist.all_reduce, token, group=group),
-    )
+    line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
+    clock = device_clock(process.device)
+    timing = time_steps(lambda _: call(tensor, group), device=clock, warmup=warmup, steps=steps, cover=line_up)
     return _Part([sample.ms for sample in timing.samples])
 
 

@@ -138,29 +138,27 @@ def step_memory(
     after: dict[str, int] = {}
     live = None if device.type == "cuda" else LiveStorages(resident)
 
+    def held() -> int:
+        return torch.cuda.memory_allocated(device) if live is None else live.bytes
+
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         if live is None:
             torch.cuda.reset_peak_memory_stats(device)
-            yield
-            by_phase[name], after[name] = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         else:
             live.peak = live.bytes
-            yield
-            by_phase[name], after[name] = live.peak, live.bytes
+        yield
+        by_phase[name] = torch.cuda.max_memory_allocated(device) if live is None else live.peak
+        after[name] = held()
 
     if live is None:
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+    before = held()
+    with live or nullcontext():
         step(phase)
-    else:
-        before = live.bytes
-        with live:
-            step(phase)
-        found = live.found_bytes
-        before += found
-        by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
-    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
+    found = 0 if live is None else live.found_bytes
+    by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
+    return MemoryPeaks(before + found, max(by_phase.values()), by_phase, after)
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -181,14 +181,8 @@ def run_jobs(
     if cluster == "slurm":
         require_slurm()
     executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster)
-    executor.update_parameters(
-        name="trainstep-sweep",
-        timeout_min=asked.minutes,
-        gpus_per_node=asked.gpus,
-        cpus_per_task=asked.cpus,
-        tasks_per_node=1,
-        nodes=1,
-    )
+    executor.update_parameters(name="trainstep-sweep", timeout_min=asked.minutes, nodes=1, tasks_per_node=1)
+    executor.update_parameters(gpus_per_node=asked.gpus, cpus_per_task=asked.cpus)
     if cluster == "slurm":
         wanted = {"partition": asked.partition, "account": asked.account, "array_parallelism": jobs}
         executor.update_parameters(**{f"slurm_{name}": value for name, value in wanted.items() if value is not None})
