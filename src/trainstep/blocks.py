@@ -16,7 +16,6 @@ kernels are deterministic.
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,7 +122,7 @@ class _Group:
         calls = [functools.partial(_with_arguments, forward, args[1:], kwargs) for forward in self._forwards]
         output = self._run(calls, args[0])
         if not torch.compiler.is_compiling():
-            self._expected = (output, args[1:], kwargs)
+            self._expected = ((output, *args[1:]), kwargs)
         return output
 
     def _other(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ class _Group:
         expected = self._expected
         if index == len(self._forwards) - 1:
             self._expected = ()  # keep nothing alive between steps
-        if not expected or not args or args[0] is not expected[0] or not _same((args[1:], kwargs), expected[1:]):
+        if not expected or not args or _identities(*args, **kwargs) != _identities(*expected[0], **expected[1]):
             self._expected = ()
             raise UnsupportedError(_NOT_A_CHAIN)
         return args[0]
@@ -145,11 +144,8 @@ def _with_arguments(forward: Forward, others: tuple[Any, ...], keywords: dict[st
     return forward(x, *others, **keywords)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    (args, kwargs), (other_args, other_kwargs) = ours, theirs
-    if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
-        return False
-    return all(map(operator.is_, [*args, *kwargs.values()], [*other_args, *(other_kwargs[name] for name in kwargs)]))
+def _identities(*args: Any, **kwargs: Any) -> Any:
+    return [*map(id, args)], {name: id(value) for name, value in kwargs.items()}
 
 
 def _in_turn(calls: Sequence[Forward], x: Any) -> Any:

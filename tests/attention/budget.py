@@ -10,9 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainstep.attention.eager import attention_eager, log_sum_exp
+from trainstep.attention.eager import attention_eager, attention_scores
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """log Σ_j exp(scores_ij), shape (..., heads, n_queries): what flash attention saves for its backward."""
+    return attention_scores(q, k, is_causal, scale).logsumexp(dim=-1)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.attention.budget import Case
-from trainstep.attention.eager import attention_eager, log_sum_exp
+from tests.attention.budget import Case, log_sum_exp
+from trainstep.attention.eager import attention_eager
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

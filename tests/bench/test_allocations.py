@@ -26,7 +26,7 @@ ALLOCATIONS = (
 
 def rows(allocations, case):
     timeline = Timeline(allocations, events=8)
-    return list(timeline_rows(timeline, groups_by_owner(timeline), case, {}, {"device": "a CPU"}))
+    return list(timeline_rows(timeline, groups_by_owner(timeline), {**case, "environment": {"device": "a CPU"}}, {}))
 
 
 def test_owners_have_their_parts_as_fields():

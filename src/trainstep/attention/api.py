@@ -87,8 +87,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
 
 @dataclass
 class Replaced:
-    calls: int = 0
-    """How many the replacement has received."""
+    calls: int = 0  # that the replacement has received
 
 
 @contextmanager

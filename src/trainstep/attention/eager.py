@@ -44,11 +44,6 @@ def attention_eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: flo
     return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale)), v)
 
 
-def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """log Σ_j exp(scores_ij), shape (..., heads, n_queries): what flash attention saves for its backward."""
-    return attention_scores(q, k, is_causal, scale).logsumexp(dim=-1)
-
-
 def _per_query_head(t: Tensor, q: Tensor) -> Tensor:
     """Repeat the heads of k or v until each query head has its own (grouped-query attention)."""
     if q.ndim < 4 or t.shape[-3] == q.shape[-3]:

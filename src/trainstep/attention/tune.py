@@ -60,8 +60,7 @@ class Measurement:
     is_causal: bool
     tile: AnyTile
     time_ms: float | None
-    spills: int | None = None
-    """Registers that the compiler keeps in local memory, as it counts them."""
+    spills: int | None = None  # registers that the compiler keeps in local memory, as it counts them
     error: str = ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,49 +17,24 @@ from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
-from trainstep.measure.allocations.recording import StepWatch, record_on_cpu, record_on_cuda
-from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, snapshot_of, write_snapshot
-from trainstep.measure.allocations.timeline import (
-    OWNERS,
-    Allocation,
-    Frame,
-    Group,
-    Timeline,
-    bytes_by,
-    interned,
-    outline,
-)
+from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
+from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, write_snapshot
+from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Timeline, bytes_by, interned, outline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Row, Scalar
 from trainstep.training_step import TrainingStep
 from trainstep.workload import WorkloadSource, resolve_device
 
-NAMED_MODULES = 4
-"""Modules whose activations have a colour of their own."""
-NAMED_LINES = 7
-"""The same for the lines of a foreign snapshot."""
-PARTS = 5
-"""Rows per owner beside its total."""
-LEAST_SHARE = 0.001
-"""Parts below this share of the peak have no row."""
-LARGEST = 12
-"""Rows of the largest allocations."""
-STACK = 8
-"""Frames of a stack that are shown."""
+NAMED_MODULES = 4  # whose activations have a colour of their own
+NAMED_LINES = 7  # the same for the lines of a foreign snapshot
+PARTS = 5  # rows per owner beside its total
+LEAST_SHARE = 0.001  # parts below this share of the peak have no row
+LARGEST = 12  # rows of the largest allocations
+STACK = 8  # frames of a stack that are shown
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """One step's allocations."""
-
-    timeline: Timeline
-    snapshot: Mapping[str, Any]
-    allocator_peak: int | None
-    """Bytes asked for at the peak as the GPU's allocator counts them; None on a CPU."""
-
-
-def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
+def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
     """Build the workload, take `WARMUP` steps, and record the next.
 
     Raises:
@@ -77,13 +51,9 @@ def record_step(source: WorkloadSource, config: StepConfig) -> RecordedStep:
     batch = step.next_batch()
     watch = StepWatch(step.module, step.optimizer, sees_modules=config.compile == "off")
     losses.append(watch.loss_of(workload.loss))
-
     take = partial(step, batch, phase=watch.phase)
-    if device.type == "cuda":
-        recording = record_on_cuda(take, watch, batch, device)
-        return RecordedStep(recording.timeline, recording.snapshot, recording.allocator_peak)
-    timeline = record_on_cpu(take, watch, batch)
-    return RecordedStep(timeline, snapshot_of(timeline), None)
+    on_gpu = device.type == "cuda"
+    return record_on_cuda(take, watch, batch, device) if on_gpu else record_on_cpu(take, watch, batch)
 
 
 def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Row]:
@@ -103,7 +73,8 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     if snapshot is not None:
         write_snapshot(found.snapshot, snapshot)
         extra["snapshot"] = snapshot.name
-    yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), case, extra, environment)
+    own = {**case, "environment": environment}
+    yield from timeline_rows(found.timeline, groups_by_owner(found.timeline), own, extra)
 
 
 def imported_records(path: Path) -> Iterator[Row]:
@@ -113,26 +84,17 @@ def imported_records(path: Path) -> Iterator[Row]:
         UsageError: as `load_snapshot`.
     """
     for device, timeline in imported_timelines(load_snapshot(path)).items():
-        case: dict[str, Scalar] = {"workload": path.name, "device": device}
-        yield from timeline_rows(timeline, groups_by_size(timeline), case, {}, {})
+        yield from timeline_rows(timeline, groups_by_size(timeline), {"workload": path.name, "device": device}, {})
 
 
 def timeline_rows(
-    timeline: Timeline,
-    group_of: Callable[[Allocation], Group],
-    case: Mapping[str, Scalar],
-    extra: Mapping[str, Scalar],
-    environment: Mapping[str, Scalar],
+    timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any], extra: Mapping[str, Scalar]
 ) -> Iterator[Row]:
-    """The timeline, who owns its peak, and its largest allocations.
+    """The timeline with `extra` columns, who owns its peak, and its largest allocations, all with `own` columns.
 
-    Args:
-        group_of: what is drawn alike.
-        case, environment: of every row.
-        extra: more values of the timeline's row.
+    Allocations of one group are drawn alike.
     """
-    own: dict[str, Any] = {**case, "environment": environment}
-    yield _timeline_row(timeline, group_of, own | dict(extra))
+    yield _timeline_row(timeline, group_of, {**own, **extra})
     yield from _owner_rows(timeline, own)
     yield from _largest_rows(timeline, own)
 
@@ -141,10 +103,10 @@ def _timeline_row(
     timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any]
 ) -> MemoryTimelineRow:
     drawn = outline(timeline, group_of)
-    peak, unknown = timeline.peak_state, bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner)
+    unknown = sum(each.block.bytes for each in timeline.alive(timeline.peak_state) if each.owner == "unknown")
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
-    stacks, stack = interned([_stack(each.frames) for each, _ in drawn.kept])
+    stacks, stack = interned([_stack(each) for each, _ in drawn.kept])
     series: dict[str, Sequence[Scalar]] = {
         "start": [block.start for block in blocks],
         "end": [timeline.events + 1 if block.end is None else block.end for block in blocks],
@@ -165,10 +127,10 @@ def _timeline_row(
     return MemoryTimelineRow(
         **own,
         peak_gib=timeline.peak / GIB,
-        peak_phase=timeline.phase_of(peak) or None,
-        peak_state=peak,
+        peak_phase=timeline.phase_of(timeline.peak_state) or None,
+        peak_state=timeline.peak_state,
         at_rest_gib=int(timeline.live[0]) / GIB,
-        unknown_share=unknown.get("unknown", 0) / timeline.peak if timeline.peak else 0.0,
+        unknown_share=unknown / timeline.peak if timeline.peak else 0.0,
         events=timeline.events,
         allocations=len(timeline.allocations),
         drawn=len(drawn.kept),
@@ -183,8 +145,8 @@ def _what(each: Allocation) -> str:  # hovering shows it below the size
     return "\n".join(filter(None, (each.what, operation)))
 
 
-def _stack(frames: Sequence[Frame]) -> str:
-    shown = [frame for frame in frames if frame.is_users] or list(frames)
+def _stack(each: Allocation) -> str:
+    shown = [frame for frame in each.frames if frame.is_users] or list(each.frames)
     return "\n".join(map(str, shown[:STACK]))
 
 
@@ -206,11 +168,10 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     named = list(bytes_by(activations, _colour_name))[:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
-        band = OWNERS.index(each.owner)
-        if each.owner != "activations":
-            return Group(each.owner, band)
-        name = _colour_name(each)
-        return Group(f"activations of {name if name in named else 'other modules'}", band)
+        name = each.owner
+        if name == "activations":
+            name += f" of {_colour_name(each) if _colour_name(each) in named else 'other modules'}"
+        return Group(name, OWNERS.index(each.owner))
 
     return group_of
 

@@ -29,7 +29,7 @@ from trainstep.measure.timing import device_clock, time_steps
 from trainstep.parallel.collectives import all_gather_slices, all_reduce_sum, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
 from trainstep.plan.communication import CollectiveName, Link, bus_factor
-from trainstep.records import Times, by_case
+from trainstep.records import Times, by_case, make_row
 from trainstep.stats import summarize
 
 
@@ -37,8 +37,7 @@ from trainstep.stats import summarize
 class _Part:
     """One rank's part in a case."""
 
-    milliseconds: list[float] = field(default_factory=list)
-    """Of every timed call."""
+    milliseconds: list[float] = field(default_factory=list)  # of every timed call
     wrong: bool = False
     failure: Failure | None = None
 
@@ -94,14 +93,9 @@ def _take_part(
     if any(wrongs):
         return _Part(wrong=wrong)
     tensor.zero_()
-    token = torch.zeros(1, device=process.device)
-    timing = time_steps(
-        lambda _: call(tensor, group),
-        device=device_clock(process.device),
-        warmup=warmup,
-        steps=steps,
-        cover=partial(dist.all_reduce, token, group=group),
-    )
+    line_up = partial(dist.all_reduce, torch.zeros(1, device=process.device), group=group)
+    clock = device_clock(process.device)
+    timing = time_steps(lambda _: call(tensor, group), device=clock, warmup=warmup, steps=steps, cover=line_up)
     return _Part([sample.ms for sample in timing.samples])
 
 
@@ -121,16 +115,13 @@ def _fill(tensor: Tensor, number: int) -> None:
 
 def _is_right(case: CollectiveCase, tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether this rank has what it should after one call on filled tensors."""
-    numbers = [rank % 2 + 1 for rank in range(group.size())]
-    if case.collective == "broadcast":
-        return _holds(tensor, 0, numbers[0])
-    if case.collective == "all-reduce":
-        return _holds(tensor, 0, sum(numbers))
+    ranks = range(group.size())
+    numbers = [rank % 2 + 1 for rank in ranks]
+    if case.collective != "all-gather":
+        numbers = [numbers[0] if case.collective == "broadcast" else sum(numbers)] * group.size()
+    own = [group.rank()] if case.collective == "reduce-scatter" else ranks
     size = tensor.numel() // group.size()
-    if case.collective == "reduce-scatter":
-        return _holds(slice_of(tensor, group.rank(), group.size()), group.rank() * size, sum(numbers))
-    slices = (slice_of(tensor, rank, group.size()) for rank in range(group.size()))
-    return all(_holds(part, rank * size, numbers[rank]) for rank, part in enumerate(slices))
+    return all(_holds(slice_of(tensor, rank, group.size()), rank * size, numbers[rank]) for rank in own)
 
 
 def _holds(part: Tensor, start: int, number: int) -> bool:
@@ -174,23 +165,15 @@ class Fit:
     """A latency–bandwidth line through measured times."""
 
     link: Link
-    worst_error: float
-    """The largest relative difference between the line and a measured time."""
+    worst_error: float  # the largest relative difference between the line and a measured time
 
 
 def fit_link(collective: CollectiveName, world_size: int, points: Sequence[tuple[int, float]]) -> Fit | None:
-    """Least squares of relative errors: t = overhead + bytes on a link / bus bandwidth.
+    """Least squares of relative errors, over (payload bytes, seconds): t = overhead + bytes on a link / bus bandwidth.
 
     Relative, so that a microsecond counts as much at a megabyte as a millisecond at a gigabyte. An overhead below zero
-    is no overhead: then the line goes through zero.
-
-    Args:
-        collective: which.
-        world_size: ranks, at least 2.
-        points: (payload bytes, seconds).
-
-    Returns:
-        None for fewer than two sizes, or where larger payloads are not slower, so that there is no bandwidth.
+    is no overhead: then the line goes through zero. None for one rank, for fewer than two sizes, or where larger
+    payloads are not slower, so that there is no bandwidth.
     """
     if len({size for size, _ in points}) < 2 or world_size < 2:
         return None
@@ -215,14 +198,7 @@ def _fits(rows: Sequence[CollectiveRow]) -> Iterator[CollectiveFitRow]:
         first = group[0]
         fit = fit_link(first.collective, first.world_size, points)  # type: ignore[arg-type]  # a row has it as text
         if fit is not None:
-            yield CollectiveFitRow(
-                collective=first.collective,
-                world_size=first.world_size,
-                dtype=first.dtype,
-                backend=first.backend,
-                sizes=len(points),
-                overhead_us=fit.link.overhead_s * 1e6,
-                bus_gb_s=fit.link.bus_bytes_per_s / 1e9,
-                worst_error=fit.worst_error,
-                environment=first.environment,
-            )
+            case = {name: value for name, value in first.case.items() if name != "size_mb"}
+            values = {"sizes": len(points), "worst_error": fit.worst_error}
+            values |= {"overhead_us": fit.link.overhead_s * 1e6, "bus_gb_s": fit.link.bus_bytes_per_s / 1e9}
+            yield make_row(CollectiveFitRow, case, values, environment=first.environment)

@@ -10,24 +10,13 @@ from trainstep.config import PHASES
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.flops import COUNTED
-from trainstep.measure.profile.kernels import (
-    MATMULS,
-    Kernel,
-    KernelProfile,
-    busy_us,
-    gaps,
-    length,
-    overlap_of,
-    short_name,
-)
+from trainstep.measure.profile.kernels import MATMULS, Kernel, KernelProfile, busy_us, gaps, short_name
 from trainstep.measure.profile.trace import Stream
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, make_row
 
-UNKNOWN = "(unknown)"
-"""The phase or module of a kernel that could not be placed."""
-LONGEST = 12_000
-"""Bars of a timeline on a page of its own."""
+UNKNOWN = "(unknown)"  # the phase or module of a kernel that could not be placed
+LONGEST = 12_000  # bars of a timeline on a page of its own
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -80,8 +69,7 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
         }
     if communication := [each for each in step if each.lane == "communication"]:
         values["communication_ms"] = profile.per_step_ms(communication)
-        shared = sum(length(overlap_of(profile.of_step(name)).hidden) for name in profile.step_names)
-        values["communication_overlapped_ms"] = shared / profile.steps / 1e3
+        values["communication_overlapped_ms"] = profile.hidden_ms()
     return values
 
 
@@ -151,6 +139,12 @@ def rates(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     }
 
 
+def _measured(kernels: Sequence[Kernel], profile: KernelProfile) -> dict[str, Any]:
+    """What every row of kernels tells, per step."""
+    calls = sum(each.is_call for each in kernels) / profile.steps
+    return {"calls": calls, "ms": profile.per_step_ms(kernels), **rates(kernels, profile.steps)}
+
+
 def _families(profile: KernelProfile, precision: str | None, own: Mapping[str, Any]) -> Iterator[FamilyRow]:
     """One row per family of the whole step and of each phase, the most time first."""
     for phase in ("step", *PHASES):
@@ -161,11 +155,9 @@ def _families(profile: KernelProfile, precision: str | None, own: Mapping[str, A
                 **own,
                 phase=phase,
                 family=family,
-                calls=sum(each.is_call for each in group) / profile.steps,
-                ms=profile.per_step_ms(group),
                 share=_share(group, kernels),
                 ceiling_precision=_ceiling_precision(family, precision),
-                **rates(group, profile.steps),
+                **_measured(group, profile),
             )
 
 
@@ -183,15 +175,9 @@ def _pieces(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[PieceRow
     announced = [each for each in profile.kernels if each.piece is not None]
     for (phase, piece), group in _grouped(announced, lambda each: (each.phase, each.piece)).items():
         main = [each for each in group if (each.family == "softmax" if piece == "softmax" else each.family in MATMULS)]
-        case: dict[str, Any] = {**own, "phase": phase, "piece": piece}
-        yield PieceRow(
-            **case,
-            ms=profile.per_step_ms(group),
-            main_ms=profile.per_step_ms(main),
-            calls=sum(each.is_call for each in group) / profile.steps,
-            **rates(group, profile.steps),
-            **{f"main_{name}": value for name, value in rates(main, profile.steps).items()},
-        )
+        of_main = {f"main_{name}": value for name, value in rates(main, profile.steps).items()}
+        values = _measured(group, profile) | of_main | {"main_ms": profile.per_step_ms(main)}
+        yield PieceRow(**own, **values, phase=phase, piece=piece)  # type: ignore[arg-type]  # announced in a phase
 
 
 def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelRow]:
@@ -201,8 +187,7 @@ def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelR
         lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
     )
     for (phase, module, name, family), group in sorted(groups.items(), key=lambda item: -_us(item[1])):
-        calls = sum(each.is_call for each in group)
-        operators = _grouped(group, lambda each: each.operator)
+        measured, operators = _measured(group, profile), _grouped(group, lambda each: each.operator)
         yield KernelRow(
             **own,
             phase=phase,
@@ -210,11 +195,9 @@ def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelR
             kernel=short_name(name),
             family=family,
             operator=max(operators, key=lambda each: _us(operators[each])),
-            calls=calls / profile.steps,
-            ms=profile.per_step_ms(group),
-            mean_us=_us(group) / calls if calls else None,
+            mean_us=measured["ms"] * 1e3 / measured["calls"] if measured["calls"] else None,
             share=_share(group, profile.kernels),
-            **rates(group, profile.steps),
+            **measured,
             full_name=name if short_name(name) != name else None,
         )
 
@@ -224,10 +207,7 @@ def timeline_values(
 ) -> tuple[dict[str, Scalar], dict[str, Sequence[Scalar]]]:
     """One step, bar by bar: nanoseconds from its first kernel, and indices into the series of names.
 
-    Args:
-        profile: whose kernels are drawn.
-        step: which of its steps.
-        longest: bars at most; where there are more, short neighbours are drawn as one, and the values say so.
+    Where there are more than `longest` bars, short neighbours are drawn as one, and the values say so.
     """
     kernels = profile.of_step(step)
     bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)

@@ -23,7 +23,7 @@ from trainstep.commands.profile import Analyze, Profile
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.bench.sweep.cases import Place
+    from trainstep.bench.sweep.cases import Case
     from trainstep.records import Row, Status
 
 SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
@@ -71,27 +71,27 @@ class Sweep(Common):
             raise UsageError(f"{given}; expected jobs and minutes from 1 up")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
-        grid = load_grid(self.file, lambda words: parse_as(SWEPT, words))
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
+        grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
         retried = RETRIED if self.retry == "failed" else ()
-        places = grid.places(out)
+        cases = grid.cases
         if self.dry_run:
-            for place in places:
-                print("finished" if place.is_finished(retried) else "to run", shlex.join(place.case.words), sep="  ")
-            print(_count(places, retried))
+            for case in cases:
+                print("finished" if case.is_finished(retried) else "to run", shlex.join(case.words), sep="  ")
+            print(_count(cases, retried))
             return 0
         if self.executor == "slurm":
             require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
         with held_folder(out, "another sweep is running"), StopSignals(signal.SIGTERM, raises=True):
-            print(_count(places, retried), flush=True)
+            print(_count(cases, retried), flush=True)
             execute = functools.partial(self._execute, out, timeout_s)
-            with contextlib.closing(sweep_records(places, execute, retried)) as records:
-                told = _told(records, grid.axes, len(places))
-                return run_and_report(told, out, f"sweep {self.file.name}", total=len(places))
+            with contextlib.closing(sweep_records(cases, execute, retried)) as records:
+                told = _told(records, grid.axes, len(cases))
+                return run_and_report(told, out, f"sweep {self.file.name}", total=len(cases))
 
-    def _execute(self, out: Path, timeout_s: float | None, pending: Sequence[Place]) -> Generator[Place, None, None]:
+    def _execute(self, out: Path, timeout_s: float | None, pending: Sequence[Case]) -> Generator[Case, None, None]:
         from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
 
         if self.executor == "here":
@@ -101,10 +101,10 @@ class Sweep(Common):
         return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
 
 
-def _count(places: Sequence[Place], retried: Sequence[Status]) -> str:
-    finished = sum(place.is_finished(retried) for place in places)
-    to_run = f"{len(places) - finished} to run" if finished < len(places) else "nothing to run"
-    return f"{len(places)} cases of {places[0].case.command}: {finished} finished before, {to_run}"
+def _count(cases: Sequence[Case], retried: Sequence[Status]) -> str:
+    finished = sum(case.is_finished(retried) for case in cases)
+    to_run = f"{len(cases) - finished} to run" if finished < len(cases) else "nothing to run"
+    return f"{len(cases)} cases of {cases[0].command}: {finished} finished before, {to_run}"
 
 
 def _told(records: Iterator[Row], axes: Sequence[str], total: int) -> Iterator[Row]:

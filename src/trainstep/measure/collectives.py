@@ -46,20 +46,16 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
-            name = func._schema.name.partition("::")[2]
-            if not name.startswith(_NO_CALLS):
-                self.calls.append(_collective(_usual_name(name), args))
+            operator = func._schema.name.partition("::")[2]
+            if not operator.startswith(_NO_CALLS):
+                self.calls.append(_collective(operator, args))
         return func(*args, **(kwargs or {}))
 
 
-def _usual_name(operator: str) -> str:
-    """`_allgather_base_` → all-gather: the longest usual name that the operator's begins with."""
+def _collective(operator: str, args: tuple[Any, ...]) -> Collective:
+    """`_allgather_base_` → all-gather. The payload is the larger of outputs and inputs, the first two arguments."""
     bare = operator.replace("_", "").replace("recv", "receive")
-    return max((name for name in _NAMES if bare.startswith(name.replace("-", ""))), key=len, default=operator)
-
-
-def _collective(name: str, args: tuple[Any, ...]) -> Collective:
-    """The payload is the larger of outputs and inputs, which are the first two arguments."""
+    name = max((name for name in _NAMES if bare.startswith(name.replace("-", ""))), key=len, default=operator)
     lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
     payload = max(lists, key=lambda tensors: sum(each.nbytes for each in tensors))
     size = sum(each.nbytes for each in payload)

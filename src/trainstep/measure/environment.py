@@ -85,24 +85,19 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     """The checkout's commit, "+" appended where files differ from it; "unknown" outside a checkout."""
-    here = Path(__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-
+    run = functools.partial(
+        subprocess.check_output, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[1], text=True, timeout=10
+    )
     try:
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+        head = run(["git", "rev-parse", "--short=10", "HEAD"]).strip()
+        return head + ("+" if run(["git", "status", "--porcelain", "--", "."]) else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def _nvml(device: torch.device, read: Callable[[Any, Any], Environment]) -> Environment:
-    try:
-        import pynvml
-    except ImportError:
-        return {}
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,29 +138,27 @@ def step_memory(
     after: dict[str, int] = {}
     live = None if device.type == "cuda" else LiveStorages(resident)
 
+    def held() -> int:
+        return torch.cuda.memory_allocated(device) if live is None else live.bytes
+
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         if live is None:
             torch.cuda.reset_peak_memory_stats(device)
-            yield
-            by_phase[name], after[name] = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         else:
             live.peak = live.bytes
-            yield
-            by_phase[name], after[name] = live.peak, live.bytes
+        yield
+        by_phase[name] = torch.cuda.max_memory_allocated(device) if live is None else live.peak
+        after[name] = held()
 
     if live is None:
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+    before = held()
+    with live or nullcontext():
         step(phase)
-    else:
-        before = live.bytes
-        with live:
-            step(phase)
-        found = live.found_bytes
-        before += found
-        by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
-    return MemoryPeaks(before, max(by_phase.values()), by_phase, after)
+    found = 0 if live is None else live.found_bytes
+    by_phase, after = ({name: size + found for name, size in sizes.items()} for sizes in (by_phase, after))
+    return MemoryPeaks(before + found, max(by_phase.values()), by_phase, after)
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -225,7 +223,7 @@ def residuals(
     uncompiled = torch.compiler.disable(pack)  # or a compiled forward would compile it too, for every shape anew
     with (
         torch.autograd.graph.saved_tensors_hooks(uncompiled, lambda each: each.tensor),
-        nullcontext() if module is None else module_calls(module, running.append, running.pop),
+        nullcontext() if module is None else module_calls(module.named_modules(), running.append, running.pop),
     ):
         results = forward()
     holders = {id(each): operation_name(node.name()) for node in graph_nodes(results) for each in _packed_by(node)}
@@ -248,21 +246,20 @@ def _packed_by(node: Any) -> Iterator[_Packed]:
 
 
 @contextmanager
-def module_calls(module: nn.Module, enter: Callable[[str], None], leave: Callable[[], object]) -> Iterator[None]:
-    """While entered, `enter(name)` runs before and `leave()` after every call of `module` and of its submodules."""
+def module_calls(
+    modules: Iterable[tuple[str, nn.Module]], enter: Callable[[str], None], leave: Callable[[], object]
+) -> Iterator[None]:
+    """While entered, `enter(name)` runs before and `leave()` after every call of each of the modules."""
 
     def after(*_: object) -> None:  # what a hook returns would take the place of the result
         leave()
 
-    handles = []
-    for name, each in module.named_modules():
-        handles.append(each.register_forward_pre_hook(lambda *_, name=name: enter(name)))
-        handles.append(each.register_forward_hook(after, always_call=True))
-    try:
+    with ExitStack() as stack:
+        for name, each in modules:
+            before = each.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
+            stack.callback(before.remove)
+            stack.callback(each.register_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def graph_nodes(results: Any) -> Iterator[Any]:

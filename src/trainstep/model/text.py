@@ -53,22 +53,19 @@ def _map_token_file(path: Path, vocab_size: int) -> Tokens:
 
 def _read_text(data: Path | None, limit: int | None) -> bytes:
     origin = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
-    if origin.is_file():
-        text = _read_some(origin, limit)
-        if not _is_utf8(text):
+    found = [origin] if origin.is_file() else origin.glob("*.py") if data is None else origin.rglob("*")
+    text = bytearray()
+    for file in sorted(filter(Path.is_file, found)):
+        if limit is not None and len(text) >= limit:
+            break
+        content = _read_some(file, None if limit is None else limit - len(text))
+        if _is_utf8(content):
+            text += content
+        elif file == data:  # a folder may hold images beside its text
             raise UsageError(f"{data} is not UTF-8 text; give text, or a .bin file of token ids")
-    else:
-        collected = bytearray()
-        for file in sorted(origin.glob("*.py") if data is None else filter(Path.is_file, origin.rglob("*"))):
-            if limit is not None and len(collected) >= limit:
-                break
-            content = _read_some(file, None if limit is None else limit - len(collected))
-            if _is_utf8(content):  # a folder may hold images beside its text
-                collected += content
-        text = bytes(collected)
     if not text:
         raise UsageError(f"no text in {origin}; give a UTF-8 text file, a folder of them, or a .bin file of token ids")
-    return text
+    return bytes(text)
 
 
 def _read_some(path: Path, limit: int | None) -> bytes:

@@ -64,12 +64,10 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, impl: AttentionImpl) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.impl = impl
-        self.query = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.key = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.value = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.num_heads, self.impl = config.num_heads, impl
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(config.d_model, config.d_model, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
         """(B, S, D) → (B, S, D)."""

@@ -16,9 +16,9 @@ class Descriptor:
 
 
 class Kernel:
-    """Stands for a Triton kernel with arguments (desc, a, b, size, BLOCK): `kernel[grid](…)` and what it returns."""
+    """Stands for a Triton kernel with these arguments: `kernel[grid](…)` and what it returns."""
 
-    arg_names = ("desc", "a", "b", "size", "BLOCK")
+    arg_names = ("a_desc", "a_ptr", "b_ptr", "size", "BLOCK")
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -42,8 +42,9 @@ class Compiled:
         return lambda *arguments: self._kernel.launched.append((grid, *arguments))
 
 
-def arguments(a: Tensor, b: Tensor, block: int) -> Launch:
-    named = {"desc": Descriptor(a, 4), "a": a, "b": b, "size": a.shape[0], "BLOCK": block, "num_warps": 4}
+def arguments(kernel: Any, tensors: dict[str, Tensor], block: int) -> Launch:
+    a, b = tensors["a"], tensors["b"]
+    named = {"a_desc": Descriptor(a, 4), "a_ptr": a, "b_ptr": b, "size": a.shape[0], "BLOCK": block, "num_warps": 4}
     return a.shape[0] // block, named
 
 
@@ -101,6 +102,6 @@ def test_no_memory_is_kept_alive() -> None:
     launch((a, b), 2)
     kernel.compiled.clear()
     kernel.launched.clear()
-    (prepared,) = launch._prepared.values()
-    assert prepared.arguments[0].base is None
-    assert not any(isinstance(argument, Tensor) for argument in prepared.arguments)
+    ((_, kept, _),) = launch._prepared.values()
+    assert kept[0].base is None
+    assert not any(isinstance(argument, Tensor) for argument in kept)

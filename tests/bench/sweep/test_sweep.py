@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainstep.bench.sweep import run as processes
-from trainstep.bench.sweep.cases import Case, Place, flags, load_grid
+from trainstep.bench.sweep.cases import Case, flags, load_grid
 from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
@@ -75,7 +75,7 @@ def test_twelve_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, 
     assert {"sweep.csv", "sweep-by-mode.md", "sweep-by-seed.tex"} <= tables
     assert "Step by seed" in (out / "report.html").read_text()
 
-    monkeypatch.setattr(processes, "command_of", lambda place: pytest.fail("a second run runs nothing"))
+    monkeypatch.setattr(processes, "command_of", lambda case: pytest.fail("a second run runs nothing"))
     assert run("sweep", str(file), "--out", str(out)) == 0
     again = read_records(out / "results.jsonl")
     assert "12 finished before, nothing to run" in capsys.readouterr().out
@@ -126,8 +126,7 @@ def test_an_interrupted_sweep_keeps_its_rows_and_leaves_no_process(number, tmp_p
     (row,) = read_records(out / "results.jsonl")
     assert row.status == "failed"
     assert "absent" in row.reason
-    grid = load_grid(file, parse)
-    assert [place.is_finished() for place in grid.places(out)] == [True, False]
+    assert [case.is_finished() for case in load_grid(file, parse, out).cases] == [True, False]
 
 
 STARVED = json.dumps({"kind": "step", "case": {"workload": "toy"}, "status": "out of memory", "reason": "needed 9"})
@@ -135,15 +134,14 @@ STEP = json.dumps({"kind": "step", "case": {"workload": "toy"}, "values": {"step
 
 
 def scripted(monkeypatch, script):
-    """Run `script` in place of trainstep; it knows its folder as `out`."""
+    """Run `script` in case of trainstep; it knows its folder as `out`."""
     program = "import os, signal, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n"
     program += f"row, starved = {STEP!r} + chr(10), {STARVED!r} + chr(10)\n" + textwrap.dedent(script)
-    monkeypatch.setattr(processes, "command_of", lambda place: [sys.executable, "-c", program, str(place.folder)])
+    monkeypatch.setattr(processes, "command_of", lambda case: [sys.executable, "-c", program, str(case.folder)])
 
 
-def places(folder, *settings):
-    cases = [Case("bench step", each) for each in settings or [{}]]
-    return [Place(case, folder / f"case-{number}") for number, case in enumerate(cases)]
+def cases(folder, *settings):
+    return [Case("bench step", each, folder / f"case-{number}") for number, each in enumerate(settings or [{}])]
 
 
 ENDINGS = [
@@ -170,8 +168,8 @@ ENDINGS = [
 def test_however_a_case_ends_it_has_rows(script, expected, tmp_path, monkeypatch):
     scripted(monkeypatch, script)
     timeout = 0.5 if "sleep" in script else 60
-    (place,) = run_here(places(tmp_path), timeout_s=timeout)
-    rows = place.finished()
+    (case,) = run_here(cases(tmp_path), timeout_s=timeout)
+    rows = case.finished()
     assert [row.status for row in rows] == [status for status, _ in expected]
     assert all(row.reason.startswith(reason) for row, (_, reason) in zip(rows, expected, strict=True)), rows
     assert len({row.row for row in rows}) == len(rows), "rows of one case are told apart"
@@ -184,8 +182,8 @@ def test_what_a_case_started_ends_with_it(tmp_path, monkeypatch):
         (out / "pid").write_text(str(left.pid))
         (out / "results.jsonl").write_text(row)
     """)  # fmt: skip
-    (place,) = run_here(places(tmp_path))
-    pid = int((place.folder / "pid").read_text())
+    (case,) = run_here(cases(tmp_path))
+    pid = int((case.folder / "pid").read_text())
     wait_for(lambda: not is_alive(pid), "the end of what was left running", 10)
 
 
@@ -196,14 +194,14 @@ def test_each_case_has_gpus_of_its_own(tmp_path, monkeypatch):
     """)  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = [{"processes": 2, "seed": seed} for seed in range(3)]
-    ended = list(run_here(places(tmp_path, *two, {"device": "cpu"}), jobs=2, gpus=["3", "5", "6", "7"]))
-    seen = {place.folder.name: (place.folder / "gpus").read_text() for place in ended}
+    ended = list(run_here(cases(tmp_path, *two, {"device": "cpu"}), jobs=2, gpus=["3", "5", "6", "7"]))
+    seen = {case.folder.name: (case.folder / "gpus").read_text() for case in ended}
     assert {seen["case-0"], seen["case-1"]} == {"3,5", "6,7"}
     assert seen["case-2"] in ("3,5", "6,7")
     assert seen["case-3"] == ""
     with pytest.raises(UsageError, match=r"3 jobs of 2 GPUs each need 6, and 4 are visible"):
-        next(run_here(places(tmp_path, *two), jobs=3, gpus=["3", "5", "6", "7"]))
-    (alone,) = run_here(places(tmp_path), gpus=["3", "5"])
+        next(run_here(cases(tmp_path, *two), jobs=3, gpus=["3", "5", "6", "7"]))
+    (alone,) = run_here(cases(tmp_path), gpus=["3", "5"])
     assert (alone.folder / "gpus").read_text() == "all", "a case alone sees them all"
 
 
@@ -240,10 +238,9 @@ def test_cases_keep_the_identity_that_folders_of_earlier_sweeps_bear(tmp_path):
 
 
 def test_processes_are_started_by_torchrun(tmp_path):
-    case = Case("bench collectives", {"collective": "all-reduce", "size_mb": 1, "device": "cpu", "steps": 7,
-                                      "processes": 2})  # fmt: skip
-    (place,) = run_here([Place(case, tmp_path)])
-    (row,) = place.finished()
+    settings = {"collective": "all-reduce", "size_mb": 1, "device": "cpu", "steps": 7, "processes": 2}
+    (case,) = run_here([Case("bench collectives", settings, tmp_path)])
+    (row,) = case.finished()
     assert row.status == "ok", row.reason
     assert row.values["n"] == 7
     assert row.case["processes"] == 2
@@ -261,19 +258,14 @@ def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
 
 @pytest.mark.usefixtures("_repository")
 def test_jobs_of_submitit_here(tmp_path):
-    cases = [Case("bench step", {"workload": f"{HERE}:{name}", "steps": 7, "device": "cpu"})
-             for name in ("trains", "crashes")]  # fmt: skip
-    found = places_of_cases(cases, tmp_path)
+    found = [Case("bench step", {"workload": f"{HERE}:{name}", "steps": 7, "device": "cpu"})
+             .below(tmp_path / "cases", ["workload"]) for name in ("trains", "crashes")]  # fmt: skip
     ended = list(run_jobs(found, tmp_path / "jobs", "local", Resources(minutes=5), jobs=2))
     assert len(ended) == 2
-    assert [place.finished()[0].status for place in found] == ["ok", "failed"]
+    assert [case.finished()[0].status for case in found] == ["ok", "failed"]
     assert "SIGABRT" in found[1].finished()[0].reason
     first, second = (read_records(found[0].folder / name) for name in ("rows.jsonl", "rows.jsonl"))
     assert compare(first, second)[0].verdict == "inconclusive"
-
-
-def places_of_cases(cases, folder):
-    return [Place(case, case.folder(folder / "cases", list(case.settings)[:1])) for case in cases]
 
 
 def test_jobs_on_slurm(tmp_path, monkeypatch):
@@ -318,8 +310,7 @@ def test_jobs_on_slurm(tmp_path, monkeypatch):
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.chdir(REPOSITORY)
-    cases = [Case("plan", {"size": size}) for size in ("small", "medium")]
-    found = places_of_cases(cases, tmp_path)
+    found = [Case("plan", {"size": size}).below(tmp_path / "cases", ["size"]) for size in ("small", "medium")]
     asked = Resources(partition="fast", account="us", minutes=7, gpus=2, cpus=3)
     assert len(list(run_jobs(found, tmp_path / "jobs", "slurm", asked, jobs=5))) == 2
     text = next((tmp_path / "jobs").rglob("*submission*.sh")).read_text()

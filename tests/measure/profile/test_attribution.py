@@ -175,7 +175,7 @@ def kernel(thread, launched, start=0.0):
 def places(rows, *launches):
     trace = Trace(ranges(*rows), [kernel(*launch) for launch in launches], "GPU")
     found = attribute(trace)
-    by_launch = {each.work.launch: each.place for each in found}
+    by_launch = {work.launch: place for work, place in found}
     return [by_launch[launch] for launch in launches]
 
 
@@ -250,8 +250,8 @@ def test_work_without_a_launch_or_on_an_unknown_thread_is_unknown():
     unlaunched = Work("kernel", "kernel", 5.0, 1.0, Stream(0, 7), None)
     elsewhere = kernel((1, 99), 50)
     found = attribute(Trace(ranges(*FORWARD), [unlaunched, elsewhere], "GPU"))
-    assert [each.place.phase for each in found] == [None, None]
-    assert [each.place.step for each in found] == ["0", "0"], "it counts as unknown"
+    assert [place.phase for _, place in found] == [None, None]
+    assert [place.step for _, place in found] == ["0", "0"], "it counts as unknown"
 
 
 def test_steps_are_told_apart_and_work_between_them_is_left_out():

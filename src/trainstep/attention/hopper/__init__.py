@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trainstep.attention.triton import Launch, Launcher, kernel_arguments, owns_keys, tensor_names
-from trainstep.attention.tuned import hopper_block_of
+from trainstep.attention.triton import Launch, kernel_arguments, owns_keys
+from trainstep.attention.tuned import HopperTile, hopper_block_of
 
 
 @gluon.jit
@@ -112,28 +112,20 @@ def store_rows(pointer, stride, tile, value, first_row, n_rows, HEAD_DIM: gl.con
     )
 
 
-class HopperLauncher(Launcher):
-    """`launcher(tensors, is_causal, scale, tile)` as of the portable kernels, for 16-bit tensors whose rows are aligned
-    to 16 bytes."""
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__(kernel, self._on_hopper)
-
-    def _on_hopper(self, *given: Any) -> Launch:
-        *tensors, is_causal, scale, tile = given
-        named, by_key = dict(zip(tensor_names(self._kernel), tensors, strict=True)), owns_keys(self._kernel)
-        block_d = hopper_block_of(named["q"].shape[-1])
-        options: dict[str, Any] = {"BLOCK_Q" if by_key else "BLOCK_K": tile.block}
-        for name in {"q", "k", "v", "do"} & named.keys():
-            rows = 64 if (name in ("k", "v")) == by_key else tile.block  # a consumer's own, or streaming past it
-            options[f"{name}_desc"] = tiles_of(named[name], rows, block_d)
-        if "stat" in named:
-            options["stat_rows"] = named["stat"].shape[-1]
-        consumers = 1 if by_key and block_d > 128 else tile.consumers  # there, two work on the same keys
-        return kernel_arguments(
-            self._kernel, named, 64 * consumers, is_causal, scale, **options, BLOCK_D=block_d, CONSUMERS=tile.consumers,
-            STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
-        )  # fmt: skip
+def on_hopper(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: HopperTile) -> Launch:
+    """A launch as `triton.portable`, for 16-bit tensors whose rows are aligned to 16 bytes."""
+    by_key, block_d = owns_keys(kernel), hopper_block_of(tensors["q"].shape[-1])
+    options: dict[str, Any] = {"BLOCK_Q" if by_key else "BLOCK_K": tile.block}
+    for name in {"q", "k", "v", "do"} & tensors.keys():
+        rows = 64 if (name in ("k", "v")) == by_key else tile.block  # a consumer's own, or streaming past it
+        options[f"{name}_desc"] = tiles_of(tensors[name], rows, block_d)
+    if "stat" in tensors:
+        options["stat_rows"] = tensors["stat"].shape[-1]
+    consumers = 1 if by_key and block_d > 128 else tile.consumers  # there, two work on the same keys
+    return kernel_arguments(
+        kernel, tensors, 64 * consumers, is_causal, scale, **options, BLOCK_D=block_d, CONSUMERS=tile.consumers,
+        STAGES=tile.stages, OWN_REGS=tile.own_in_registers, REGISTERS=tile.registers, num_warps=4,
+    )  # fmt: skip
 
 
 def tiles_of(t: Tensor, rows: int, block_d: int) -> TensorDescriptor:

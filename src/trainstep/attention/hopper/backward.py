@@ -44,15 +44,7 @@ from trainstep.attention.hopper import (
     tiles_of,
     wait_filled,
 )
-from trainstep.attention.triton import (
-    SIZES,
-    Launch,
-    Launcher,
-    kernel_arguments,
-    pointers_and_strides,
-    tensor_names,
-    tile_and_head,
-)
+from trainstep.attention.triton import SIZES, Launch, Launcher, kernel_arguments, pointers_and_strides, tile_and_head
 from trainstep.attention.tuned import hopper_block_of
 
 ROWS = gl.constexpr(64)  # keys of one consumer, and queries of a slot of the ring
@@ -376,45 +368,36 @@ def padded_rows(n_queries: int) -> int:
     return triton.cdiv(n_queries, 128) * 128
 
 
-class _RowsLauncher(Launcher):
-    """`launcher(tensors, scale)` of a kernel with one program for 64 rows; the first tensor has dq's shape."""
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__(kernel, self._by_rows)
-
-    def _by_rows(self, *given: Any) -> Launch:
-        *tensors, scale = given
-        batch, heads, n_queries, head_dim = tensors[0].shape
-        stat_rows = padded_rows(n_queries)
-        named = pointers_and_strides(self._kernel, dict(zip(tensor_names(self._kernel), tensors, strict=True)))
-        named |= {"heads": heads, "n_queries": n_queries, "stat_rows": stat_rows, "scale": scale}
-        named |= {"HEAD_DIM": head_dim, "BLOCK_D": hopper_block_of(head_dim), "num_warps": 4}
-        return batch * heads * stat_rows // 64, named
+def _by_rows(kernel: Any, tensors: dict[str, Tensor], scale: float) -> Launch:
+    """One program for 64 rows; the first tensor has dq's shape."""
+    batch, heads, n_queries, head_dim = next(iter(tensors.values())).shape
+    stat_rows = padded_rows(n_queries)
+    named = pointers_and_strides(kernel, tensors)
+    named |= {"heads": heads, "n_queries": n_queries, "stat_rows": stat_rows, "scale": scale}
+    named |= {"HEAD_DIM": head_dim, "BLOCK_D": hopper_block_of(head_dim), "num_warps": 4}
+    return batch * heads * stat_rows // 64, named
 
 
-def _arguments(*given: Any) -> Launch:
-    *tensors, is_causal, scale = given
-    named = dict(zip(tensor_names(backward_kernel), tensors, strict=True))
-    block_d = hopper_block_of(named["q"].shape[-1])
+def _products(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float) -> Launch:
+    block_d = hopper_block_of(tensors["q"].shape[-1])
     stages, own_in_registers = TILES[block_d]
     options: dict[str, Any] = {}
     for name, rows in {"q": ROWS, "k": KEYS, "v": KEYS, "do": ROWS}.items():
-        options[f"{name}_desc"] = tiles_of(named[name], rows.value, block_d)
+        options[f"{name}_desc"] = tiles_of(tensors[name], rows.value, block_d)
     for name, box in {"lse": [ROWS.value], "delta": [ROWS.value], "acc": [SUM_ROWS.value, 256]}.items():
-        t, layout = named[name], gl.NVMMASharedLayout(0, 32, len(box))
+        t, layout = tensors[name], gl.NVMMASharedLayout(0, 32, len(box))
         options[f"{name}_desc"] = TensorDescriptor(t, t.shape, t.stride(), box, layout)
     return kernel_arguments(
-        backward_kernel, named, KEYS.value, is_causal, scale, sum_bytes=4 * block_d, **options,
-        stat_rows=padded_rows(named["q"].shape[2]), BLOCK_D=block_d, STAGES=stages, OWN_REGS=own_in_registers,
-        num_warps=4,
+        kernel, tensors, KEYS.value, is_causal, scale, sum_bytes=4 * block_d, **options, BLOCK_D=block_d,
+        stat_rows=padded_rows(tensors["q"].shape[2]), STAGES=stages, OWN_REGS=own_in_registers, num_warps=4,
     )  # fmt: skip
 
 
-launch_prepare = _RowsLauncher(prepare_dq_kernel)
+launch_prepare = Launcher(prepare_dq_kernel, _by_rows)
 """Tensors o, do, lse, lse_out, delta, acc: fills the last three, for whole tiles of rows."""
-launch_products = Launcher(backward_kernel, _arguments)
+launch_products = Launcher(backward_kernel, _products)
 """Tensors q, k, v, do, lse_out, delta, acc, dk, dv: adds to acc, fills dk and dv."""
-launch_finish = _RowsLauncher(finish_dq_kernel)
+launch_finish = Launcher(finish_dq_kernel, _by_rows)
 """Tensors dq, acc: fills dq."""
 
 

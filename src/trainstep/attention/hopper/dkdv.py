@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trainstep.attention.hopper import (
-    HopperLauncher,
     copy_pair,
     make_barriers,
+    on_hopper,
     own_tile,
     program_id_again,
     refill_pair,
@@ -21,7 +21,7 @@ from trainstep.attention.hopper import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, tile_and_head
 
 ROWS = gl.constexpr(64)  # keys of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -239,5 +239,5 @@ def dkdv_kernel(
         )
 
 
-launch_dkdv = HopperLauncher(dkdv_kernel)
+launch_dkdv = Launcher(dkdv_kernel, on_hopper)
 """Tensors q, k, v, do, stat, dk, dv: fills dk and dv; stat is what `launch_dq` left."""

@@ -14,16 +14,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trainstep.attention.hopper import (
-    HopperLauncher,
     copy_pair,
     make_barriers,
+    on_hopper,
     refill_pair,
     release,
     store_rows,
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, tile_and_head
 from trainstep.attention.tuned import HopperTile
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
@@ -219,7 +219,7 @@ def dq_kernel(
         )
 
 
-launch_dq = HopperLauncher(dq_kernel)
+launch_dq = Launcher(dq_kernel, on_hopper)
 """Tensors q, k, v, do, o, lse, stat, dq: fills dq and stat."""
 
 

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from trainstep.attention.hopper import (
-    HopperLauncher,
     copy_rows,
     make_barriers,
+    on_hopper,
     program_id_again,
     refill,
     release,
@@ -20,7 +20,7 @@ from trainstep.attention.hopper import (
     tile_of,
     wait_filled,
 )
-from trainstep.attention.triton import SIZES, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, tile_and_head
 
 ROWS = gl.constexpr(64)  # queries of one consumer: the rows of one warpgroup's matrix instruction
 
@@ -213,5 +213,5 @@ def forward_kernel(
         )
 
 
-launch_forward = HopperLauncher(forward_kernel)
+launch_forward = Launcher(forward_kernel, on_hopper)
 """Tensors q, k, v, o, lse: fills o and lse."""

@@ -6,7 +6,6 @@ products of tiles, and launching without examining every argument again.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainstep.attention.tuned import block_of, multiply_precision
+from trainstep.attention.tuned import Tile, block_of, multiply_precision
 
 # Arguments that change from call to call: compiled once for all their values. Strides are not among them: their
 # alignment decides how wide the loads can be.
@@ -138,50 +137,45 @@ def kernel_arguments(
     return tiles_per_head * batch * owners, named | {name: values[name] for name in kernel.arg_names if name in values}
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A compiled kernel and the arguments of one launch, with places where tensors go."""
-
-    launch: Callable[..., None]
-    arguments: list[Any]
-    tensors: list[tuple[int, int]]  # (position among the arguments, which tensor)
-    descriptors: list[tuple[int, int]]  # the same, for descriptors of tensors
-
-
 class Launcher:
-    """`launcher(tensors, *settings)` launches `kernel` with `arguments(*tensors, *settings)`.
+    """`launcher(tensors, *settings)` launches `kernel`, the tensors given in the order of its `tensor_names`.
 
     Triton finds a compiled kernel by the type, alignment and value of each argument of each call. With the 20 to 35
     arguments of these kernels that takes longer than attention over a short sequence. What those properties follow
     from, the tensors' shapes, strides, dtypes and alignment, is quicker to compare: a call that agrees in it with an
     earlier one is given that one's compiled kernel, and of its arguments only the tensors are replaced.
 
-    What `arguments` returns may depend on the tensors' shapes, strides, dtypes and device and on the settings, which
-    are hashable, and on nothing else. Its arguments are the tensors, descriptors of them, and numbers.
+    What `arguments(kernel, tensors by name, *settings)` returns may depend on the tensors' shapes, strides, dtypes and
+    device, on the settings, which are hashable, on `multiply_precision` of the first tensor, and on nothing else. Its
+    arguments are the tensors, descriptors of them, and numbers.
     """
 
     def __init__(self, kernel: Any, arguments: Callable[..., Launch]) -> None:
         self._kernel, self._arguments = kernel, arguments
-        self._prepared: dict[Any, _Prepared] = {}
+        # A compiled kernel, its arguments with None or descriptors of nothing where tensors go, and where those go:
+        # (position among the arguments, which tensor).
+        self._prepared: dict[Any, tuple[Callable[..., None], list[Any], list[tuple[int, int]]]] = {}
         self.latest: Any = None
         """The kernel compiled last, with what the compiler said of it (`n_spills`, `n_regs`)."""
 
     def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
-        key = (tensors[0].device, settings, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
+        same = (tensors[0].device, multiply_precision(tensors[0].dtype), settings)
+        key = (*same, *((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors))
         prepared = self._prepared.get(key)
         if prepared is None:
             self._first(key, tensors, settings)
             return
-        arguments = prepared.arguments.copy()
-        for position, which in prepared.tensors:
-            arguments[position] = tensors[which]
-        for position, which in prepared.descriptors:
-            arguments[position] = _over(arguments[position], tensors[which])
-        prepared.launch(*arguments)
+        launch, prepared_arguments, places = prepared
+        arguments = prepared_arguments.copy()
+        for position, which in places:
+            descriptor = arguments[position]
+            arguments[position] = tensors[which] if descriptor is None else _over(descriptor, tensors[which])
+        launch(*arguments)
 
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
-        programs, named = self._arguments(*tensors, *settings)
+        by_name = dict(zip(tensor_names(self._kernel), tensors, strict=True))
+        programs, named = self._arguments(self._kernel, by_name, *settings)
         grid = (programs, 1, 1)
         compiled = self._kernel[grid](**named)
         if compiled is None:  # Triton's interpreter has nothing to remember
@@ -189,15 +183,13 @@ class Launcher:
         self.latest = compiled
         if len(self._prepared) >= 1024:
             self._prepared.clear()  # and all that are still needed are prepared again
-        arguments = [named[name] for name in self._kernel.arg_names]
-        self._prepared[key] = prepared = _Prepared(compiled[grid], arguments, [], [])
+        arguments, places = [named[name] for name in self._kernel.arg_names], []
         for position, argument in enumerate(arguments):
-            is_descriptor = hasattr(argument, "base")
-            tensor = argument.base if is_descriptor else argument
+            tensor = getattr(argument, "base", argument)  # a descriptor's, or the argument itself
             if isinstance(tensor, Tensor):
-                which = next(index for index, candidate in enumerate(tensors) if candidate is tensor)
-                (prepared.descriptors if is_descriptor else prepared.tensors).append((position, which))
-                arguments[position] = _over(argument, None) if is_descriptor else None  # keep no memory alive
+                places.append((position, next(which for which, each in enumerate(tensors) if each is tensor)))
+                arguments[position] = None if tensor is argument else _over(argument, None)  # keep no memory alive
+        self._prepared[key] = (compiled[grid], arguments, places)
 
 
 def _over(descriptor: Any, tensor: Tensor | None) -> Any:
@@ -207,23 +199,14 @@ def _over(descriptor: Any, tensor: Tensor | None) -> Any:
     return copy
 
 
-class PortableLauncher(Launcher):
-    """`launcher(tensors, is_causal, scale, tile)` with scale > 0, the tensors in the order of `tensor_names`.
+def portable(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile) -> Launch:
+    """A launch of a portable kernel, with scale > 0.
 
-    They have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
+    Tensors have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
     """
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__(kernel, self._portable)
-
-    def __call__(self, tensors: Sequence[Tensor], *settings: Any) -> None:
-        super().__call__(tensors, *settings, multiply_precision(tensors[0].dtype))
-
-    def _portable(self, *given: Any) -> Launch:
-        *tensors, is_causal, scale, tile, precision = given
-        named = dict(zip(tensor_names(self._kernel), tensors, strict=True))
-        own_rows = tile.keys if owns_keys(self._kernel) else tile.queries
-        return kernel_arguments(
-            self._kernel, named, own_rows, is_causal, scale, BLOCK_D=block_of(named["q"].shape[-1]),
-            BLOCK_Q=tile.queries, BLOCK_K=tile.keys, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    own_rows, (*_, head_dim) = tile.keys if owns_keys(kernel) else tile.queries, tensors["q"].shape
+    return kernel_arguments(
+        kernel, tensors, own_rows, is_causal, scale, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries,
+        BLOCK_K=tile.keys, PRECISION=multiply_precision(tensors["q"].dtype), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip

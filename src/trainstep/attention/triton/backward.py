@@ -13,7 +13,7 @@ most of them, are not.
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, PortableLauncher, load_tile, multiply, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, load_tile, multiply, portable, tile_and_head
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def dq_kernel(
     tl.store(dq_ptr + rows[:, None] * stride_dqn + dims[None, :], dq, mask=tile_mask)
 
 
-launch_dq = PortableLauncher(dq_kernel)
+launch_dq = Launcher(dq_kernel, portable)
 """Tensors q, k, v, o, do, lse, delta, dq: fills dq and delta."""
 
 
@@ -228,5 +228,5 @@ def dkdv_kernel(
     tl.store(dv_ptr + keys[:, None] * stride_dvn + dims[None, :], dv.to(dv_ptr.dtype.element_ty), mask=tile_mask)
 
 
-launch_dkdv = PortableLauncher(dkdv_kernel)
+launch_dkdv = Launcher(dkdv_kernel, portable)
 """Tensors q, k, v, do, lse, delta, dk, dv: fills dk and dv; delta is what `launch_dq` left."""

@@ -8,7 +8,7 @@ Exponentials are base 2 with log2(e) folded into the scale, so that a score cost
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, PortableLauncher, load_tile, multiply, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, load_tile, multiply, portable, tile_and_head
 
 
 @triton.jit
@@ -111,5 +111,5 @@ def forward_kernel(
     tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=row_mask)  # ln 2: to base e
 
 
-launch_forward = PortableLauncher(forward_kernel)
+launch_forward = Launcher(forward_kernel, portable)
 """Tensors q, k, v, o, lse: fills o and lse, the log-sum-exp of the scores."""

@@ -13,7 +13,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ ROW_KINDS: Mapping[str, tuple[type[Row], ...]] = {
 }
 """Commands that can be swept → the kind of record that becomes a row: the first of these that the case wrote."""
 
-PROCESSES = "processes"
-"""The one setting that is no flag: how many processes torchrun starts."""
+PROCESSES = "processes"  # the one setting that is no flag: how many processes torchrun starts
 EXPECTED = 'expected command = "bench step", [fixed] with one value per flag and [axes] with a list of values per flag'
 OWN_FLAGS = ("out", "debug", "help", "h", "from", "command", "row")
 """The sweep chooses each case's folder and prints its log; the last two are columns of its rows."""
@@ -62,10 +61,9 @@ Parser = Callable[[Sequence[str]], object]
 class Case:
     """One cell of the grid."""
 
-    command: str
-    """A key of `ROW_KINDS`."""
-    settings: Mapping[str, Scalar]
-    """Flag without dashes → value, and `processes`; in the file's order."""
+    command: str  # a key of `ROW_KINDS`
+    settings: Mapping[str, Scalar]  # flag without dashes → value, and `processes`; in the file's order
+    folder: Path = Path()  # its own
 
     @property
     def processes(self) -> int | None:
@@ -84,21 +82,39 @@ class Case:
 
         Not of the version: a commit does not void what was measured, and rows carry theirs.
         """
-        canonical = {
-            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in self.settings.items()
-        }
-        told = [self.command, sorted(canonical.items())]
+        texts = ((name, str(value), isinstance(value, bool)) for name, value in self.settings.items())
+        told = [self.command, sorted((name, text.lower() if is_bool else text) for name, text, is_bool in texts)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
     def columns(self) -> dict[str, Scalar]:
         """The columns that identify the case's rows."""
         return {"command": self.command, **self.settings}
 
-    def folder(self, cases: Path, axes: Sequence[str]) -> Path:
-        """The case's own folder, named after its place on the axes and its identity."""
+    def below(self, cases: Path, axes: Sequence[str]) -> Case:
+        """The case with a folder of its own, named after its place on the axes and its identity."""
         named = " ".join(f"{name}={self.settings[name]}" for name in axes)
         readable = re.sub(r"[^\w.=+-]+", "_", named)[:80]
-        return cases / f"{readable}-{self.identity}"
+        return replace(self, folder=cases / f"{readable}-{self.identity}")
+
+    def finished(self) -> list[SweepRow] | None:
+        """The rows of a case that has ended, well or not; None while it has not."""
+        kept = self.folder / "rows.jsonl"
+        return of_kind(read_records(kept), SweepRow) if kept.exists() else None
+
+    def is_finished(self, retried: Sequence[Status] = ()) -> bool:
+        """Whether the case has ended before, and not with a status that is to be tried again."""
+        rows = self.finished()
+        return rows is not None and not any(row.status in retried for row in rows)
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Write the rows; with this the case is finished."""
+        assert rows, "a finished case has a row"
+        write_whole(self.folder / "rows.jsonl", rows)
+
+    def clear(self) -> None:
+        """Forget an earlier run, so that nothing of it can pass for this one's."""
+        for name in ("rows.jsonl", "results.jsonl"):
+            (self.folder / name).unlink(missing_ok=True)
 
 
 def flags(settings: Mapping[str, Scalar]) -> list[str]:
@@ -111,49 +127,18 @@ def flags(settings: Mapping[str, Scalar]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A case and its folder."""
-
-    case: Case
-    folder: Path
-
-    def finished(self) -> list[SweepRow] | None:
-        """The rows of a case that has ended, well or not; None while it has not."""
-        kept = self.folder / "rows.jsonl"
-        return of_kind(read_records(kept), SweepRow) if kept.exists() else None
-
-    def keep(self, rows: Sequence[Row]) -> None:
-        """Write the rows; with this the case is finished."""
-        assert rows, "a finished case has a row"
-        write_whole(self.folder / "rows.jsonl", rows)
-
-    def clear(self) -> None:
-        """Forget an earlier run, so that nothing of it can pass for this one's."""
-        for name in ("rows.jsonl", "results.jsonl"):
-            (self.folder / name).unlink(missing_ok=True)
-
-    def is_finished(self, retried: Sequence[Status] = ()) -> bool:
-        """Whether the case has ended before, and not with a status that is to be tried again."""
-        rows = self.finished()
-        return rows is not None and not any(row.status in retried for row in rows)
-
-
-@dataclass(frozen=True)
 class Grid:
     """What a sweep file asks for."""
 
     axes: tuple[str, ...]
     cases: Sequence[Case]
-    timeout_s: float | None
-    """Seconds after which a case is ended."""
-
-    def places(self, out: Path) -> list[Place]:
-        """Every case with its folder below `out`."""
-        return [Place(case, case.folder(out.resolve() / "cases", self.axes)) for case in self.cases]
+    timeout_s: float | None  # after which a case is ended
 
 
-def load_grid(path: Path, parse: Parser) -> Grid:
+def load_grid(path: Path, parse: Parser, out: Path = Path()) -> Grid:
     """Read and check a sweep file: the cases are every combination of its axes, the last varying fastest.
+
+    Their folders are in `out`/cases.
 
     Raises:
         UsageError: unreadable, no grid, or a key or value that the command does not know; the message names the key.
@@ -163,12 +148,12 @@ def load_grid(path: Path, parse: Parser) -> Grid:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the sweep {path}: {error}") from error
     try:
-        return _checked(tables, parse)
+        return _checked(tables, parse, out.resolve() / "cases")
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _checked(tables: Mapping[str, Any], parse: Parser) -> Grid:
+def _checked(tables: Mapping[str, Any], parse: Parser, folder: Path) -> Grid:
     if unknown := sorted(set(tables) - {"command", "fixed", "axes", "processes", "timeout"}):
         raise UsageError(f"unknown table or key {unknown[0]!r}; {EXPECTED}")
     command = " ".join(str(tables.get("command", "")).split()).removeprefix("trainstep ")
@@ -199,7 +184,8 @@ def _checked(tables: Mapping[str, Any], parse: Parser) -> Grid:
     timeout = tables.get("timeout")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
         raise UsageError(f"timeout is {timeout!r}; expected seconds above 0")
-    return Grid(tuple(axes), [Case(command, {**fixed, **point}) for point in expand(axes)], timeout)
+    cases = [Case(command, {**fixed, **point}).below(folder, tuple(axes)) for point in expand(axes)]
+    return Grid(tuple(axes), cases, timeout)
 
 
 def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainstep.bench.sweep.cases import ROW_KINDS, Case, Place
+from trainstep.bench.sweep.cases import ROW_KINDS, Case
 from trainstep.errors import UsageError
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
@@ -17,45 +18,37 @@ from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_recor
 OUT_OF_MEMORY = re.compile(
     r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
 )
-NOTHING_RAN = 1
-"""Exit code of a command whose rows all say why they have no result; also Python's after a traceback."""
+NOTHING_RAN = 1  # exit code of a command whose rows all say why they have no result; also Python's after a traceback
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
 _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")
 _LONGEST = 240
 
 
-def rows_of(
-    case: Case, folder: Path, code: int | None, seconds: float, timeout_s: float | None = None
-) -> list[SweepRow]:
-    """The rows of a case whose process has ended.
+def rows_of(case: Case, code: int | None, seconds: float, timeout_s: float | None = None) -> list[SweepRow]:
+    """The rows of a case whose process has ended, having written results.jsonl, stdout.txt and stderr.txt.
 
     Args:
-        folder: holds what it wrote: results.jsonl, stdout.txt, stderr.txt.
         code: its exit code, below 0 for a signal; None where it was ended for lasting longer than `timeout_s`.
         seconds: how long it ran.
     """
-    found = _written(case, folder)
-    values: dict[str, Scalar] = {"case_s": seconds, "folder": folder.name}
+    found = _written(case)
+    values: dict[str, Scalar] = {"case_s": seconds, "folder": case.folder.name}
     rows = []
     for row, told in zip(found, _told_apart(found), strict=True):
         same = {"samples": row.samples, "status": row.status, "reason": row.reason, "environment": row.environment}
         rows.append(make_row(SweepRow, case.columns() | {"row": told}, {**row.values, **values}, **same))
     is_told = code == NOTHING_RAN and rows and all(row.status != "ok" for row in rows)
-    last, has_error = _said(folder / "stderr.txt")
+    last, has_error = _said(case.folder / "stderr.txt")
     if not rows or (code != 0 and (has_error or not is_told)):
-        failed = failed_row(case, *_failure(code, last.removeprefix("trainstep: "), timeout_s), values)
+        status, reason = _failure(code, last.removeprefix("trainstep: "), timeout_s)
+        failed = make_row(SweepRow, case.columns(), values, status=status, reason=reason)
         rows.append(replace(failed, row="end") if rows else failed)
     return rows
 
 
-def failed_row(case: Case, status: Status, reason: str, values: Mapping[str, Scalar]) -> SweepRow:
-    """The row of a case that has no result."""
-    return make_row(SweepRow, case.columns(), values, status=status, reason=reason)
-
-
-def _written(case: Case, folder: Path) -> list[Row]:
+def _written(case: Case) -> list[Row]:
     try:
-        records = read_records(folder / "results.jsonl")
+        records = read_records(case.folder / "results.jsonl")
     except UsageError:
         return []  # none, or cut short by a crash: the failure's row tells
     kinds = [kind for kind in ROW_KINDS[case.command] if of_kind(records, kind)]
@@ -98,26 +91,19 @@ def _said(path: Path) -> tuple[str, bool]:
     return last if len(last) <= _LONGEST else f"{last[: _LONGEST - 1]}…", bool(errors)
 
 
-Execute = Callable[[Sequence[Place]], Generator[Place, None, None]]
+Execute = Callable[[Sequence[Case]], Generator[Case, None, None]]
 """Runs cases and yields each when it has ended and its rows are kept."""
 
 RETRIED: tuple[Status, ...] = ("failed", "out of memory")
 
 
 def sweep_records(
-    places: Sequence[Place], execute: Execute, retried: Sequence[Status] = ()
+    cases: Sequence[Case], execute: Execute, retried: Sequence[Status] = ()
 ) -> Generator[Row, None, None]:
     """The rows of finished cases, then those of the others as they end, each with its case's number from 1."""
-    numbers = {place.case.identity: number for number, place in enumerate(places, start=1)}
-
-    def rows(place: Place) -> Iterator[Row]:
-        for row in place.finished() or ():
-            yield replace(row, number=numbers[place.case.identity])
-
-    pending = [place for place in places if not place.is_finished(retried)]
-    for place in places:
-        if place not in pending:
-            yield from rows(place)
+    numbers = {case.identity: number for number, case in enumerate(cases, start=1)}
+    pending = [case for case in cases if not case.is_finished(retried)]
     with contextlib.closing(execute(pending)) as ended:
-        for place in ended:
-            yield from rows(place)
+        for case in itertools.chain((case for case in cases if case not in pending), ended):
+            for row in case.finished() or ():
+                yield replace(row, number=numbers[case.identity])

@@ -18,39 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trainstep.bench.sweep.cases import Place
-from trainstep.bench.sweep.rows import failed_row, rows_of
+from trainstep.bench.sweep.cases import Case
+from trainstep.bench.sweep.rows import rows_of
 from trainstep.errors import UsageError
-from trainstep.records import Status
+from trainstep.kinds import SweepRow
+from trainstep.records import Status, make_row
 
 if TYPE_CHECKING:
     import submitit
 
 POLL_S = 0.05
-GRACE_S = 10.0
-"""Between asking a process to end and ending it; torchrun uses it to end its workers."""
-SETTLE_S = 30.0
-"""How long a file written on a node may take to show here, on a network file system."""
+GRACE_S = 10.0  # between asking a process to end and ending it; torchrun uses it to end its workers
+SETTLE_S = 30.0  # how long a file written on a node may take to show here, on a network file system
 
 
 class Child:
     """The running process of one case. Its output goes to stdout.txt and stderr.txt in the case's folder."""
 
-    def __init__(
-        self, place: Place, *, gpus: Sequence[str] | None, threads: int | None, timeout_s: float | None
-    ) -> None:
-        self.place, self.gpus, self._timeout_s = place, gpus, timeout_s
-        place.folder.mkdir(parents=True, exist_ok=True)
-        place.clear()
+    def __init__(self, case: Case, *, gpus: Sequence[str] | None, threads: int | None, timeout_s: float | None) -> None:
+        self.case, self.gpus, self._timeout_s = case, gpus, timeout_s
+        case.folder.mkdir(parents=True, exist_ok=True)
+        case.clear()
         environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # so that a crash says where
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._start = time.monotonic()
-        with (place.folder / "stdout.txt").open("wb") as out, (place.folder / "stderr.txt").open("wb") as err:
+        with (case.folder / "stdout.txt").open("wb") as out, (case.folder / "stderr.txt").open("wb") as err:
             self._process = subprocess.Popen(
-                command_of(place),
+                command_of(case),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
@@ -65,7 +62,7 @@ class Child:
         if code is None and (self._timeout_s is None or seconds <= self._timeout_s):
             return False
         self.end()  # also what a crash left running
-        self.place.keep(rows_of(self.place.case, self.place.folder, code, seconds, self._timeout_s))
+        self.case.keep(rows_of(self.case, code, seconds, self._timeout_s))
         return True
 
     def end(self) -> None:
@@ -81,17 +78,17 @@ class Child:
             os.killpg(self._process.pid, number)
 
 
-def command_of(place: Place) -> list[str]:
+def command_of(case: Case) -> list[str]:
     """The command line of a case."""
-    words = ["-m", "trainstep", *place.case.words, "--out", str(place.folder)]
-    if place.case.processes is not None:
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={place.case.processes}", *words]
+    words = ["-m", "trainstep", *case.words, "--out", str(case.folder)]
+    if case.processes is not None:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}", *words]
     return [sys.executable, *words]
 
 
 def run_here(
-    places: Sequence[Place], *, jobs: int = 1, gpus: Sequence[str] = (), timeout_s: float | None = None
-) -> Generator[Place, None, None]:
+    cases: Sequence[Case], *, jobs: int = 1, gpus: Sequence[str] = (), timeout_s: float | None = None
+) -> Generator[Case, None, None]:
     """Run the cases, `jobs` at once, and yield each as it ends. Left early, it ends what still runs.
 
     Args:
@@ -105,7 +102,7 @@ def run_here(
     """
     free = list(gpus)
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
-    waiting = [(place, _gpus_needed(place) if jobs > 1 and gpus else None) for place in places]
+    waiting = [(case, _gpus_needed(case) if jobs > 1 and gpus else None) for case in cases]
     most = max((needed or 0 for _, needed in waiting), default=0)
     if jobs * most > len(free):
         raise UsageError(
@@ -115,13 +112,13 @@ def run_here(
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                place, needed = waiting.pop(0)
+                case, needed = waiting.pop(0)
                 own = None if needed is None else [free.pop(0) for _ in range(needed)]
-                running.append(Child(place, gpus=own, threads=threads, timeout_s=timeout_s))
+                running.append(Child(case, gpus=own, threads=threads, timeout_s=timeout_s))
             ended = [child for child in running if child.poll()]
             running = [child for child in running if child not in ended]
             free += [gpu for child in ended for gpu in child.gpus or ()]
-            yield from (child.place for child in ended)
+            yield from (child.case for child in ended)
             if not ended:
                 time.sleep(POLL_S)
     finally:
@@ -129,8 +126,8 @@ def run_here(
             child.end()
 
 
-def _gpus_needed(place: Place) -> int:
-    return 0 if place.case.settings.get("device") == "cpu" else place.case.processes or 1
+def _gpus_needed(case: Case) -> int:
+    return 0 if case.settings.get("device") == "cpu" else case.processes or 1
 
 
 def visible_gpus() -> list[str]:
@@ -159,18 +156,18 @@ class Resources:
 
 
 def run_jobs(
-    places: Sequence[Place],
+    cases: Sequence[Case],
     folder: Path,
     cluster: Literal["slurm", "local"],
-    resources: Resources,
+    asked: Resources,
     *,
     jobs: int | None = None,
     timeout_s: float | None = None,
-) -> Generator[Place, None, None]:
+) -> Generator[Case, None, None]:
     """Submit the cases and yield each as its job ends. Left early, it cancels what waits and runs.
 
     Args:
-        places: the cases; their folders must be on a file system that the nodes share.
+        cases: their folders must be on a file system that the nodes share.
         folder: for submitit's own files.
         cluster: slurm, or local for processes here.
         jobs: jobs at once; None leaves it to Slurm.
@@ -184,48 +181,42 @@ def run_jobs(
     if cluster == "slurm":
         require_slurm()
     executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster)
-    executor.update_parameters(
-        name="trainstep-sweep",
-        timeout_min=resources.minutes,
-        gpus_per_node=resources.gpus,
-        cpus_per_task=resources.cpus,
-        tasks_per_node=1,
-        nodes=1,
-    )
+    executor.update_parameters(name="trainstep-sweep", timeout_min=asked.minutes, nodes=1, tasks_per_node=1)
+    executor.update_parameters(gpus_per_node=asked.gpus, cpus_per_task=asked.cpus)
     if cluster == "slurm":
-        wanted = {"partition": resources.partition, "account": resources.account, "array_parallelism": jobs}
+        wanted = {"partition": asked.partition, "account": asked.account, "array_parallelism": jobs}
         executor.update_parameters(**{f"slurm_{name}": value for name, value in wanted.items() if value is not None})
-    waiting, running = list(places), list[tuple[Place, "submitit.Job[None]"]]()
+    waiting, running = list(cases), list[tuple[Case, "submitit.Job[None]"]]()
     try:
         while waiting or running:
             room = len(waiting) if cluster == "slurm" else min(len(waiting), (jobs or 1) - len(running))
             batch, waiting = waiting[:room], waiting[room:]
-            for place in batch:
-                place.folder.mkdir(parents=True, exist_ok=True)
-                place.clear()
+            for case in batch:
+                case.folder.mkdir(parents=True, exist_ok=True)
+                case.clear()
             if batch:  # as one array
                 started = executor.map_array(run_alone, batch, [timeout_s] * len(batch))
                 running += zip(batch, started, strict=True)
             ended = [each for each in running if each[1].done()]
             running = [each for each in running if each not in ended]
-            for place, job in ended:
-                _settle(place, job, SETTLE_S)
-                yield place
+            for case, job in ended:
+                _settle(case, job, SETTLE_S)
+                yield case
             if not ended:
                 time.sleep(0.1 if cluster == "local" else 2.0)
     finally:
         for _, job in running:
             job.cancel(check=False)
-        for place, job in running:  # here we can wait; Slurm sees to its own
+        for case, job in running:  # here we can wait; Slurm sees to its own
             if cluster == "local":
                 with contextlib.suppress(Exception):
                     job.wait()
-            place.clear()
+            case.clear()
 
 
-def run_alone(place: Place, timeout_s: float | None) -> None:
+def run_alone(case: Case, timeout_s: float | None) -> None:
     """Run one case: what a job of a cluster does."""
-    list(run_here([place], timeout_s=timeout_s))
+    list(run_here([case], timeout_s=timeout_s))
 
 
 def require_slurm() -> None:
@@ -237,16 +228,17 @@ def require_slurm() -> None:
         )
 
 
-def _settle(place: Place, job: submitit.Job[None], wait_s: float) -> None:
+def _settle(case: Case, job: submitit.Job[None], wait_s: float) -> None:
     """See to it that a case whose job has ended has rows: a job that died itself left none."""
     deadline = time.monotonic() + wait_s
-    while place.finished() is None:
+    while case.finished() is None:
         is_well = job.state.upper().startswith("COMPLETED")
         if is_well and time.monotonic() < deadline:
-            os.listdir(place.folder)  # makes a network file system look again
+            os.listdir(case.folder)  # makes a network file system look again
             time.sleep(0.2)
             continue
         words = (job.stderr() or "").strip().splitlines()
         status: Status = "out of memory" if job.state.upper().startswith("OUT_OF_ME") else "failed"
         reason = f"job {job.job_id} ended as {job.state}" + (f": {words[-1]}" if words else "")
-        place.keep([failed_row(place.case, status, reason[:240], {"folder": place.folder.name})])
+        values = {"folder": case.folder.name}
+        case.keep([make_row(SweepRow, case.columns(), values, status=status, reason=reason[:240])])

@@ -17,31 +17,25 @@ import bisect
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from trainstep.measure.allocations.snapshot import blocks_of, with_owners
+from trainstep.measure.allocations.snapshot import blocks_of, snapshot_of, with_owners
 from trainstep.measure.allocations.timeline import Allocation, Block, Frame, PhaseSpan, Timeline, is_alive
-from trainstep.measure.memory import (
-    LiveStorages,
-    StorageLife,
-    graph_nodes,
-    module_calls,
-    operation_name,
-    optimizer_state_tensors,
-    storages_of,
-)
+from trainstep.measure.memory import LiveStorages, StorageLife, graph_nodes, module_calls, operation_name, storages_of
 
 LEAVING_ACTIVATIONS = ("forward", "loss")  # phases whose survivors are activations
 DEEPEST = 40  # frames kept of a stack
+Noted = TypeVar("Noted")
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class StepWatch:
         self._mark()
         with ExitStack() as stack:
             if self.sees_modules:
-                stack.enter_context(module_calls(self.module, self._enter, self._leave))
+                stack.enter_context(module_calls(self.module.named_modules(), self._enter, self._leave))
                 stack.enter_context(self._lines)
             yield
         self._know_optimizer_state()
@@ -118,14 +112,12 @@ class StepWatch:
 
     def _watch_graph(self, value: Tensor) -> None:
         """Have every node of the graph say when its backward runs. Keeps no node: that would keep its tensors."""
-        places = sorted(self._entered, key=lambda item: item[0])
+        places = sorted(self._entered, key=itemgetter(0))
         for node in graph_nodes(value):
             number = node._sequence_nr()
             if number < 2**63:  # AccumulateGrad is made with the parameter, and numbered apart
-                index = bisect.bisect_right(places, number, key=lambda item: item[0]) - 1
-                module = places[index][1] if index >= 0 else ""
-                what = (module, operation_name(node.name()), self._lines.of(number))
-                node.register_prehook(partial(self._start_node, *what))
+                module, frames = _latest(places, number, ""), _latest(self._lines.calls, number, ())
+                node.register_prehook(partial(self._start_node, module, operation_name(node.name()), frames))
 
     def _start_node(self, module: str, operation: str, frames: tuple[Frame, ...], _: Any) -> None:
         self._node = _Mark(self.position(), self._phase, module, operation, frames)
@@ -165,36 +157,19 @@ class StepWatch:
         states = [(names.get(id(weight), ""), state) for weight, state in self.optimizer.state.items()]
         self._know(("optimizer state", f"{name} {key}".strip(), state[key]) for name, state in states for key in state)
 
-    def resident(self) -> list[Tensor]:
-        return [*self.module.parameters(), *self.module.buffers(), *optimizer_state_tensors(self.optimizer)]
-
     def attribute(self, blocks: Sequence[Block], events: int) -> Timeline:
         """The blocks of the log with their owners."""
-        ordered = sorted(blocks, key=lambda block: block.start)
-        claimed = self._claims(ordered)
         positions = [mark.position for mark in self.marks]
         allocations = []
-        for index, block in enumerate(ordered):
+        for block in sorted(blocks, key=lambda block: block.start):
             mark = self.marks[bisect.bisect_left(positions, block.start) - 1] if block.start else _Mark(0)
             outlives = mark.span >= 0 and is_alive(block, self.spans[mark.span])
             made = ("activations" if outlives else "temporaries", mark.module) if block.start else ("unknown", "")
-            owner, name = claimed.get(index, made)
+            known = (names[block.address] for at, names in self.known if block.address in names and is_alive(block, at))
+            owner, name = next(known, made)
             frames = tuple(frame for frame in mark.frames or block.frames if frame.file != __file__)
             allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames))
         return Timeline(tuple(allocations), events, tuple(self.phases))
-
-    def _claims(self, blocks: Sequence[Block]) -> dict[int, tuple[str, str]]:
-        """Index of a block → (owner, name), for blocks that hold a known tensor at the moment it was known."""
-        by_address: dict[int, list[int]] = {}
-        for index, block in enumerate(blocks):
-            by_address.setdefault(block.address, []).append(index)
-        claims: dict[int, tuple[str, str]] = {}
-        for position, names in self.known:
-            for address, claim in names.items():
-                for index in by_address.get(address, ()):
-                    if is_alive(blocks[index], position):
-                        claims.setdefault(index, claim)
-        return claims
 
 
 def _sequence_number() -> int:
@@ -207,18 +182,20 @@ class _Lines(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[int, tuple[Frame, ...]]] = []
+        self.calls: list[tuple[int, tuple[Frame, ...]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = _sequence_number()
         result = func(*args, **(kwargs or {}))
         if _sequence_number() > before:
-            self._calls.append((before, python_frames(1)))
+            self.calls.append((before, python_frames(1)))
         return result
 
-    def of(self, number: int) -> tuple[Frame, ...]:
-        index = bisect.bisect_right(self._calls, number, key=lambda call: call[0]) - 1
-        return self._calls[index][1] if index >= 0 else ()
+
+def _latest(noted: Sequence[tuple[int, Noted]], number: int, default: Noted) -> Noted:
+    """What was noted last up to a number."""
+    index = bisect.bisect_right(noted, number, key=itemgetter(0)) - 1
+    return noted[index][1] if index >= 0 else default
 
 
 def python_frames(skip: int) -> tuple[Frame, ...]:
@@ -227,31 +204,34 @@ def python_frames(skip: int) -> tuple[Frame, ...]:
     return tuple(Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in stack)
 
 
-def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Timeline:
-    """Run `step`, which takes one step on `batch` announcing itself to `watch`, in eager code; return its timeline."""
+@dataclass(frozen=True)
+class Recording:
+    """One step's allocations."""
+
+    timeline: Timeline
+    snapshot: Mapping[str, Any]  # as `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category
+    allocator_peak: int | None = None
+    """The most bytes asked for at once, as the GPU's allocator counts: `timeline.peak` must equal it. None on a CPU."""
+
+
+def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Recording:
+    """Run and record `step`, which takes one step on `batch` announcing itself to `watch`, in eager code."""
     seen: list[tuple[StorageLife, int, tuple[Frame, ...]]] = []
 
     def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
         seen.append((life, storage.data_ptr(), python_frames(3) if life.start else ()))
 
-    live = LiveStorages([*watch.resident(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))], note)
+    weights = [*watch.module.parameters(), *watch.module.buffers()]
+    live = LiveStorages(tree_leaves([weights, list(watch.optimizer.state.values()), batch]), note)
     watch.position = lambda: live.events
     with watch.watching(batch), live:
         step()
     blocks = [Block(life.start, life.end, life.bytes, address, frames) for life, address, frames in seen]
-    return watch.attribute(blocks, live.events)
+    timeline = watch.attribute(blocks, live.events)
+    return Recording(timeline, snapshot_of(timeline))
 
 
-@dataclass(frozen=True)
-class CudaRecording:
-    """A step's timeline, and what the allocator itself says."""
-
-    timeline: Timeline
-    snapshot: dict[str, Any]  # as `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category
-    allocator_peak: int  # the most bytes asked for at once, by the allocator's own count: `timeline.peak` must equal it
-
-
-def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> CudaRecording:
+def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> Recording:
     """As `record_on_cpu`, for a step on `device`, eager or compiled."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.synchronize(index)
@@ -274,4 +254,4 @@ def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, dev
     peak = torch.cuda.memory_stats(index)["requested_bytes.all.peak"]
     blocks, events = blocks_of(snapshot, index)
     timeline = watch.attribute(blocks, events)
-    return CudaRecording(timeline, with_owners(snapshot, timeline, index), int(peak))
+    return Recording(timeline, with_owners(snapshot, timeline, index), int(peak))

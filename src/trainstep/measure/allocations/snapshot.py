@@ -108,18 +108,15 @@ def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> di
         trace.append(event | alive[event["addr"]] if is_block else event)
     traces = list(snapshot["device_traces"])
     traces[device] = [*trace, _UNKNOWN_CATEGORY]
-    owners = [alive if segment["device"] == device else {} for segment in snapshot["segments"]]
-    segments = list(map(_with_block_owners, snapshot["segments"], owners))
+    segments = []
+    for segment in snapshot["segments"]:
+        blocks, address = [], segment["address"]
+        for block in segment["blocks"]:
+            is_held = block["state"] == "active_allocated" and segment["device"] == device
+            blocks.append({**block, **alive.get(address, {})} if is_held else block)
+            address += block["size"]
+        segments.append({**segment, "blocks": blocks})
     return snapshot | {"device_traces": traces, "segments": segments}
-
-
-def _with_block_owners(segment: Mapping[str, Any], alive: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    blocks, address = [], segment["address"]
-    for block in segment["blocks"]:
-        is_held = block["state"] == "active_allocated" and address in alive
-        blocks.append({**block, **alive[address]} if is_held else block)
-        address += block["size"]
-    return {**segment, "blocks": blocks}
 
 
 class _Stacks:

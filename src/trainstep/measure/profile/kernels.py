@@ -24,16 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
-from trainstep.measure.profile.trace import (
-    AttributedWork,
-    Range,
-    Stream,
-    Trace,
-    WorkKind,
-    attribute,
-    owner_of,
-    parents_of,
-)
+from trainstep.measure.profile.trace import Placed, Range, Stream, Trace, WorkKind, attribute, owner_of, parents_of
 
 Lane = Literal["compute", "communication", "copies"]
 Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
@@ -181,6 +172,11 @@ class KernelProfile:
         total = sum(each.duration_us for each in self.kernels)
         return sum(each.duration_us for each in self.kernels if known(each)) / total if total else 0.0
 
+    def hidden_ms(self) -> float:
+        """Milliseconds per step of communication while something is computed."""
+        hidden = (overlap_of(self.of_step(name)).hidden for name in self.step_names)
+        return sum(map(length, hidden)) / self.steps / 1e3
+
     def of_step(self, step: str | None) -> list[Kernel]:
         return [each for each in self.kernels if each.step == step]
 
@@ -193,16 +189,16 @@ def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> KernelProfile:
     """Attribute, classify and count the work of a trace; `lists` tells of the optimizer's lists of tensors."""
     placed = attribute(trace)
     has_steps = any(each.kind == "step" for each in trace.ranges)
-    inside = [each for each in placed if each.place.step is not None or not has_steps]
+    inside = [each for each in placed if each[1].step is not None or not has_steps]
     calls, costs = _costs(trace.ranges, inside, lists, is_cpu=trace.is_cpu)
     kernels = [_kernel(each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
     steps = len({each.step for each in kernels}) if has_steps else 1
-    total, kept = (sum(each.work.duration for each in group) for group in (placed, inside))
+    total, kept = (sum(work.duration for work, _ in group) for group in (placed, inside))
     return KernelProfile(tuple(kernels), max(1, steps), has_steps, trace.is_cpu, total - kept)
 
 
-def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
-    work, place = attributed.work, attributed.place
+def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
+    work, place = placed
     operator = ranges[place.operator].name if place.operator is not None else None
     family: Family
     if work.kind in ("kernel", "copy"):  # what a copy engine does is told by its own name, not by the operator
@@ -217,7 +213,7 @@ def _kernel(attributed: AttributedWork, ranges: Sequence[Range], call: int | Non
 
 
 def _costs(
-    ranges: Sequence[Range], attributed: Sequence[AttributedWork], lists: Lists, *, is_cpu: bool
+    ranges: Sequence[Range], placed: Sequence[Placed], lists: Lists, *, is_cpu: bool
 ) -> tuple[dict[int, int], dict[int, Cost]]:
     """Index of a piece of work → the innermost operator call around it whose cost is known; and → that call's cost.
 
@@ -239,12 +235,11 @@ def _costs(
             return call
         return None if is_cpu else counted_call(parents[call])
 
-    found = ((index, counted_call(each.place.operator)) for index, each in enumerate(attributed))
+    found = ((index, counted_call(place.operator)) for index, (_, place) in enumerate(placed))
     calls = {index: call for index, call in found if call is not None}
-    longest: dict[int, int] = {}  # call → index of its longest work
-    for index, call in calls.items():
-        if call not in longest or attributed[index].work.duration > attributed[longest[call]].work.duration:
-            longest[call] = index
+    # Call → index of its longest work, of several the first.
+    by_duration = sorted(calls, key=lambda index: (placed[index][0].duration, -index))
+    longest = {calls[index]: index for index in by_duration}
     costs = {call: cost for call in longest if (cost := cost_of[call]) is not None}
     left = _left_to_others(costs, parents) if is_cpu else set()
     calls = {index: call for index, call in calls.items() if call not in left}

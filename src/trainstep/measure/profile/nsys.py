@@ -31,10 +31,11 @@ _KERNELS, _COPIES, _FILLS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL"
 _CALLS, _NVTX, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
 _GPUS, _META = "TARGET_INFO_GPU", "META_DATA_EXPORT"
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_WORK = ("start", "end", "deviceId", "streamId", "correlationId")
 _NEEDED = {
-    _KERNELS: ("start", "end", "deviceId", "streamId", "correlationId", "demangledName"),
-    _COPIES: ("start", "end", "deviceId", "streamId", "correlationId", "bytes", "copyKind"),
-    _FILLS: ("start", "end", "deviceId", "streamId", "correlationId", "bytes"),
+    _KERNELS: (*_WORK, "demangledName"),
+    _COPIES: (*_WORK, "bytes", "copyKind"),
+    _FILLS: (*_WORK, "bytes"),
     _CALLS: ("start", "end", "globalTid", "correlationId"),
     _NVTX: ("start", "end", "eventType", "text", "globalTid"),
     _STRINGS: ("id", "value"),
@@ -156,14 +157,14 @@ class _Export:
 
     def _work(self, calls: dict[tuple[int, int], Launch]) -> Iterator[Work]:
         """Kernels, copies and fills; the latter two named as torch.profiler names them."""
-        columns = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
         tables: tuple[tuple[str, WorkKind, str, Callable[[int], str]], ...] = (
             (_KERNELS, "kernel", "demangledName", lambda name: self._strings.get(name, f"kernel {name}")),
             (_COPIES, "copy", "copyKind", lambda kind: f"Memcpy {_COPY_KINDS.get(kind, kind)}"),
             (_FILLS, "copy", "bytes", lambda _: "Memset"),
         )
         for table, work_kind, told_by, title in tables:
-            for start, end, device, stream, correlation, process, value in self._rows(table, *columns, told_by):
+            rows = self._rows(table, *_WORK, "globalPid", told_by)
+            for start, end, device, stream, correlation, process, value in rows:
                 launch = self._launch_of(calls, correlation, process)
                 yield Work(title(value), work_kind, start / 1e3, (end - start) / 1e3, Stream(device, stream), launch)
 

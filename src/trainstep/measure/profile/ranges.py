@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from trainstep.blocks import is_called
 from trainstep.config import PhaseContext, together
+from trainstep.measure.memory import module_calls
 from trainstep.measure.timing import DeviceClock, Timing, time_steps
 
 AnnouncedKind = Literal["step", "phase", "module", "attention"]
@@ -73,38 +74,27 @@ def classify_range(text: str, *, is_backward: bool = False) -> tuple[RangeKind, 
 @contextmanager
 def modules_announced(module: nn.Module) -> Iterator[None]:
     """While entered, every call of `module` and of its submodules is a range, also when activations are recomputed."""
-    opened = _OpenRanges()
-    undo: list[Callable[[], None]] = []
-    try:
-        for name, each in modules_to_announce(module):
-            if each._compiled_call_impl is None:
-                first = each.register_forward_pre_hook(lambda *_, name=name: opened.enter(name), prepend=True)
-                last = each.register_forward_hook(opened.leave, always_call=True)
-                undo += [first.remove, last.remove]
-            else:
-                undo.append(_announce_compiled(each, name))
+    opened, found = _OpenRanges(), list(modules_to_announce(module))
+    eager = [(name, each) for name, each in found if each._compiled_call_impl is None]
+    with module_calls(eager, opened.enter, opened.leave), ExitStack() as stack:
+        for name, each in found:
+            if each._compiled_call_impl is not None:
+                stack.enter_context(_compiled_announced(each, name))
         yield
-    finally:
-        for action in undo:
-            action()
 
 
 def modules_to_announce(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The names and modules of `module` and its submodules, down to modules that are compiled."""
     seen: set[int] = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if is_called(module):
-            yield name or ROOT, module
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            return
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
-    return walk("", module)
+    ahead = [("", module)]
+    while ahead:
+        name, each = ahead.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            if is_called(each):
+                yield name or ROOT, each
+            if each._compiled_call_impl is None and not hasattr(each, "_orig_mod"):
+                ahead += reversed([(f"{name}.{child}".lstrip("."), inner) for child, inner in each.named_children()])
 
 
 class _OpenRanges(threading.local):
@@ -118,20 +108,23 @@ class _OpenRanges(threading.local):
         opened.__enter__()
         self._stack.append(opened)
 
-    def leave(self, *_: object) -> None:
+    def leave(self) -> None:
         self._stack.pop().__exit__(None, None, None)
 
 
-def _announce_compiled(module: nn.Module, name: str) -> Callable[[], None]:
-    compiled = module._compiled_call_impl
-    assert compiled is not None, f"{name} is not compiled"
+@contextmanager
+def _compiled_announced(module: nn.Module, name: str) -> Iterator[None]:
+    compiled: Any = module._compiled_call_impl
 
     def inside_range(*args: Any, **kwargs: Any) -> Any:
         with announce("module", name):
             return compiled(*args, **kwargs)
 
     module._compiled_call_impl = inside_range
-    return partial(setattr, module, "_compiled_call_impl", compiled)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = compiled
 
 
 def record_steps(

@@ -237,24 +237,31 @@ class Attribution:
     node: int | None = None  # index of the innermost backward node's range
 
 
-@dataclass(frozen=True, slots=True)
-class AttributedWork:
-    work: Work
-    place: Attribution
+Placed = tuple[Work, Attribution]
 
 
-def attribute(trace: Trace) -> list[AttributedWork]:
+def attribute(trace: Trace) -> list[Placed]:
     """Every piece of work of the trace, in the order it started, with its place."""
     places = _Places(trace.ranges)
-    steps = _Steps(trace.ranges)
+    steps = [each for each in trace.ranges if each.kind == "step"]
+    steps.sort(key=lambda each: (each.start, each.thread[0]))
+    processes = {each.thread[0] for each in steps}
+
+    def step_at(time: float, process: int | None) -> str | None:
+        """The step under way in a process, or that began last in any; with the process where several take steps."""
+        began = steps[: bisect.bisect_right(steps, time, key=lambda each: each.start)]
+        step = next((each for each in reversed(began) if process in (None, each.thread[0])), None)
+        if step is None or (process is not None and time >= step.end):
+            return None
+        return step.name if len(processes) == 1 else f"{step.thread[0]}: {step.name}"
 
     def place_of(work: Work) -> Attribution:
         if work.launch is None:
-            return Attribution(step=steps.at(work.start, None))
+            return Attribution(step=step_at(work.start, None))
         (process, _), time = work.launch
-        return replace(places.at(*work.launch), step=steps.at(time, process))
+        return replace(places.at(*work.launch), step=step_at(time, process))
 
-    return [AttributedWork(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
+    return [(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
 
 
 def owner_of(place: Attribution) -> str | None:
@@ -268,9 +275,6 @@ class _Places:
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._ranges = ranges
         self._parents = parents_of(ranges)
-        self._of_thread: dict[Thread, list[int]] = {}
-        for index, each in enumerate(ranges):
-            self._of_thread.setdefault(each.thread, []).append(index)
         self._places = [Attribution()] * len(ranges)
         # The operator that made the node of a sequence number. Numbers are each thread's own, so what a thread makes
         # inside nodes, as backward recomputes, stands apart.
@@ -283,9 +287,8 @@ class _Places:
 
     def at(self, thread: Thread, time: float) -> Attribution:
         """The place of the innermost range; nothing is known where the thread had none open."""
-        own = self._of_thread.get(thread, [])
-        position = bisect.bisect_right(own, time, key=lambda index: self._ranges[index].start) - 1
-        index: int | None = own[position] if position >= 0 else None
+        position = bisect.bisect_right(self._ranges, (thread, time), key=lambda each: (each.thread, each.start)) - 1
+        index = position if position >= 0 and self._ranges[position].thread == thread else None
         while index is not None and self._ranges[index].end <= time:
             index = self._parents[index]
         return Attribution() if index is None else self._places[index]
@@ -323,18 +326,3 @@ class _Places:
             return replace(inside, module=owner_of(outer))
         origin = Attribution() if maker is None else self._places[maker]
         return replace(inside, module=owner_of(origin), piece=origin.piece)  # what loss made belongs to the loss
-
-
-class _Steps:
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        steps = (each for each in ranges if each.kind == "step")
-        self._steps = sorted(steps, key=lambda each: (each.start, each.thread[0]))
-        self._processes = {each.thread[0] for each in self._steps}
-
-    def at(self, time: float, process: int | None) -> str | None:
-        """The step under way in a process, or that began last in any; with the process where several take steps."""
-        began = self._steps[: bisect.bisect_right(self._steps, time, key=lambda each: each.start)]
-        step = next((each for each in reversed(began) if process in (None, each.thread[0])), None)
-        if step is None or (process is not None and time >= step.end):
-            return None
-        return step.name if len(self._processes) == 1 else f"{step.thread[0]}: {step.name}"
