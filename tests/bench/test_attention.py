@@ -2,8 +2,11 @@ import dataclasses
 import math
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainstep.bench.attention as bench
+from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
@@ -21,7 +24,19 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
     assert row.status == "wrong"
     assert "o off by" in row.reason
     assert row.o_error > row.o_allowed > 0
+    assert row.error_share > 1000
     assert not any(name.endswith("_ms") for name in row.values)
+
+
+def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
+    planted = WRONG["a row of dq zero"]
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, *, is_causal, impl: planted.implementation(q, k, v))
+    case = dataclasses.replace(SMALL, heads=4, seq=128)
+    (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
+    assert row.status == "wrong"
+    assert row.reason.startswith("dq off by 0.")
+    assert not any(f"{right} off by" in row.reason for right in ("o", "dk", "dv"))
+    assert row.error_nearest == "dq in the worst row"
 
 
 def test_a_row_has_times_rates_memory_and_errors():
@@ -35,6 +50,8 @@ def test_a_row_has_times_rates_memory_and_errors():
     assert 0 < row.values["before_backward_gib"] < row.values["peak_gib"]
     assert row.values["recompilations_timed"] == 0
     assert 0 < row.values["o_error"] < 1e-6
+    assert 0 < row.error_share < 1
+    assert row.error_nearest.split()[0] in ("o", "dq", "dk", "dv")
 
 
 def test_compilation_is_counted_and_kept_out_of_the_passes():
@@ -47,6 +64,61 @@ def test_compilation_is_counted_and_kept_out_of_the_passes():
     assert row.values["recompilations_timed"] == 0
     # The fastest pass: other processes on the machine may hold up any number of them, and cannot make one faster.
     assert row.values["check_s"] > 10 * min(row.samples["both"]) / 1e3
+
+
+def test_a_compilation_during_the_timed_passes_is_counted(monkeypatch):
+    calls = []
+
+    def compiled_anew(q, k, v, *, is_causal, impl):
+        calls.append(impl)
+        plain = torch.compile(lambda x, n: x * n / n, backend="eager", dynamic=False)  # one graph for each n
+        return plain(attention_eager(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1])), 2 ** len(calls))
+
+    monkeypatch.setattr(bench, "attention", compiled_anew)
+    case = dataclasses.replace(SMALL, impl="eager-compiled")  # an implementation whose memory is not followed on a CPU
+    (row,) = run_cases([case], device="cpu", warmup=1, passes=2)
+    assert row.status == "ok", row.reason
+    assert row.compilations == 1
+    assert row.recompilations_timed == 3, "one in the warm-up, one in each pass"
+
+
+class Order(TorchDispatchMode):
+    """The bytes of each tensor that is overwritten with zeros, and the passes, in the order they happen."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.zero_.default:
+            self.events.append(args[0].nbytes)
+        return function(*args, **kwargs or {})
+
+
+def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
+    order = Order()
+
+    def implementation(q, k, v):
+        order.events.append("forward")
+        return attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]))
+
+    monkeypatch.setitem(bench.FLUSH_BYTES, "cpu", 12345)
+    with order:
+        bench._time(implementation, SMALL, torch.device("cpu"), 1, 3)
+    assert order.events == [12345, "forward"] * 4
+
+
+def test_what_is_overwritten_is_several_times_any_cache():
+    assert bench.FLUSH_BYTES["cuda"] >= 4 * 126 * 2**20, "the largest L2 of a GPU, a B200's"
+
+
+@pytest.mark.gpu
+def test_the_cache_is_overwritten_on_a_gpu():
+    with Order() as order:
+        bench._time(
+            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), SMALL, torch.device("cuda"), 1, 2
+        )
+    assert order.events.count(bench.FLUSH_BYTES["cuda"]) == 3
 
 
 def test_what_cannot_run_here_is_a_row():

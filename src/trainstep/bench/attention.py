@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from trainstep.attention import attention
 from trainstep.bench.cases import AttentionCase
-from trainstep.bench.check.attention import Errors, Implementation, check, random_inputs
+from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
@@ -33,8 +33,8 @@ from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.workload import resolve_device
 
-FLUSH_BYTES = 512 * 2**20
-"""Written before each pass: several times any L2, and a tenth of a millisecond of device time."""
+FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
+"""Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
 
 BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""
@@ -55,18 +55,27 @@ def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passe
         if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
             yield failed_row(AttentionRow, columns, result, environment, _predicted(case, target))
         elif isinstance(result, Errors):
-            reason = ", ".join(
-                f"{name} off by {found:.2g} of {result.allowed[name]:.2g}" for name, found in result.found.items()
-            )
-            allowed = {f"{name}_allowed": error for name, error in result.allowed.items()}
-            yield row(_error_values(result) | allowed, status="wrong", reason=reason)
+            allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
+            yield row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
         else:
             values, samples = result
             yield row(values | _predicted(case, target), samples=samples)
 
 
 def _error_values(errors: Errors) -> dict[str, Scalar]:
-    return {f"{name}_error": error for name, error in errors.found.items()}
+    name, statistic = errors.nearest
+    in_all: dict[str, Scalar] = {f"{each}_error": errors.found[each, "all"] for each in NAMES}
+    return in_all | {"error_share": errors.share(name, statistic), "error_nearest": f"{name} {STATISTICS[statistic]}"}
+
+
+def _what_is_wrong(errors: Errors) -> str:
+    """Each result that is wrong, with the statistic that is furthest beyond what is allowed."""
+    worst = [max(((name, each) for each in STATISTICS), key=lambda key: errors.share(*key)) for name in NAMES]
+    return ", ".join(
+        f"{name} off by {errors.found[name, each]:.2g} of {errors.allowed[name, each]:.2g} {STATISTICS[each]}"
+        for name, each in worst
+        if errors.share(name, each) > 1
+    )
 
 
 def _measure(
@@ -106,7 +115,7 @@ def _time(
     implementation: Implementation, case: AttentionCase, device: torch.device, warmup: int, passes: int
 ) -> Timing:
     q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=2)
-    flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
 
     def step(phase: PhaseContext) -> None:
         with phase("forward"):

@@ -1,60 +1,201 @@
-"""The check of attention: its oracle is autograd's, right implementations pass, wrong ones are caught."""
+"""The check of attention: its oracle is autograd's, what is wrong anywhere is caught, right ones of any form pass."""
 
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainstep.bench.check.attention as module
+from tests.planted.attention import PRECISIONS, RIGHT, SHAPE, WRONG, cases, causal
 from trainstep.attention.eager import attention_eager
-from trainstep.bench.check.attention import NAMES, check, oracle
+from trainstep.bench.check import one_rounding
+from trainstep.bench.check.attention import NAMES, STATISTICS, check, oracle
 
 CPU = torch.device("cpu")
+LARGE = (2, 16, 128, 16)
+"""So many heads that the plain formula is run on the same inputs, 4,096 rows."""
+
+
+def grouped_inputs(heads, group, seq, head_dim=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, 1 if name in "kv" else group, seq, head_dim) for name in ("q", "k", "v", "do")]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("seq", [5, 1024, 1500])
-def test_the_sliced_oracle_is_autograds(seq, is_causal):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(seq, 8, dtype=torch.float64, generator=generator) for _ in range(4))
+@pytest.mark.parametrize(("heads", "group", "seq"), [(1, 1, 5), (3, 2, 129), (1, 1, 1500)])
+def test_the_sliced_oracle_is_autograds(heads, group, seq, is_causal, monkeypatch):
+    monkeypatch.setattr(module, "SCORES", 1000 * seq)
+    q, k, v, do = grouped_inputs(heads, group, seq)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     o = attention_eager(*leaves, is_causal, 1 / math.sqrt(8))
     expected = (o.detach(), *torch.autograd.grad(o, leaves, do))
-    for own, reference in zip(oracle(q, k, v, do, is_causal=is_causal), expected, strict=True):
-        torch.testing.assert_close(own, reference, rtol=1e-10, atol=1e-12)
+    own, _ = oracle(q, k, v, do, is_causal=is_causal)
+    for result, reference in zip(own, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-12)
 
 
-def eager(q, k, v):
-    return attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]))
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_size_of_a_row_is_that_of_the_terms_it_sums(is_causal):
+    q, k, v, do = grouped_inputs(2, 3, 20)
+    _, sizes = oracle(q, k, v, do, is_causal=is_causal)
+    scores = q @ k.mT / math.sqrt(8)
+    p = (scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -math.inf) if is_causal else scores).softmax(-1)
+    norm = {name: tensor.norm(dim=-1) for name, tensor in zip(("q", "k", "v", "do"), (q, k, v, do), strict=True)}
+    of_o = (p * norm["v"][..., None, :]).norm(dim=-1)  # the root of Σ_j (p_ij |v_j|)²
+    dp, delta = norm["v"][..., None, :] * norm["do"][..., None], (of_o * norm["do"])[..., None]
+    ds = p * torch.hypot(*torch.broadcast_tensors(dp, delta)) / 8  # two dot products over √8, and the scale 1/√8
+    expected = (
+        of_o,
+        (ds * norm["k"][..., None, :]).norm(dim=-1),
+        (ds * norm["q"][..., None]).norm(dim=(1, 3 - 1))[:, None],
+        (p * norm["do"][..., None]).norm(dim=(1, 2))[:, None],
+    )
+    for own, reference in zip(sizes, expected, strict=True):
+        torch.testing.assert_close(own.sqrt(), reference, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_right_implementation_is_within_budget(dtype):
-    errors = check(eager, (2, 3, 100, 16), dtype, CPU, is_causal=True)
-    assert errors.within_budget
-    assert set(errors.found) == set(NAMES)
+class Largest(TorchDispatchMode):
+    """The most elements that a float64 tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // 8)
+        return result
 
 
-def wrong_scale(q, k, v):
-    return attention_eager(q, k, v, True, 1.01 / math.sqrt(q.shape[-1]))
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_memory_is_bounded_and_what_is_found_does_not_depend_on_it(is_causal, monkeypatch):
+    shape = (2, 4, 96, 8)
+    whole = check(RIGHT["sdpa, causal"].implementation, shape, torch.bfloat16, CPU, is_causal=is_causal)
+    for scores in (96 * 96 * 3, 96 * 40):  # three heads at once; forty rows of one head
+        monkeypatch.setattr(module, "SCORES", scores)
+        with Largest() as largest:
+            sliced = check(RIGHT["sdpa, causal"].implementation, shape, torch.bfloat16, CPU, is_causal=is_causal)
+        assert sliced.found == pytest.approx(whole.found, rel=1e-6, abs=1e-12)
+        assert largest.elements <= max(scores, 3 * 96 * 8)
 
 
-def not_causal(q, k, v):
-    return attention_eager(q, k, v, False, 1 / math.sqrt(q.shape[-1]))
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_caught(name, precision):
+    errors = WRONG[name].check(PRECISIONS[precision])
+    assert not errors.within_budget
+    assert errors.share(*errors.nearest) > 1
 
 
-def wrong_last_head(q, k, v):
-    o = eager(q, k, v)
-    return torch.cat((o[:, :-1], o[:, -1:] * 1.01), dim=1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes(name, precision):
+    errors = RIGHT[name].check(PRECISIONS[precision])
+    assert errors.within_budget, (errors.nearest, errors.share(*errors.nearest))
+    assert set(errors.found) == set(errors.allowed) == {(name, each) for name in NAMES for each in STATISTICS}
 
 
-def no_gradient_for_k(q, k, v):
-    return eager(q, k * 1.02 - k.detach() * 0.02, v)
+def test_float16_is_held_to_float16():
+    assert check(causal, SHAPE, torch.float16, CPU, is_causal=True).within_budget
+    assert not check(lambda q, k, v: 1.003 * causal(q, k, v), SHAPE, torch.float16, CPU, is_causal=True).within_budget
 
 
-def not_a_number(q, k, v):
-    return eager(q, k, v) * math.nan
+def test_all_that_is_planted_is_listed():
+    listed = [(name, precision, wrong) for name, _, precision, wrong in cases()]
+    assert len(listed) == len(set(listed)) == 2 * (len(WRONG) + len(RIGHT))
 
 
-@pytest.mark.parametrize("broken", [wrong_scale, not_causal, wrong_last_head, no_gradient_for_k, not_a_number])
-def test_a_wrong_implementation_is_caught(broken):
-    assert not check(broken, (2, 3, 100, 16), torch.float32, CPU, is_causal=True).within_budget
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_allowed_is_twice_the_plain_error_and_one_rounding(dtype):
+    errors = check(causal, LARGE, dtype, CPU, is_causal=True)  # the plain formula itself, on the same inputs
+    u = one_rounding(dtype) / 2
+    floors = {"all": 128**0.5, "scale": 128**0.5}  # float32 roundings, of 128 keys and of 16 features
+    floors |= {"row": 160**0.5 * (1 + math.sqrt(math.log(4096) / 8))}
+    floors |= {"head": 160**0.5 * (1 + math.sqrt(math.log(32) / 8))}
+    for (name, statistic), found in errors.found.items():
+        floor = 2**-24 * floors[statistic]
+        rounding = max(u / 2, 2**-23) if statistic == "scale" else 2 * u
+        assert errors.allowed[name, statistic] == pytest.approx(max(2 * found, floor) + rounding), (name, statistic)
+
+
+def noisy(relative):
+    """The right result with noise of this norm, of no direction and as much in every row."""
+
+    def implementation(q, k, v):
+        o = causal(q, k, v)
+        noise = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)) * o.norm(dim=-1, keepdim=True)
+        return o + (noise * (relative * o.norm() / noise.norm())).detach()
+
+    return implementation
+
+
+def test_noise_beyond_the_allowance_is_caught_in_the_norm():
+    allowed = check(noisy(0), LARGE, torch.float32, CPU, is_causal=True).allowed["o", "all"]
+    for relative, is_right in ((0.8, True), (1.3, False), (5, False)):
+        errors = check(noisy(relative * allowed), LARGE, torch.float32, CPU, is_causal=True)
+        assert (errors.found["o", "all"] <= errors.allowed["o", "all"]) == is_right, relative
+
+
+def test_each_statistic_is_the_error_it_is_named_after():
+    found = WRONG["o scaled by 1.01 in one head"].check(torch.float32).found
+    assert found["o", "head"] == pytest.approx(0.01, rel=1e-3)
+    assert found["o", "scale"] == pytest.approx(0.01, rel=1e-3)
+    assert found["o", "all"] == pytest.approx(0.01 / math.sqrt(8), rel=0.2)  # one head of eight
+    assert found["dq", "all"] < 1e-6
+    row = WRONG["a row of o zero"].check(torch.float32).found
+    assert 0.7 < row["o", "row"] <= 1
+    assert row["o", "scale"] == pytest.approx(1 / 128, rel=0.3), "one row of 128, each counting alike"
+    assert row["o", "all"] < 0.05
+
+
+def test_not_a_number_is_the_nearest_to_its_allowance():
+    errors = WRONG["NaN in one element"].check(torch.float32)
+    assert errors.nearest[0] == "o"
+    assert errors.share(*errors.nearest) == math.inf
+
+
+def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(monkeypatch):
+    lengths = []
+
+    def eager(q, k, v, is_causal, scale):
+        lengths.append(q.shape[-2])
+        if q.shape[-2] > 40:
+            raise torch.OutOfMemoryError
+        return attention_eager(q, k, v, is_causal, scale)
+
+    monkeypatch.setattr(module, "attention_eager", eager)
+    monkeypatch.setattr(module, "BUDGET_LENGTH", 80)
+    module._plain_errors.cache_clear()
+    shape = (1, 2, 200, 16)
+    assert check(causal, shape, torch.bfloat16, CPU, is_causal=True).within_budget
+    assert lengths == [80, 40]
+    module._plain_errors.cache_clear()
+
+
+def test_the_error_in_all_is_that_of_the_norm():
+    errors = check(lambda q, k, v: causal(1.5 * q, k, v), SHAPE, torch.float32, CPU, is_causal=True)
+    q, k, v, do = (tensor.detach().double() for tensor in module.random_inputs(SHAPE, torch.float32, CPU, seed=1))
+
+    def dq_of(factor):
+        leaf = q.clone().requires_grad_()
+        return torch.autograd.grad(causal(factor * leaf, k, v), leaf, do)[0]
+
+    expected = float((dq_of(1.5) - dq_of(1)).norm() / dq_of(1).norm())
+    assert errors.found["dq", "all"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_plain_formula_shows_its_extremes_on_thousands_of_rows(monkeypatch):
+    rows = []
+
+    def eager(q, k, v, is_causal, scale):
+        rows.append(q.shape[:-1].numel())
+        return attention_eager(q, k, v, is_causal, scale)
+
+    monkeypatch.setattr(module, "attention_eager", eager)
+    module._plain_errors.cache_clear()
+    check(causal, (1, 1, 50, 16), torch.float32, CPU, is_causal=True)
+    assert sum(rows) >= 4096
+    check(causal, (3, 60, 50, 16), torch.float32, CPU, is_causal=True)
+    assert sum(rows) >= 4096 + 3 * 60 * 50, "no fewer than the implementation's own"
+    module._plain_errors.cache_clear()

@@ -33,6 +33,7 @@ ATTENTION = define(
     *columns.values({"peak (GiB)": "peak_gib", "peak by formula (GiB)": "predicted_peak_gib"}),
     columns.value("score matrices at the peak", "score_matrices_at_peak", brief=False, page=False),
     columns.value("error of o", "o_error", digits=2, brief=False, page=False),
+    columns.value("largest share of an allowed error", "error_share", digits=2, brief=False, page=False),
     columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
     columns.value("graphs compiled", "compilations", brief=False, page=False),
     columns.value("recompiled while timed", "recompilations_timed", brief=False, page=False),
@@ -55,8 +56,8 @@ def attention(records: Sequence[Row]) -> Section | None:
         if len({row.seq for row in group if row.status == "ok"}) > 1
     ]
     lead = (
-        "Every case is checked against float64 before it is timed. Times are medians, the cache overwritten before "
-        "each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards."
+        "Every case is checked against float64 in all heads and rows before it is timed. Times are medians, the cache "
+        "overwritten before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards."
     )
     table = make_table(ATTENTION, rows, "page")
     return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, table])
