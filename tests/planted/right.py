@@ -153,7 +153,7 @@ RIGHT: dict[str, Case] = {
     "another seed, bf16": built_in(BF16 | SDPA, seed=5),
     "layer norm and GELU, bf16": own(lambda: mlp(lambda: nn.LayerNorm(32), nn.GELU), ROWS, BF16),
     "batch norm over 16 rows, bf16": own(lambda: mlp(lambda: nn.BatchNorm1d(32), nn.ReLU), (16, 32), BF16),
-    "batch norm over four rows, bf16": own(lambda: mlp(lambda: nn.BatchNorm1d(32), nn.ReLU), (4, 32), BF16),
+    "batch norm over four rows, bf16": own(lambda: mlp(lambda: nn.BatchNorm1d(32), nn.ReLU, depth=2), (4, 32), BF16),
     "convolutions, bf16": own(convolutions, (4, 3, 12, 12), BF16),
     "an LSTM, bf16": own(Recurrent, (4, 10, 16), BF16),
     "a mixture of experts, bf16": own(lambda: nn.Sequential(Experts(32), Experts(32)), (4, 40, 32), BF16),

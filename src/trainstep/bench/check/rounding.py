@@ -14,6 +14,7 @@ typical output.
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainstep.precision import PRECISIONS, PrecisionName
 
-ODDS = 1 / 12
+_POOL = 2**22
 _TF32_NOISE = 2**-10 / 12**0.5 * (2 * 3 / (8 * math.log(2))) ** 0.5
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
@@ -41,9 +42,11 @@ class RandomRounding(TorchDispatchMode):
     def __init__(self, precision: PrecisionName, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         entry = PRECISIONS[precision]
-        self._tf32, self._unit = entry.uses_tf32, entry.unit_roundoff
+        self._tf32 = entry.uses_tf32
         self._dtype = getattr(torch, entry.computed)
-        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
+        self._seed, self._offsets = seed, random.Random(seed)
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._pools: dict[torch.device, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -63,7 +66,7 @@ class RandomRounding(TorchDispatchMode):
                 self._round(each)
 
     def _round(self, tensor: Tensor) -> None:
-        if tensor.dtype != self._dtype or not tensor.numel() or tensor.layout != torch.strided:
+        if tensor.dtype != self._dtype or tensor.layout != torch.strided or not tensor.numel() or 0 in tensor.stride():
             return
         device = tensor.device
         if device not in self._generators:
@@ -73,7 +76,16 @@ class RandomRounding(TorchDispatchMode):
             noise = torch.randn(tensor.shape, device=device, generator=generator)
             tensor.add_(noise * (_TF32_NOISE * float(tensor.square().mean().sqrt())))
             return
-        random = torch.rand(tensor.shape, device=device, generator=generator)
-        sign = (random < ODDS / 2).to(torch.float32) - (random > 1 - ODDS / 2).to(torch.float32)
-        wide = tensor.double() if tensor.dtype == torch.float32 else tensor.float()
-        tensor.copy_(wide * (1 + 1.4 * self._unit * sign))  # more than half a unit in the last place, less than 1.5
+        bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)  # one more is one unit more
+        bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
+
+    def _moves(self, tensor: Tensor) -> Tensor:
+        """−1, 0 or 1 for each element, from a pool that is drawn once."""
+        device, count = tensor.device, tensor.numel()
+        if device not in self._pools or len(self._pools[device]) < count:
+            drawn = torch.empty(max(_POOL, count), dtype=torch.int8, device=device)
+            drawn.random_(0, 24, generator=self._generators[device])
+            self._pools[device] = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+        pool = self._pools[device]
+        start = self._offsets.randrange(len(pool) - count + 1)
+        return pool[start : start + count].view(tensor.shape)
