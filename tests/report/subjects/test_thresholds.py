@@ -1,0 +1,177 @@
+"""Every rule of a finding on both sides of its threshold, and on it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.test_findings import SETTINGS, rung, step
+from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, PieceRow, ProfileRow, RungRow, SweepRow
+from trainstep.report.subjects import findings
+from trainstep.stats import RUN_SPREAD
+
+PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, step_ms=10.0)
+COPY = CeilingRow(operation="copy", gb_s=100.0)
+
+
+def figures(*rows):
+    """Id → figures of the findings."""
+    return {each.id: each.figures for each in findings(rows)}
+
+
+def family(name, share, phase="step", **values):
+    return FamilyRow(**SETTINGS, family=name, phase=phase, share=share, **values)
+
+
+def ceiling(tflops=100.0):
+    return CeilingRow(operation="matmul", precision="fp32", tflops=tflops)
+
+
+def product(share, phase, tflops):
+    return [ceiling(), family("matmul", share, phase, tflops=tflops, ceiling_precision="fp32")]
+
+
+def interval(low, high):
+    return step(step_low_ms=low, step_high_ms=high)
+
+
+def wild(width):
+    return rung("baseline", "baseline", step_low_ms=50.0 - 25 * width, step_high_ms=50.0 + 25 * width)
+
+
+def piece(name, ms, tflop, gb_s=None):
+    return PieceRow(**SETTINGS, phase="forward", piece=name, main_ms=ms, main_tflop=tflop, main_gb_s=gb_s)
+
+
+@pytest.mark.parametrize(
+    ("id", "rows", "is_told"),
+    [
+        ("noise.interval", [interval(96.0, 105.0)], False),
+        ("noise.interval", [interval(95.0, 105.0)], False),
+        ("noise.interval", [interval(94.0, 105.0)], True),
+        ("noise.throttled", [step(throttled_by=None)], False),
+        ("noise.throttled", [step(throttled_by="temperature")], True),
+        ("noise.unsteady-rungs", [wild(0.5)], False),
+        ("noise.unsteady-rungs", [wild(0.51)], True),
+        ("noise.interval", [step(step_low_ms=None, step_high_ms=None)], False),
+        ("noise.interval", [step(step_low_ms=None)], False),
+        ("noise.interval", [step(step_high_ms=None)], False),
+        ("noise.same-step", [step(), rung("x", step_low_ms=49.0, step_high_ms=51.0)], False),
+        ("noise.same-step", [step(), rung("baseline", "baseline", step_low_ms=49.0, step_high_ms=51.0)], True),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=1.0, ratio_high=1.1)], False),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=0.9, ratio_high=1.0)], False),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.1, ratio=1.1, ratio_low=1.01, ratio_high=1.2)], True),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=0.9, ratio=0.9, ratio_low=0.8, ratio_high=0.99)], True),
+        ("noise.beyond-arithmetic", product(0.5, "forward", 105.0), True),
+        ("noise.beyond-arithmetic", product(0.5, "forward", 104.0), False),
+        ("noise.beyond-arithmetic", product(0.01, "loss", 200.0), True),
+        ("noise.beyond-arithmetic", product(0.009, "loss", 200.0), False),
+        ("utilisation.low", [step(achieved_tflops=34.0), ceiling()], True),
+        ("utilisation.low", [step(achieved_tflops=35.0), ceiling()], False),
+        ("utilisation.high", [step(achieved_tflops=35.0), ceiling()], True),
+        ("utilisation.high", [step(achieved_tflops=100.0), ceiling()], True),
+        ("utilisation.beyond", [step(achieved_tflops=101.0), ceiling()], True),
+        ("launches.bound", [step(forward_issue_ms=28.4)], False),
+        ("launches.bound", [step(forward_issue_ms=28.5)], True),
+        ("warm-up.needed", [step(0, step_mean_ms=104.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(5)], True),
+        ("warm-up.needed", [step(0, step_mean_ms=50.0), step(5)], False),
+        ("kernels.coverage", [replace(PROFILE, module_coverage=0.98)], False),
+        ("kernels.coverage", [replace(PROFILE, module_coverage=0.97)], True),
+        ("kernels.profiler-free", [replace(PROFILE, profiler_cost=RUN_SPREAD)], True),
+        ("kernels.profiler-free", [replace(PROFILE, profiler_cost=-RUN_SPREAD)], True),
+        ("kernels.profiler-cost", [replace(PROFILE, profiler_cost=RUN_SPREAD + 0.001)], True),
+        ("kernels.profiler-faster", [replace(PROFILE, profiler_cost=-RUN_SPREAD - 0.001)], True),
+        ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.15)], True),
+        ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.14)], False),
+        ("kernels.unfused", [PROFILE, family("elementwise", 0.10), family("copy", 0.05)], True),
+        ("kernels.unfused", [PROFILE, family("elementwise", 0.09), family("copy", 0.05)], False),
+        ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=15.0)], True),
+        ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=14.0)], False),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.10)], True),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.09)], False),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.50, on_cpu=True)], False),
+        ("kernels.communication", [replace(PROFILE, communication_ms=0.0, communication_overlapped_ms=0.0)], False),
+        ("kernels.communication", [replace(PROFILE, communication_ms=1.0)], False),
+    ],
+)  # fmt: skip
+def test_a_finding_begins_at_its_threshold(id, rows, is_told):
+    assert (id in figures(*rows)) is is_told
+
+
+@pytest.mark.parametrize(
+    ("backward", "is_odd"), [(44.0, True), (45.0, False), (60.0, False), (105.0, False), (106.0, True)]
+)
+def test_backward_is_odd_below_three_quarters_and_above_seven_quarters_of_twice_forward(backward, is_odd):
+    assert figures(step(backward_ms=backward))["phases.longest"]["is_odd"] is is_odd
+
+
+@pytest.mark.parametrize(
+    ("other", "is_told"),
+    [
+        ([50.0, 51.0, 52.0, 53.0], False),  # four samples enclose nothing
+        ([50.0, 51.0, 52.0, 53.0, 54.0], True),
+        ([50.0, 51.0, 52.0, 53.0, 89.0], True),
+        ([50.0, 51.0, 52.0, 53.0, 90.01], False),
+    ],
+)
+def test_five_samples_enclose_a_step(other, is_told):
+    profile = replace(PROFILE, step_ms=51.0, samples={"step": other})
+    assert ("noise.same-step" in figures(step(), profile)) is is_told
+
+
+def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_looked_at():
+    rows = [wild(0.6), wild(1.2), wild(0.2), replace(wild(0.1), times={}, verdict="wrong", status="wrong", kept=False)]
+    assert figures(*rows)["noise.unsteady-rungs"] == {
+        "rows": 2, "of": 3, "low_ms": 20.0, "ms": 50.0, "high_ms": 80.0
+    }  # fmt: skip
+    swept = [SweepRow(command="bench step", times=row.times) for row in rows]
+    assert figures(*swept)["noise.unsteady-rows"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"),
+    [
+        (1.04, "as much time as"),
+        (1.05, "1.1× more time than"),
+        (1 / 1.04, "as much time as"),
+        (0.5, "2.0× less time than"),
+    ],
+)
+def test_a_twentieth_more_time_is_a_difference(ms, words):
+    rows = [PROFILE, piece("scores", 1.0, 40.0), piece("softmax", ms, 1.0), COPY]
+    (found,) = [each for each in findings(rows) if each.id == "kernels.softmax"]
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("fewer", "gb_s", "why"),
+    [
+        (2.0, 80.0, "it is bound by memory"),  # as many FLOPs in its time as half the scores' rate
+        (1.9, 80.0, None),
+        (40.0, 50.0, "it is bound by memory"),
+        (40.0, 49.0, "its arithmetic is not what takes the time"),
+    ],
+)
+def test_softmax_is_bound_by_memory_from_half_of_a_copy_s_rate(fewer, gb_s, why):
+    rows = [PROFILE, piece("scores", 1.0, fewer), piece("softmax", 1.0, 1.0, gb_s), COPY]
+    (found,) = [each for each in findings(rows) if each.id == "kernels.softmax"]
+    assert (why in found.sentence) if why else ("of_copy" not in found.figures)
+
+
+def test_families_below_a_hundredth_are_not_named():
+    shares = {"elementwise": 0.2, "normalisation": 0.01, "reduction": 0.009}
+    found = figures(PROFILE, *(family(name, share) for name, share in shares.items()))["kernels.unfused"]
+    assert (found["families"], found["share"]) == (("elementwise", "normalisation"), pytest.approx(0.21))
+
+
+@pytest.mark.parametrize(("low", "id"), [(0.99, "gain.smaller"), (1.0, "gain.smaller"), (1.01, "gain.faster")])
+def test_faster_is_an_interval_above_one(low, id):
+    assert id in figures(rung("baseline", "baseline"), rung("x", speedup_low=low))
+
+
+def test_the_proof_is_of_the_rungs_asked_for_alone():
+    rows = [PROFILE, family("elementwise", 0.5), RungRow(rung="bf16 autocast", verdict="faster", gain=2.0, kept=True),
+            RungRow(rung="compiled blocks", verdict="slower", gain=0.5, kept=False)]  # fmt: skip
+    (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
+    assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
+    assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
