@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,13 +50,15 @@ JUDGES = {
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
         ("plan", "subjects/test_plan"),
-        ("precision", "subjects/test_precision"),
+        ("precision", "subjects/test_memory"),
         ("steps", "test_findings", "subjects/test_thresholds"),
         ("sweep", "subjects/test_sweep"),
     )
 }
 """Files below `src/trainstep` and the tests that must notice; of `report/subjects` the rules of the findings alone."""
 NEEDED = 0.95
+SLOW = "bench/"
+"""Their tests train models for up to minutes: no part of a sample unless they are named."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
 ORDER = {
@@ -111,7 +114,7 @@ def replacements(node: ast.AST, returns: str | None) -> Iterator[ast.AST]:
         if digits := re.search(r"\.(\d+)g", spec):
             half = spec.replace(digits[0], f".{int(digits[1]) // 2}g")
             yield ast.FormattedValue(node.value, node.conversion, ast.JoinedStr([ast.Constant(half)]))
-    elif isinstance(node, ast.Return) and node.value is not None and returns == "bool":
+    elif isinstance(node, ast.Return) and returns == "bool" and not isinstance(node.value, (ast.Constant, NoneType)):
         yield ast.Return(ast.UnaryOp(ast.Not(), node.value))
     stored = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
     called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -275,7 +278,9 @@ def main() -> int:
     """Judge the mutants of the files asked for; 1 where too many survive, or where a listed mutant is none."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("files", nargs="*", help="below src/trainstep, as stats.py; all judges if none is given")
-    arguments.add_argument("--sample", type=int, help="judge so many, chosen by the seed; all if not given")
+    arguments.add_argument(
+        "--sample", type=int, help="judge so many, chosen by the seed among the files whose tests take seconds"
+    )
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments.add_argument("--verbose", action="store_true", help="print each mutant as it is judged")
@@ -292,7 +297,8 @@ def main() -> int:
     wanted = [mutant for mutant in every if mutant.name not in equivalent.get(mutant.file, {})]
     count = len(wanted)
     if asked.sample is not None:
-        wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, count))
+        wanted = [mutant for mutant in wanted if asked.files or not mutant.file.startswith(SLOW)]
+        wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     for name in WARM:
         importlib.import_module(name)
     killed: Counter[str] = Counter()
