@@ -32,6 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/trainstep"
+WITHOUT_PAGES = "-knot page and not section and not chart and not table"
+"""The rules of the findings need no page, which takes seconds."""
 JUDGES = {
     "stats.py": ("tests/test_stats.py",),
     "records.py": ("tests/test_records.py",),
@@ -41,7 +43,7 @@ JUDGES = {
     "bench/parallel/check.py": ("tests/bench/parallel/test_run.py",),
     "report/compare.py": ("tests/report/test_compare.py",),
 } | {
-    f"report/subjects/{name}.py": tuple(f"tests/report/{test}.py" for test in tests)
+    f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
     for name, *tests in (
         ("allocations", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),

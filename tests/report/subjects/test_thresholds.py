@@ -7,10 +7,13 @@ import pytest
 from tests.report.test_findings import SETTINGS, rung, step
 from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, PieceRow, ProfileRow, RungRow, SweepRow
 from trainstep.report.subjects import findings
+from trainstep.report.subjects.noise import APART
+from trainstep.report.subjects.steps import analysed_step
 from trainstep.stats import RUN_SPREAD
 
 PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, step_ms=10.0)
 COPY = CeilingRow(operation="copy", gb_s=100.0)
+OTHER = CeilingRow(operation="convolution", precision="fp32", tflops=1.0)
 
 
 def figures(*rows):
@@ -34,8 +37,12 @@ def interval(low, high):
     return step(step_low_ms=low, step_high_ms=high)
 
 
+def baseline(low, high):
+    return rung("baseline", "baseline", step_low_ms=low, step_high_ms=high)
+
+
 def wild(width):
-    return rung("baseline", "baseline", step_low_ms=50.0 - 25 * width, step_high_ms=50.0 + 25 * width)
+    return baseline(50.0 - 25 * width, 50.0 + 25 * width)
 
 
 def piece(name, ms, tflop, gb_s=None):
@@ -56,7 +63,9 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.interval", [step(step_low_ms=None)], False),
         ("noise.interval", [step(step_high_ms=None)], False),
         ("noise.same-step", [step(), rung("x", step_low_ms=49.0, step_high_ms=51.0)], False),
-        ("noise.same-step", [step(), rung("baseline", "baseline", step_low_ms=49.0, step_high_ms=51.0)], True),
+        ("noise.same-step", [step(), baseline(49.0, 51.0)], True),
+        ("noise.same-step", [step(), baseline(95.0, 99.5), baseline(49.0, 51.0)], False),
+        ("noise.same-step", [step(step_low_ms=(1 + APART) * 90.0), baseline(80.0, 90.0)], False),
         ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=1.0, ratio_high=1.1)], False),
         ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=0.9, ratio_high=1.0)], False),
         ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.1, ratio=1.1, ratio_low=1.01, ratio_high=1.2)], True),
@@ -65,6 +74,9 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.beyond-arithmetic", product(0.5, "forward", 104.0), False),
         ("noise.beyond-arithmetic", product(0.01, "loss", 200.0), True),
         ("noise.beyond-arithmetic", product(0.009, "loss", 200.0), False),
+        ("noise.beyond-arithmetic", product(None, "loss", 200.0), False),
+        ("noise.beyond-arithmetic", [*product(0.5, "loss", 90.0), OTHER], False),
+        ("utilisation.beyond", [step(achieved_tflops=90.0), ceiling(), OTHER], False),
         ("utilisation.low", [step(achieved_tflops=34.0), ceiling()], True),
         ("utilisation.low", [step(achieved_tflops=35.0), ceiling()], False),
         ("utilisation.high", [step(achieved_tflops=35.0), ceiling()], True),
@@ -112,11 +124,21 @@ def test_backward_is_odd_below_three_quarters_and_above_seven_quarters_of_twice_
         ([50.0, 51.0, 52.0, 53.0, 54.0], True),
         ([50.0, 51.0, 52.0, 53.0, 89.0], True),
         ([50.0, 51.0, 52.0, 53.0, 90.01], False),
+        ([110.0, 150.0, 150.0, 150.0, 200.0], False),
+        ([112.0, 150.0, 150.0, 150.0, 200.0], True),
     ],
 )
 def test_five_samples_enclose_a_step(other, is_told):
     profile = replace(PROFILE, step_ms=51.0, samples={"step": other})
     assert ("noise.same-step" in figures(step(), profile)) is is_told
+
+
+def test_the_step_with_the_longest_warm_up_is_the_one_analysed():
+    assert [analysed_step([step(first), step(second)]).warmup for first, second in ((0, 1), (1, 0), (2, 5))] == [
+        1,
+        1,
+        5,
+    ]
 
 
 def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_looked_at():
