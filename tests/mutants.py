@@ -45,10 +45,10 @@ JUDGES = {
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
     for name, *tests in (
-        ("allocations", "subjects/test_peak_findings", "subjects/test_allocations"),
+        ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
         ("ladder", "test_findings", "subjects/test_thresholds"),
-        ("memory", "subjects/test_memory"),
+        ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
         ("plan", "subjects/test_plan"),

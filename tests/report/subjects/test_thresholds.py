@@ -4,8 +4,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.subjects.test_peak_findings import owned
 from tests.report.test_findings import SETTINGS, rung, step
-from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, PieceRow, ProfileRow, RungRow, SweepRow
+from trainstep.kinds import (
+    AllocationRow,
+    CeilingRow,
+    ControlRow,
+    FamilyRow,
+    MemoryTimelineRow,
+    OwnerRow,
+    PeakRow,
+    PieceRow,
+    ProfileRow,
+    RungRow,
+    SweepRow,
+)
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.noise import APART
 from trainstep.report.subjects.steps import analysed_step
@@ -87,6 +100,9 @@ def piece(name, ms, tflop, gb_s=None):
         ("warm-up.needed", [step(0, step_mean_ms=104.0), step(5)], False),
         ("warm-up.needed", [step(0, step_mean_ms=106.0), step(5)], True),
         ("warm-up.needed", [step(0, step_mean_ms=50.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(2), step(5)], True),
+        ("warm-up.needed", [step(1, step_mean_ms=106.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0)], False),
         ("kernels.coverage", [replace(PROFILE, module_coverage=0.98)], False),
         ("kernels.coverage", [replace(PROFILE, module_coverage=0.97)], True),
         ("kernels.profiler-free", [replace(PROFILE, profiler_cost=RUN_SPREAD)], True),
@@ -197,3 +213,130 @@ def test_the_proof_is_of_the_rungs_asked_for_alone():
     (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
     assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
     assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
+
+
+def test_the_first_profile_that_ran_is_told_by_its_own_rows():
+    failed = replace(PROFILE, status="out of memory", module_coverage=0.5)
+    other = replace(family("elementwise", 0.9), precision="bf16")
+    assert figures(failed, PROFILE, other, family("elementwise", 0.1)) == {}
+    assert "kernels.coverage" in figures(failed, replace(PROFILE, module_coverage=0.5))
+
+
+@pytest.mark.parametrize(("share", "remedy"), [(0.05, True), (0.04, False)])
+def test_a_part_is_worth_a_change_from_a_twentieth_of_the_peak(share, remedy):
+    for part, change in (("the loss", "a chunked loss"), ("attention", "a fused attention")):
+        found, _ = owned({}, {"activations": 0.6, f"activations/{part}": share})
+        assert (change in found.figures["remedies"]) is remedy
+
+
+@pytest.mark.parametrize(("first", "named"), [(0.5, 2), (0.51, 1)])
+def test_owners_are_named_until_they_own_more_than_half(first, named):
+    found, _ = owned({}, {"activations": first, "parameters": 0.3, "gradients": 0.1})
+    assert len(found.figures["owners"]) == named
+
+
+@pytest.mark.parametrize(("rest", "stays"), [(2.0, False), (2.1, True)])
+def test_most_stays_from_half_of_the_peak(rest, stays):
+    found = figures(step(at_rest_gib=rest))["memory.peak"]
+    assert bool(found["remedies"]) is stays
+
+
+OWNED = [
+    MemoryTimelineRow(**SETTINGS, peak_phase="backward", peak_gib=4.0),
+    *(OwnerRow(**SETTINGS, owner=name, share=share) for name, share in
+      (("activations", 0.4), ("parameters", 0.3), ("gradients", 0.2), ("batch", 0.1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"module": "blocks.*.mlp", "phase": "forward"}, "blocks.*.mlp"),
+        ({"phase": "loss"}, "the loss"),
+        ({"phase": "forward"}, "the model itself"),
+        ({"line": "train.py:3", "phase": "forward"}, "train.py:3"),
+    ],
+)
+def test_three_owners_and_the_largest_part_of_the_activations(part, words):
+    parts = [OwnerRow(**SETTINGS, owner="temporaries", phase="backward", share=0.9),
+             OwnerRow(**SETTINGS, owner="activations", share=0.25, **part),
+             OwnerRow(**SETTINGS, owner="activations", share=0.2, phase="optimizer")]  # fmt: skip
+    found = figures(*OWNED, *parts)["memory.owners"]
+    assert found == {
+        "share of activations": 0.4, "share of parameters": 0.3, "share of gradients": 0.2,
+        "peak_gib": 4.0, "phase": "backward", "part": words, "share of the part": 0.25,
+    }  # fmt: skip
+    assert "part" not in figures(*OWNED)["memory.owners"]
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "2.00 GiB, is made by"), (2, "2.00 GiB, 2 times a step, is made by")])
+def test_the_largest_allocation_is_the_first_and_says_how_often(count, words):
+    rows = [AllocationRow(**SETTINGS, rank=rank, mib=2048.0 / rank, count=count, line=f"a.py:{rank}", phase="forward")
+            for rank in (1, 2)]  # fmt: skip
+    (found,) = [each for each in findings([*OWNED, *rows]) if each.id == "memory.owners"]
+    assert (found.figures["largest_gib"], found.figures["line"]) == (2.0, "a.py:1")
+    assert words in found.sentence
+
+
+def test_a_recording_that_failed_or_knows_no_owner_says_nothing():
+    timeline, *owners = OWNED
+    assert figures(replace(timeline, status="failed"), *owners) == {}
+    assert figures(replace(timeline, peak_phase=None), *owners) == {}
+    assert figures(timeline) == {}
+
+
+@pytest.mark.parametrize(
+    ("peaks", "proof"),
+    [
+        ([4.0, 3.93], None),  # by no more than runs differ
+        ([4.0, 3.91], ("1", 4.0, 3.91)),
+        ([4.0, 3.0, 1.0], ("2", 3.0, 1.0)),
+        ([4.0, 2.0, 1.0], ("1", 4.0, 2.0)),
+        ([4.0, 3.0, 2.0], ("1", 4.0, 3.0)),
+        ([4.0, None, 2.0], ("2", 4.0, 2.0)),
+        ([None, 3.0, 1.0], ("2", 3.0, 1.0)),
+    ],
+)
+def test_the_rung_that_saved_most_memory_against_what_it_was_built_on(peaks, proof):
+    rungs = [rung(str(at), peak_gib=peak) for at, peak in enumerate(peaks)]
+    found = figures(*OWNED, *rungs)["memory.owners"]
+    told = tuple(found[name] for name in ("rung", "before_gib", "after_gib")) if "rung" in found else None
+    assert told == proof
+    apart = [replace(each, kept=False, status="wrong") if at == 1 else each for at, each in enumerate(rungs)]
+    assert figures(*OWNED, *apart)["memory.owners"].get("rung") != "1"
+
+
+@pytest.mark.parametrize(("error", "id"), [(0.05, "memory.predicted"), (-0.06, "memory.prediction-off")])
+def test_a_prediction_agrees_to_a_twentieth(error, id):
+    rows = [PeakRow(context=at, mode="step", prediction_error=each) for at, each in enumerate((0.01, error, None))]
+    assert figures(*rows) == {id: {"worst": abs(error), "peaks": 2, "over": int(id.endswith("off"))}}
+
+
+@pytest.mark.parametrize(("calls", "words"), [(1.0, "in 1 call."), (1.2, "in 1 call."), (2.0, "in 2 calls.")])
+def test_a_kernel_s_calls_are_counted_in_words(calls, words):
+    top = {"kernel": "mm", "kernel_family": "matmul", "kernel_calls": calls, "kernel_ms": 1.0, "kernel_share": 0.5}
+    profile = replace(PROFILE, **{f"top_forward_{name}": value for name, value in top.items()},
+                      most_called_forward_kernel="mm", most_called_forward_kernel_calls=calls)  # fmt: skip
+    (found,) = findings([profile])
+    assert found.id == "kernels.top-of-forward"
+    assert found.sentence.endswith(words)
+
+
+def test_the_phases_that_take_most_are_named_the_longest_first():
+    simt = [family("FP32 SIMT matmul", 0.5, phase, ms=ms) for phase, ms in
+            (("step", 100.0), ("forward", 30.0), ("backward", 55.0), ("loss", 15.0), ("optimizer", None))]  # fmt: skip
+    rows = [replace(row, precision="bf16") for row in (PROFILE, *simt, family("copy", 0.1, "optimizer", ms=500.0))]
+    sentences = {each.id: each.sentence for each in findings(rows)}
+    assert sentences["kernels.float32-products"].endswith(
+        "though the step runs in bf16: 55% of it in backward, 30% of it in forward and 15% of it in loss."
+    )
+    rows[4] = replace(rows[4], ms=14.0)
+    (found,) = [each for each in findings(rows) if each.id == "kernels.float32-products"]
+    assert "of it in loss" not in found.sentence
+
+
+@pytest.mark.parametrize(("forward", "whole"), [(0.5, None), (None, 0.5), (0.5, 0.4)])
+def test_matrix_products_are_told_of_where_both_shares_are_known(forward, whole):
+    found = figures(replace(PROFILE, matmul_share_forward=forward, matmul_share_step=whole))
+    known = None not in (forward, whole)
+    assert found == ({"kernels.matmuls": {"forward_share": forward, "step_share": whole}} if known else {})
