@@ -111,7 +111,8 @@ def piece(name, ms, tflop, gb_s=None):
         ("kernels.profiler-faster", [replace(PROFILE, profiler_cost=-RUN_SPREAD - 0.001)], True),
         ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.15)], True),
         ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.14)], False),
-        ("kernels.unfused", [PROFILE, family("elementwise", 0.10), family("copy", 0.05)], True),
+        ("kernels.unfused", [PROFILE, family("elementwise", 0.15), family("copy", None)], True),
+        ("kernels.unfused", [PROFILE, family("elementwise", None)], False),
         ("kernels.unfused", [PROFILE, family("elementwise", 0.09), family("copy", 0.05)], False),
         ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=15.0)], True),
         ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=14.0)], False),
@@ -340,3 +341,37 @@ def test_matrix_products_are_told_of_where_both_shares_are_known(forward, whole)
     found = figures(replace(PROFILE, matmul_share_forward=forward, matmul_share_step=whole))
     known = None not in (forward, whole)
     assert found == ({"kernels.matmuls": {"forward_share": forward, "step_share": whole}} if known else {})
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [piece("softmax", 1.0, 1.0)],
+        [piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, None), piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, 1.0), piece("scores", 1.0, None)],
+        [piece("softmax", None, 1.0), piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, 1.0), piece("scores", None, 40.0)],
+    ],
+)
+def test_softmax_is_not_held_against_what_is_unknown(pieces):
+    assert figures(PROFILE, *pieces) == {}
+
+
+def test_softmax_is_held_against_the_scores_of_forward_and_a_copy():
+    pieces = [piece("softmax", 1.0, 1.0, 60.0), piece("scores", 0.5, 40.0)]
+    others = [replace(each, phase="backward", main_ms=9.0) for each in pieces]
+    product_first = CeilingRow(operation="matmul", precision="fp32", gb_s=1.0)
+    found = figures(PROFILE, *pieces, *others, product_first, COPY)["kernels.softmax"]
+    assert found == {"fewer_flop": 40.0, "faster": 0.5, "gb_s": 60.0, "of_copy": 0.6}
+    assert "of_copy" not in figures(PROFILE, *pieces, product_first)["kernels.softmax"]
+    assert "of_copy" in figures(PROFILE, pieces[0], replace(pieces[1], main_tflop=1.5), COPY)["kernels.softmax"]
+    unknown = [replace(pieces[0], main_gb_s=None), pieces[1]]
+    assert "of_copy" not in figures(PROFILE, *unknown, COPY)["kernels.softmax"]
+
+
+@pytest.mark.parametrize(("gb", "told"), [(None, None), (2.0, 2.0)])
+def test_what_the_optimizer_takes_is_of_what_is_known(gb, told):
+    rows = [family("a", 1, ms=100.0), family("b", 1), family("c", 1, "optimizer", ms=15.0, gb=gb),
+            family("d", 1, "optimizer")]  # fmt: skip
+    assert figures(PROFILE, *rows)["kernels.optimizer-unfused"] == {"share": 0.15, "gb": told}
