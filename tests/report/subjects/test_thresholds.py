@@ -219,7 +219,7 @@ def test_the_proof_is_of_the_rungs_asked_for_alone():
 def test_the_first_profile_that_ran_is_told_by_its_own_rows():
     failed = replace(PROFILE, status="out of memory", module_coverage=0.5)
     other = replace(family("elementwise", 0.9), precision="bf16")
-    assert figures(failed, PROFILE, other, family("elementwise", 0.1)) == {}
+    assert figures(failed, PROFILE, family("elementwise", 0.1), other) == {}
     assert "kernels.coverage" in figures(failed, replace(PROFILE, module_coverage=0.5))
 
 
@@ -375,3 +375,22 @@ def test_what_the_optimizer_takes_is_of_what_is_known(gb, told):
     rows = [family("a", 1, ms=100.0), family("b", 1), family("c", 1, "optimizer", ms=15.0, gb=gb),
             family("d", 1, "optimizer")]  # fmt: skip
     assert figures(PROFILE, *rows)["kernels.optimizer-unfused"] == {"share": 0.15, "gb": told}
+
+
+@pytest.mark.parametrize(
+    ("shares", "owners", "remedies"),
+    [
+        ({"parameters": 0.3, "activations": 0.51}, ("activations",), None),
+        ({"activations": 0.4, "activations/the loss": 0.39, "parameters": 0.3}, ("activations", "parameters"), None),
+        ({"batch": 0.0, "activations": 0.6}, ("activations",), None),
+        ({"activations": 0.5, "batch": None}, ("activations",), None),
+        ({"activations": 0.4, "batch": 0.0, "unknown": 0.0}, ("activations", "batch", "unknown"), None),
+        ({"batch": 0.7}, ("batch",), ("a smaller batch",)),
+        ({"activations": 0.6, "temporaries": 0.2, "temporaries/Softmax of backward": 0.1}, ("activations",),
+         ("activation checkpointing", "a smaller batch")),
+    ],
+)  # fmt: skip
+def test_owners_are_totals_the_largest_first_and_remedies_their_own(shares, owners, remedies):
+    found, _ = owned({}, shares)
+    assert found.figures["owners"] == owners
+    assert remedies is None or found.figures["remedies"] == remedies
