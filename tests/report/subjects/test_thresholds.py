@@ -262,6 +262,11 @@ def test_three_owners_and_the_largest_part_of_the_activations(part, words):
     parts = [OwnerRow(**SETTINGS, owner="temporaries", phase="backward", share=0.9),
              OwnerRow(**SETTINGS, owner="activations", share=0.25, **part),
              OwnerRow(**SETTINGS, owner="activations", share=0.2, phase="optimizer")]  # fmt: skip
+    (told,) = [each for each in findings([*OWNED, *parts]) if each.id == "memory.owners"]
+    assert told.sentence == (
+        "At its peak, 4.00 GiB in backward, memory is activations 40%, parameters 30% and gradients 20%; of the "
+        f"activations, those of {words} are the most (25% of the peak)."
+    )
     found = figures(*OWNED, *parts)["memory.owners"]
     assert found == {
         "share of activations": 0.4, "share of parameters": 0.3, "share of gradients": 0.2,
