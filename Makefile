@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: analyze test lint docs clean
+.PHONY: analyze test mutants lint docs clean
 
 analyze: $(READY)
 	@$(BIN)/trainstep analyze $(ARGS)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 60)
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

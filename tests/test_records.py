@@ -7,7 +7,17 @@ import pytest
 
 from trainstep.errors import UsageError
 from trainstep.kinds import PeakRow, RungRow, StepRow
-from trainstep.records import RecordWriter, Times, by_case, frame, make_row, of_kind, read_records, write_whole
+from trainstep.records import (
+    RecordWriter,
+    Times,
+    belonging,
+    by_case,
+    frame,
+    make_row,
+    of_kind,
+    read_records,
+    write_whole,
+)
 
 
 def record(**changes):
@@ -28,13 +38,36 @@ def test_what_is_written_is_read(tmp_path):
         record(times={}, samples={}),
         record(times={"step": Times(1.5, 1.25, 1.75, 1.5, 0.25, 1.0, 2.0, 0), "wait": Times(0.5)}, tokens_per_s=8.0),
     ]
-    writer = RecordWriter(tmp_path / "deep" / "results.jsonl")
+    writer = RecordWriter(tmp_path / "as" / "deep" / "results.jsonl")
     for each in written:
         writer.write(each)
         assert read_records(writer.path)[-1] == each, "not on disk at once"
     writer.close()
     assert read_records(writer.path) == written
+    assert "it → broke" in writer.path.read_text(encoding="utf-8"), "for people, too"
     assert of_kind(written, RungRow) == [written[1]]
+
+
+@pytest.mark.parametrize("value", [123456.0, 1.23456, 0.00123456, -9.87654e-9])
+def test_six_digits_of_a_number_survive(tmp_path, value):
+    """More than any clock here has, and what a ratio of two rows is made from."""
+    write_whole(tmp_path / "rows", [record(times={"step": Times(value)}, samples={"step": [value]})])
+    (found,) = read_records(tmp_path / "rows")
+    assert found.times["step"].median == found.samples["step"][0] == value
+    write_whole(tmp_path / "rows", [record(samples={"step": [value * (1 + 1e-9)]})])
+    assert read_records(tmp_path / "rows")[0].samples["step"] == [value], "digits that no clock has are not written"
+
+
+def test_rows_that_belong_to_another_only_add_to_its_case():
+    head = StepRow(workload="m", batch=4)
+    rows = [
+        PeakRow(workload="m", batch=4, context=8),
+        PeakRow(workload="m", batch=4),
+        PeakRow(workload="m", batch=2, context=8),
+        PeakRow(workload="m"),
+        StepRow(workload="m", batch=4),
+    ]
+    assert belonging(rows, PeakRow, head) == rows[:2]
 
 
 def test_columns_are_the_kind_s():
@@ -111,6 +144,11 @@ def test_corrupt_lines_are_named(tmp_path, line, message):
     path.write_text('{"kind": "step", "case": {}}\n' + line + "\n")
     with pytest.raises(UsageError, match=message):
         read_records(path)
+
+
+def test_a_folder_is_told_its_file(tmp_path):
+    with pytest.raises(UsageError, match=r"is a folder; expected its .*results\.jsonl"):
+        read_records(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n\n", b"\xff\xfe"])

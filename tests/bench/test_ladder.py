@@ -51,6 +51,67 @@ def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypat
     assert records[2].samples["training_loss"] == pytest.approx(reference, rel=2e-2)
 
 
+def faked(monkeypatch, times, peaks=None):
+    """Steps are taken as ever; the times (ms) and peaks that are told are these, in the order of the measurements."""
+    original, measured = ladder.measure_training_step, []
+
+    def measure(*arguments):
+        found = original(*arguments)
+        measured.append(found)
+        ms, memory = times[len(measured) - 1], found.memory
+        steps = tuple(dataclasses.replace(each, wall_ms=ms) for each in found.timing.steps)
+        if peaks:
+            memory = dataclasses.replace(memory, peak=peaks[len(measured) - 1])
+        return dataclasses.replace(found, timing=dataclasses.replace(found.timing, steps=steps), memory=memory)
+
+    monkeypatch.setattr(ladder, "measure_training_step", measure)
+
+
+TWO = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
+
+
+def test_the_speed_up_is_over_the_first_rung_and_the_gain_over_the_kept_one(monkeypatch):
+    faked(monkeypatch, [100.0, 50.0, 40.0, 100.0])
+    first, one, two = climb_with(monkeypatch, TWO)
+    assert [rung.verdict for rung in (first, one, two)] == ["baseline", "faster", "faster"]
+    assert (one.speedup, one.gain) == (2.0, 2.0)
+    assert (two.speedup, two.gain) == (2.5, 1.25)
+    assert two.speedup_low < 2.5 < two.speedup_high
+    assert two.gain_low < 1.25 < two.gain_high < two.speedup_low
+
+
+def test_what_is_slower_than_the_kept_rung_is_not_kept_though_faster_than_the_first(monkeypatch):
+    faked(monkeypatch, [100.0, 50.0, 80.0, 100.0])
+    _, _, two = climb_with(monkeypatch, TWO)
+    assert (two.verdict, two.kept) == ("slower", False)
+    assert (two.speedup, two.gain) == (1.25, 0.625)
+
+
+@pytest.mark.parametrize(("peak", "kept"), [(700, True), (970, True), (990, False), (1000, False), (1400, False)])
+def test_smaller_is_by_more_than_runs_differ(monkeypatch, peak, kept):
+    faked(monkeypatch, [100.0] * 3, [1000, peak, 1000])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.kept) == ("inconclusive", kept)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embedding.weight", "blocks.0.attention.key.weight", "blocks.1.feed_forward.down.weight",
+     "blocks.1.attention_norm.weight", "norm.weight", "head.weight"],
+)  # fmt: skip
+def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
+    """Forward and loss are right; of all gradients one is a thousandth too large."""
+
+    def build(step):
+        workload = SOURCE.build(step)
+        if step.attention == "sdpa":
+            workload.module.get_parameter(name).register_hook(lambda gradient: 1.001 * gradient)
+        return workload
+
+    (_, wrong) = climb_with(monkeypatch, TWO[:1], WorkloadSource("bad", build, TOY), steps=1)
+    assert (wrong.status, wrong.kept, wrong.worst_parameter) == ("wrong", False, name)
+
+
 def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainstep.bench import step as bench_step
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import case_columns, count_tokens, measure_step, run_cases, step_cases
+from trainstep.bench.step import case_columns, count_tokens, measure_step, measured_fields, run_cases, step_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops
@@ -160,6 +161,54 @@ def test_a_users_workload_is_counted_by_torch():
     forward = 2 * 8 * 64 * 32
     assert measured.flops == 2 * forward  # forward and the weight's gradient; the input needs none
     assert measured.tokens is None
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("forward", 1), ("forward-backward", 3), ("step", 3)])
+def test_flops_are_those_of_the_mode(mode, passes):
+    """The forward pass alone, or with a backward pass of twice as many; ours by formula, others counted by torch."""
+
+    def build(step):
+        return Workload(
+            module=nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)),
+            batches=[(torch.randn(8, 64, requires_grad=True),)],
+            loss=lambda out, batch: out.square().mean(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+
+    for source, forward in ((SOURCE, step_flops(TOY, 2, 32, "forward")), (WorkloadSource("own", build), 4 * 8 * 64**2)):
+        config = StepConfig(batch=2, context=32, device="cpu")
+        assert measure_step(source, config, mode, warmup=0, steps=1).flops == passes * forward
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("fp32", 67.0), ("tf32", 494.7), ("bf16", 989.4)])
+def test_utilisation_is_of_the_peak_at_the_step_s_precision(monkeypatch, precision, peak):
+    """Peaks from the H200's datasheet; before, a bf16 step's share of the float32 units' peak would have passed."""
+    monkeypatch.setattr(bench_step, "device_name", lambda device: "NVIDIA H200")
+    measured = measure_step(SOURCE, StepConfig(batch=2, context=32, device="cpu"), warmup=0, steps=1)
+    fields = measured_fields(measured, measured.timing, precision)
+    assert fields["achieved_tflops"] > 0
+    assert fields["utilisation"] == pytest.approx(fields["achieved_tflops"] / peak)
+
+
+def test_every_step_trains_on_the_next_batch():
+    seen = []
+
+    def forward(module, batch):
+        seen.append(int(batch[0][0]))
+        return module(batch[0])
+
+    def build(step):
+        return Workload(
+            module=nn.Linear(1, 1),
+            batches=[(torch.full((1,), float(number)),) for number in range(5)],
+            forward=forward,
+            loss=lambda out, batch: out.square().mean(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+
+    measured = measure_step(WorkloadSource("numbers", build), StepConfig(device="cpu"), warmup=1, steps=3)
+    assert seen[:4] == [0, 1, 2, 3]
+    assert len(set(measured.losses)) == 4
 
 
 def test_tokens_are_counted_where_the_batch_tells():

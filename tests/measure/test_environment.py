@@ -1,11 +1,16 @@
+import contextlib
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from trainstep.measure import environment
 from trainstep.measure.environment import describe, gpu_state, measure_ceilings
+from trainstep.measure.timing import Lap, Sample, Timing
 
 
 def test_every_fact_a_row_needs_is_there():
@@ -41,6 +46,39 @@ def test_cpu_ceilings_are_positive_and_per_precision():
     assert list(ceilings.matmul_tflops) == ["fp32"]
     assert ceilings.matmul_tflops["fp32"] > 0
     assert ceilings.copy_gb_s > 0
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that copies read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.bytes += sum(each.nbytes for each in args[:2])
+        return function(*args, **(kwargs or {}))
+
+
+def test_ceilings_are_the_best_run_s_work_over_its_time(monkeypatch):
+    """Both counted by torch while the work runs, and a clock that says what it is told."""
+    counted = []
+
+    def timed(step, *, device, warmup, steps):
+        with FlopCounterMode(display=False) as flops, Moved() as moved:
+            step(lambda name: contextlib.nullcontext())
+        counted.append((flops.get_total_flops(), moved.bytes))
+        laps = [{"work": Lap(ms, None)} for ms in (4.0, 2.0, 8.0)]
+        return Timing(tuple(Sample(lap["work"].ms, 0.0, None, lap) for lap in laps), 0)
+
+    monkeypatch.setattr(environment, "time_steps", timed)
+    found = measure_ceilings(torch.device("cpu"), ("fp32", "bf16"))
+    (flops, _), (of_bf16, _), (_, moved) = counted
+    assert flops == of_bf16 == 2 * 1024**3
+    assert found.matmul_tflops == {"fp32": flops / 2e-3 / 1e12, "bf16": flops / 2e-3 / 1e12}
+    assert moved > 2**27
+    assert found.copy_gb_s == pytest.approx(moved / 2e-3 / 1e9)
 
 
 @pytest.mark.gpu

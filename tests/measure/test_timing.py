@@ -82,6 +82,34 @@ def test_a_synchronisation_that_does_not_wait_is_caught():
         time_steps(two_phase_step(device), device=device, warmup=0, steps=1, clock=device.clock)
 
 
+@pytest.mark.parametrize(
+    ("work_ms", "factor", "is_told"),
+    [(60.0, 1.0, False), (60.0, 1.009, False), (60.0, 1.02, True), (60.0, 2.0, True), (60.0, 9.0, True),
+     (1.0, 1.09, False), (1.0, 1.15, True)],
+)  # fmt: skip
+def test_clocks_that_disagree_by_more_than_their_resolution(work_ms, factor, is_told):
+    """One percent and a tenth of a millisecond: far less than an escaped kernel makes."""
+
+    class Fast(FakeDevice):
+        def elapsed_ms(self, start: float, end: float) -> float:
+            return factor * (end - start)
+
+    device = Fast()
+
+    def step(phase):
+        with phase("forward"):
+            device.launch(work_ms)
+
+    def timed():
+        return time_steps(step, device=device, warmup=0, steps=1, clock=device.clock)
+
+    if is_told:
+        with pytest.raises(ClockDisagreement, match="cannot be trusted"):
+            timed()
+    else:
+        assert timed().first.device_ms == pytest.approx(factor * work_ms, abs=2 * factor * ISSUE_MS)
+
+
 def test_a_launch_bound_step_shows_in_the_wait():
     device = FakeDevice()
 
@@ -106,6 +134,7 @@ def test_covering_work_hides_the_launches_and_is_not_counted():
         step, device=device, warmup=0, steps=1, clock=device.clock, cover=lambda: device.launch(50.0)
     ).first
     assert bare.device_ms > 9 * ISSUE_MS  # the device waited for the host between kernels
+    assert covered.ms == covered.device_ms < 1 < covered.wall_ms
     assert covered.device_ms == pytest.approx(ISSUE_MS / 10)
     assert covered.laps["forward"].ms == pytest.approx(ISSUE_MS / 10)
 
@@ -120,7 +149,8 @@ def test_as_many_steps_as_announced_and_warmup_kept_apart():
 
     seen = []
     timing = time_steps(step, device=device, warmup=2, steps=10, clock=device.clock, after_step=seen.append)
-    assert len(calls) == len(seen) == 12
+    assert len(calls) == 12
+    assert tuple(seen) == timing.steps
     assert len(timing.samples) == 10
     assert timing.first.wall_ms > 100 > max(sample.wall_ms for sample in timing.samples)
 
@@ -160,7 +190,8 @@ def test_the_real_cpu_clock_sees_a_sleep():
 
     sample = time_steps(step, device=CpuClock(), warmup=0, steps=1).first
     assert 20 <= sample.laps["forward"].ms <= sample.wall_ms
-    assert sample.laps["forward"].device_ms is None
+    assert sample.laps["forward"].device_ms is sample.device_ms is None
+    assert sample.ms == sample.wall_ms
 
 
 def test_device_clock_by_device_type():

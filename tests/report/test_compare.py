@@ -47,6 +47,39 @@ def test_passes_widen_the_interval_by_what_differs_between_them():
     assert only.speedup.interval.high > 110 / 95
 
 
+def test_every_pass_counts_alike():
+    """The medians are of all samples of a side, the first losses those of each side's first pass."""
+
+    def pass_of(samples, losses, repeat):
+        row = step(1.0, repeat=repeat)
+        return replace(row, samples={"step": samples, "training_loss": losses})
+
+    old = [pass_of([1.0, 2.0], [4.0, 4.0], 0), pass_of([3.0, 10.0], [8.0, 8.0], 1)]
+    new = [pass_of([5.0, 5.0], [5.0, 4.0], 0), pass_of([5.0, 5.0], [16.0, 4.0], 1)]
+    (only,) = compare(old, new)
+    assert (only.old_ms, only.new_ms, only.speedup.value) == (2.5, 5.0, 0.5)
+    assert only.loss_difference == 0.25
+    assert only.speedup.interval is None
+
+
+def test_repeatability_is_of_every_later_pass_with_the_first_alone():
+    passes = [step(ms, repeat=at, seed=at) for at, ms in enumerate((100.0, 150.0, 50.0))]
+    later, last = repeatability(passes)
+    assert (later.verdict, last.verdict) == ("slower", "faster")
+    assert later.old_ms == last.old_ms == pytest.approx(100, rel=0.01)
+    assert (later.new_ms, last.new_ms) == pytest.approx((150, 50), rel=0.01)
+
+
+def test_a_loss_that_was_infinite_on_both_sides_is_no_agreement():
+    rows = [
+        replace(step(100.0), samples={"step": [1.0] * 7, "training_loss": [loss]}) for loss in (math.inf, -math.inf)
+    ]
+    for old in rows:
+        for new in rows:
+            (only,) = compare([old], [new])
+            assert only.loss_difference == math.inf
+
+
 def test_rows_that_failed_or_stand_alone_are_left_out():
     old = [step(100.0), step(10.0, precision="bf16", status="failed")]
     new = [step(100.0), step(10.0, precision="bf16"), step(5.0, precision="tf32")]
@@ -56,6 +89,9 @@ def test_rows_that_failed_or_stand_alone_are_left_out():
 def test_nothing_in_common():
     with pytest.raises(UsageError, match="no measured case in common"):
         compare([step(1.0)], [step(1.0, precision="bf16")])
+    grid = [step(1.0, precision="bf16"), step(1.0, precision="tf32")]
+    with pytest.raises(UsageError, match=r"the first has 1 cases, the second 2\)$"):
+        compare([replace(step(1.0), workload="large")], grid)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +116,12 @@ def test_the_table_has_the_settings_that_differ():
     table = comparison_table(pairs, "a → b")
     assert table.columns[:2] == ("kind", "precision")
     assert [row[-1] for row in table.texts()] == ["faster", "slower"]
+    (alike,) = compare([step(123.456, spread=0)], [step(61.7284, spread=0)])
+    (only,) = comparison_table([alike], "").texts()
+    assert only == ("step", "small", "123.5", "61.73", "2.000×", "[1.961, 2.040]", "faster")
+    assert comparison_table([replace(alike, case={"rung": "x"})], "").columns[:2] == ("kind", "old (ms)")
+    mixed = comparison_table([alike, replace(alike, loss_difference=0.5)], "")
+    assert "losses differ by" in mixed.columns, "where one of them has any"
 
 
 def test_grids_that_differ_in_one_column_are_told_which():

@@ -94,6 +94,8 @@ PARTS = {"projections_tflop": 2.0, "feed_forward_tflop": 5.0, "attention_tflop":
         (360.0, {"checkpointing": "every-2"}, {}, None, None),  # a user's model, whose parts are unknown
         (360.0, {"checkpointing": "recursive"}, PARTS, None, None),
         (360.0, {}, {**PARTS, "trainable_parameters": 3}, None, None),
+        (360.0, {"loss": "chunked"}, {**PARTS, "head_tflop": None}, None, None),
+        (360.0, {"loss": "chunked"}, {**PARTS, "attention_tflop": None}, None, None),
     ],
 )
 def test_backward_is_held_against_what_the_matrix_products_of_this_step_make_it(

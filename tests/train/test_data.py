@@ -32,6 +32,13 @@ def test_the_order_follows_from_seed_and_step_alone():
     assert sequences(other.training_parts(9, 0, 1, 8)) != sequences(data.training_parts(9, 0, 1, 8))
 
 
+def test_no_update_sees_the_batch_of_another():
+    """Every one of 40 updates draws anew: with 8 of about a million starts each, none comes twice."""
+    data = open_data(None, config())
+    batches = [tuple(sequences(data.training_parts(step, 0, 1, 8))) for step in range(40)]
+    assert len(set(batches)) == 40
+
+
 def test_targets_are_one_later_and_validation_is_kept_apart():
     data = open_data(TEXT, config())
     text = TEXT.read_bytes()

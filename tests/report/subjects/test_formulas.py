@@ -1,5 +1,7 @@
 """A model that writes out what PyTorch has one kernel for is told so, and one that does not is left alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from trainstep.kinds import KernelRow, PieceRow, ProfileRow
@@ -64,3 +66,23 @@ def test_our_own_attention_is_left_to_its_flag_and_little_is_not_remarked_on():
         "cross-entropy-written-out"
     ]
     assert told([PROFILE, kernel("router", "aten::bmm", 0.01), kernel("router", "aten::_softmax", 0.01)]) == {}
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(0.05, True), (0.04, False)])
+def test_a_formula_is_remarked_on_from_a_twentieth_of_the_kernel_time(share, is_told):
+    rows = [
+        PROFILE,
+        kernel("mixer", "aten::bmm", share),
+        kernel("mixer", "aten::_softmax", None),
+        kernel("(loss)", "aten::_softmax", share, "loss"),
+        kernel("(loss)", "aten::sum", None, "loss"),
+    ]
+    found = told(rows)
+    assert list(found) == (["attention-written-out", "cross-entropy-written-out"] if is_told else [])
+    assert {finding.figures["share"] for finding in found.values()} <= {share}
+
+
+def test_only_a_profile_that_ran_is_looked_at():
+    failed = ProfileRow(**CASE | {"precision": "bf16"}, status="out of memory")
+    assert told([failed, *WRITTEN_OUT]).keys() == told(WRITTEN_OUT).keys() != set()
+    assert told([failed]) == told([replace(PROFILE, status="failed"), *WRITTEN_OUT[1:]]) == {}

@@ -50,6 +50,12 @@ def test_what_noise_or_other_settings_explain_is_not(rows):
     assert "noise.same-step" not in noise(step(), *rows)
 
 
+@pytest.mark.parametrize(("high", "is_told"), [(91.0, False), (89.0, True), (75.0, True), (55.0, True)])
+def test_apart_is_by_more_than_a_tenth(high, is_told):
+    """The lowest end of the phases, 99.0 ms, against the highest of the ladder's baseline."""
+    assert ("noise.same-step" in noise(step(), baseline(high - 4, high - 2, high))) is is_told
+
+
 def family(name, phase, tflops, share=0.5, gb_s=None):
     return FamilyRow(**SETTINGS, phase=phase, family=name, tflops=tflops, gb_s=gb_s, share=share, ms=1.0, calls=1.0,
                      ceiling_precision="fp32")  # fmt: skip

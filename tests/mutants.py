@@ -1,0 +1,348 @@
+"""Mutation testing of the judges: one small wrong change at a time to what says "right", "faster" or "look there".
+
+A change that no test of its module notices is a survivor: printed, unless `mutants.toml` lists it as equivalent, with
+the reason. Runs in copies of the tree; one process imports torch once and forks for every mutant, which runs only its
+module's tests. Neither kept tool does that: mutmut (3.x) changes function bodies only, so no threshold at the top of a
+module, and cosmic-ray starts a process, which imports torch, for each mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "src/trainstep"
+WITHOUT_PAGES = "-knot page and not section and not chart and not table"
+"""The rules of the findings need no page, which takes seconds."""
+JUDGES = {
+    "stats.py": ("tests/test_stats.py",),
+    "records.py": ("tests/test_records.py",),
+    "measure/timing.py": ("tests/measure/test_timing.py",),
+    "bench/ladder.py": ("tests/bench/test_ladder.py",),
+    "bench/check/*.py": ("tests/bench/check",),
+    "bench/parallel/check.py": ("tests/bench/parallel/test_run.py",),
+    "report/compare.py": ("tests/report/test_compare.py",),
+} | {
+    f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
+    for name, *tests in (
+        ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
+        ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
+        ("ladder", "test_findings", "subjects/test_thresholds"),
+        ("memory", "subjects/test_thresholds", "subjects/test_memory"),
+        ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
+        ("parallel", "subjects/test_parallel"),
+        ("plan", "subjects/test_plan"),
+        ("precision", "subjects/test_memory"),
+        ("steps", "test_findings", "subjects/test_thresholds"),
+        ("sweep", "subjects/test_sweep"),
+    )
+}
+"""Files below `src/trainstep` and the tests that must notice; of `report/subjects` the rules of the findings alone."""
+NEEDED = 0.95
+SAMPLED = (
+    *("records.py", "measure/timing.py", "report/compare.py"),
+    *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder", "noise", "steps")),
+)
+"""What a sample is drawn from: tests of seconds, and every survivor looked at."""
+WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
+        "pytest")  # fmt: skip
+ORDER = {
+    ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.In: (ast.NotIn,), ast.NotIn: (ast.In,), ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,), ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Div,), ast.Mod: (ast.Mult,), ast.Pow: (ast.Mult,), ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,), ast.And: (ast.Or,), ast.Or: (ast.And,),
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "median": "median_low", "fmean": "median"}
+DELETED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)
+TOLD = (ast.expr, ast.keyword, ast.comprehension, ast.arguments, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
+SKIPPED = ("annotation", "returns", "decorator_list", "type_params", "type_comment", "ctx")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed source: `name` (function, what was and what is) finds it again where lines have moved."""
+
+    file: str
+    line: int
+    name: str
+    source: str = field(repr=False)
+
+
+def replacements(node: ast.AST, returns: str | None) -> Iterator[ast.AST]:
+    """What a node may be replaced by; `returns` is the enclosing function's annotation."""
+    if isinstance(node, ast.Compare):
+        for place, operator in enumerate(node.ops):
+            for other in ORDER[type(operator)]:
+                yield ast.Compare(node.left, [*node.ops[:place], other(), *node.ops[place + 1 :]], node.comparators)
+    elif isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in ORDER:
+        for other in ORDER[type(node.op)]:
+            yield type(node)(**dict(ast.iter_fields(node)) | {"op": other()})
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        changed = (node.value + 1, node.value - 1) if isinstance(node.value, int) else (node.value * 2, node.value / 2)
+        yield from (ast.Constant(value) for value in changed if value != node.value)
+    elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
+        yield ast.Name(NAMES[node.id])
+    elif isinstance(node, ast.Attribute) and node.attr in NAMES and isinstance(node.value, ast.Name):
+        if node.value.id == "statistics":
+            yield ast.Attribute(node.value, NAMES[node.attr])
+    elif isinstance(node, ast.comprehension) and node.ifs:
+        for place in range(len(node.ifs)):
+            kept = node.ifs[:place] + node.ifs[place + 1 :]
+            yield ast.comprehension(node.target, node.iter, kept, node.is_async)
+    elif isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+        spec = ast.unparse(node.format_spec)[2:-1]
+        if digits := re.search(r"\.(\d+)g", spec):
+            half = spec.replace(digits[0], f".{int(digits[1]) // 2}g")
+            yield ast.FormattedValue(node.value, node.conversion, ast.JoinedStr([ast.Constant(half)]))
+    elif isinstance(node, ast.Return) and returns == "bool" and not isinstance(node.value, (ast.Constant, NoneType)):
+        yield ast.Return(ast.UnaryOp(ast.Not(), node.value))
+    stored = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if stored or called or isinstance(node, DELETED):
+        yield ast.Pass()
+
+
+def rules_of(tree: ast.Module) -> set[str]:
+    """The top-level names that functions which return findings use, directly or through others."""
+    tops = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    tops |= {target.id: node for node in tree.body if isinstance(node, ast.Assign)
+             for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    names, reached = {name for name, node in tops.items()
+                      if isinstance(node, ast.FunctionDef) and node.returns and "Finding" in ast.unparse(node.returns)
+                      }, set()  # fmt: skip
+    drawn = {
+        name
+        for name, node in tops.items()
+        if re.search("Section|Chart|Table", ast.unparse(getattr(node, "returns", None) or ast.Pass()))
+    }
+    while names - reached - drawn:
+        name = (names - reached - drawn).pop()
+        reached.add(name)
+        names |= {each.id for each in ast.walk(tops[name]) if isinstance(each, ast.Name)} & set(tops)
+    return reached
+
+
+def mutants_of(file: str, source: str, only: set[str] | None = None) -> list[Mutant]:
+    """Every mutant of one file, in its order; `only` limits them to some top-level names."""
+    tree = ast.parse(source)
+    every: list[Mutant] = []
+    seen: Counter[str] = Counter()
+
+    def put(parent: Any, slot: str, place: int | None, new: ast.AST, old: ast.AST) -> None:
+        if place is None:
+            setattr(parent, slot, new)
+        else:
+            getattr(parent, slot)[place] = new
+
+    def shown(node: ast.AST) -> str:
+        text = " ".join(ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).split())
+        return text if len(text) <= 100 else f"{text[:60]} … {text[-36:]}"
+
+    def visit(parent: ast.AST, path: tuple[str, ...], returns: str | None, line: int) -> None:
+        for slot, value in ast.iter_fields(parent):
+            if slot in SKIPPED or (isinstance(parent, ast.Raise) and slot == "exc"):
+                continue
+            for place, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if not isinstance(node, ast.AST) or isinstance(node, (ast.Assert, ast.Import, ast.ImportFrom)):
+                    continue
+                if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                    continue
+                at = getattr(node, "lineno", line)
+                choices = list(replacements(node, returns))
+                early = isinstance(node, ast.Return) and not (isinstance(parent, ast.FunctionDef) and slot == "body")
+                choices += [ast.Pass()] if early else []
+                told = parent if isinstance(parent, TOLD) else node
+                for new in choices:
+                    before = shown(told)
+                    put(parent, slot, place, new, node)
+                    after = shown(told) if told is parent else shown(new)
+                    name = f"{'.'.join(path) or 'top'}: {before} → {after}"
+                    seen[name] += 1
+                    name += f" #{seen[name]}" if seen[name] > 1 else ""
+                    every.append(Mutant(file, at, name, ast.unparse(ast.fix_missing_locations(tree))))
+                    put(parent, slot, place, node, new)
+                named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                inner = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else returns
+                visit(node, (*path, node.name) if named else path, inner, at)
+
+    for node in tree.body:
+        told = {getattr(node, "name", "")} | {each.id for each in getattr(node, "targets", []) if hasattr(each, "id")}
+        if only is None or told & only:
+            visit(ast.Module([node], []), (), None, node.lineno)
+    return every
+
+
+class Lane:
+    """A process with a copy of the tree of its own, which forks a child for every mutant."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = Path(tempfile.mkdtemp(dir=folder))
+        self.writes = 0
+        for path in ROOT.iterdir():
+            if path.name in ("src", "tests"):
+                shutil.copytree(path, self.root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif not path.name.startswith("."):
+                (self.root / path.name).symlink_to(path)
+
+    def run(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, float]:
+        """The tests' exit code (None: they ran for longer than the limit and were ended) and their seconds."""
+        start, code = time.monotonic(), None
+        if not (child := os.fork()):
+            self._become_tests(tests)
+        while code is None and time.monotonic() - start < limit_s:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if ended else None
+            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and what the tests started
+        if code is None:
+            os.waitpid(child, 0)
+        return code, time.monotonic() - start
+
+    def _become_tests(self, tests: Sequence[str]) -> None:
+        code = 99
+        try:
+            os.setsid()
+            os.chdir(self.root)
+            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            paths = [str(self.root / "src"), str(self.root)]
+            sys.path[:] = paths + [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+            import pytest
+            import torch
+
+            torch.set_num_threads(1)
+            code = int(pytest.main(["-xq", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]))
+        finally:
+            os._exit(code)
+
+    def _write(self, path: Path, source: str) -> None:
+        """Each time with another date: Python tells what it compiled by a source's size and its date in seconds."""
+        path.write_text(source)
+        self.writes += 1
+        os.utime(path, (self.writes, self.writes))
+
+    def judge(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> bool:
+        """Whether the tests notice the mutant."""
+        path = self.root / PACKAGE / mutant.file
+        before = path.read_text()
+        self._write(path, mutant.source)
+        try:
+            code, _ = self.run(tests, limit_s)
+        finally:
+            self._write(path, before)
+        if code in (4, 5, 99):
+            raise RuntimeError(
+                f"{mutant.file}, {mutant.name}: pytest ended with {code}: {(self.root / 'log').read_text()}"
+            )
+        return code != 0
+
+
+_lane: Lane
+
+
+def _enter(folder: Path) -> None:
+    global _lane
+    _lane = Lane(folder)
+
+
+def _baseline(tests: Sequence[str]) -> float:
+    code, took = _lane.run(tests, 600)
+    if code:
+        raise RuntimeError(f"{' '.join(tests)} fail without any mutant: {(_lane.root / 'log').read_text()[-3000:]}")
+    return took
+
+
+def _judge(job: tuple[Mutant, Sequence[str], float]) -> tuple[Mutant, bool]:
+    return job[0], _lane.judge(*job)
+
+
+def main() -> int:
+    """Judge the mutants of the files asked for; 1 where too many survive, or where a listed mutant is none."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("files", nargs="*", help="below src/trainstep, as stats.py; all judges if none is given")
+    arguments.add_argument(
+        "--sample", type=int, help="judge so many, chosen by the seed among the files whose tests take seconds"
+    )
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    arguments.add_argument("--verbose", action="store_true", help="print each mutant as it is judged")
+    asked = arguments.parse_args()
+    start = time.monotonic()
+    tests_of = {file: tests for pattern, tests in JUDGES.items() for file in files_of(pattern)}
+    tests_of = {file: tests for file, tests in tests_of.items() if not asked.files or file in asked.files}
+    equivalent = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
+    every = [mutant for file in tests_of for mutant in mutants_of_judge(file)]
+    known = {(mutant.file, mutant.name) for mutant in every}
+    stale = [(file, name) for file in tests_of for name in equivalent.get(file, {}) if (file, name) not in known]
+    for file, name in stale:
+        print(f"mutants.toml lists what is no mutant of {file}: {name}")
+    wanted = [mutant for mutant in every if mutant.name not in equivalent.get(mutant.file, {})]
+    count = len(wanted)
+    if asked.sample is not None:
+        wanted = [mutant for mutant in wanted if asked.files or mutant.file in SAMPLED]
+        wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
+    for name in WARM:
+        importlib.import_module(name)
+    killed: Counter[str] = Counter()
+    survivors: list[Mutant] = []
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(asked.jobs, _enter, (Path(folder),)) as lanes:
+        needed = sorted({tests_of[mutant.file] for mutant in wanted})
+        limits = {tests: 10 + 5 * took for tests, took in zip(needed, lanes.map(_baseline, needed, 1), strict=True)}
+        jobs = [(mutant, tests_of[mutant.file], limits[tests_of[mutant.file]]) for mutant in wanted]
+        for mutant, is_killed in lanes.imap_unordered(_judge, jobs):
+            killed[mutant.file] += is_killed
+            if not is_killed:
+                survivors.append(mutant)
+            if asked.verbose or not is_killed:
+                print(
+                    "killed  " if is_killed else "survived", f"{mutant.file}:{mutant.line}: {mutant.name}", flush=True
+                )
+    for file, number in Counter(mutant.file for mutant in wanted).items():
+        print(f"{file}: {killed[file]} of {number} killed, {len(equivalent.get(file, {}))} listed as equivalent")
+    share = killed.total() / len(wanted) if wanted else 1.0
+    print(f"{killed.total()} of {len(wanted)} killed ({share:.1%}; {count} in all) in {time.monotonic() - start:.0f} s")
+    return int(share < NEEDED or bool(stale))
+
+
+def files_of(pattern: str) -> list[str]:
+    """The files of an entry of `JUDGES`, relative to the package."""
+    return sorted(path.relative_to(ROOT / PACKAGE).as_posix() for path in (ROOT / PACKAGE).glob(pattern))
+
+
+def mutants_of_judge(file: str) -> list[Mutant]:
+    """Every mutant of a file of `JUDGES`."""
+    source = (ROOT / PACKAGE / file).read_text()
+    return mutants_of(file, source, rules_of(ast.parse(source)) if file.startswith("report/subjects") else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

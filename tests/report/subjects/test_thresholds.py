@@ -1,0 +1,401 @@
+"""Every rule of a finding on both sides of its threshold, and on it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.subjects.test_peak_findings import owned
+from tests.report.test_findings import SETTINGS, rung, step
+from trainstep.kinds import (
+    AllocationRow,
+    CeilingRow,
+    ControlRow,
+    FamilyRow,
+    MemoryTimelineRow,
+    OwnerRow,
+    PeakRow,
+    PieceRow,
+    ProfileRow,
+    RungRow,
+    SweepRow,
+)
+from trainstep.report.subjects import findings
+from trainstep.report.subjects.noise import APART
+from trainstep.report.subjects.steps import analysed_step
+from trainstep.stats import RUN_SPREAD
+
+PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, step_ms=10.0)
+COPY = CeilingRow(operation="copy", gb_s=100.0)
+OTHER = CeilingRow(operation="convolution", precision="fp32", tflops=1.0)
+
+
+def figures(*rows):
+    """Id → figures of the findings."""
+    return {each.id: each.figures for each in findings(rows)}
+
+
+def family(name, share, phase="step", **values):
+    return FamilyRow(**SETTINGS, family=name, phase=phase, share=share, **values)
+
+
+def ceiling(tflops=100.0):
+    return CeilingRow(operation="matmul", precision="fp32", tflops=tflops)
+
+
+def product(share, phase, tflops):
+    return [ceiling(), family("matmul", share, phase, tflops=tflops, ceiling_precision="fp32")]
+
+
+def interval(low, high):
+    return step(step_low_ms=low, step_high_ms=high)
+
+
+def baseline(low, high):
+    return rung("baseline", "baseline", step_low_ms=low, step_high_ms=high)
+
+
+def wild(width):
+    return baseline(50.0 - 25 * width, 50.0 + 25 * width)
+
+
+def piece(name, ms, tflop, gb_s=None):
+    return PieceRow(**SETTINGS, phase="forward", piece=name, main_ms=ms, main_tflop=tflop, main_gb_s=gb_s)
+
+
+@pytest.mark.parametrize(
+    ("id", "rows", "is_told"),
+    [
+        ("noise.interval", [interval(96.0, 105.0)], False),
+        ("noise.interval", [interval(95.0, 105.0)], False),
+        ("noise.interval", [interval(94.0, 105.0)], True),
+        ("noise.throttled", [step(throttled_by=None)], False),
+        ("noise.throttled", [step(throttled_by="temperature")], True),
+        ("noise.unsteady-rungs", [wild(0.5)], False),
+        ("noise.unsteady-rungs", [wild(0.51)], True),
+        ("noise.interval", [step(step_low_ms=None, step_high_ms=None)], False),
+        ("noise.interval", [step(step_low_ms=None)], False),
+        ("noise.interval", [step(step_high_ms=None)], False),
+        ("noise.same-step", [step(), rung("x", step_low_ms=49.0, step_high_ms=51.0)], False),
+        ("noise.same-step", [step(), baseline(49.0, 51.0)], True),
+        ("noise.same-step", [step(), baseline(95.0, 99.5), baseline(49.0, 51.0)], False),
+        ("noise.same-step", [step(step_low_ms=(1 + APART) * 90.0), baseline(80.0, 90.0)], False),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=1.0, ratio_high=1.1)], False),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.0, ratio=1.0, ratio_low=0.9, ratio_high=1.0)], False),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=1.1, ratio=1.1, ratio_low=1.01, ratio_high=1.2)], True),
+        ("noise.control", [ControlRow(first_ms=1.0, again_ms=0.9, ratio=0.9, ratio_low=0.8, ratio_high=0.99)], True),
+        ("noise.beyond-arithmetic", product(0.5, "forward", 105.0), True),
+        ("noise.beyond-arithmetic", product(0.5, "forward", 104.0), False),
+        ("noise.beyond-arithmetic", product(0.01, "loss", 200.0), True),
+        ("noise.beyond-arithmetic", product(0.009, "loss", 200.0), False),
+        ("noise.beyond-arithmetic", product(None, "loss", 200.0), False),
+        ("noise.beyond-arithmetic", [*product(0.5, "loss", 90.0), OTHER], False),
+        ("utilisation.beyond", [step(achieved_tflops=90.0), ceiling(), OTHER], False),
+        ("utilisation.low", [step(achieved_tflops=34.0), ceiling()], True),
+        ("utilisation.low", [step(achieved_tflops=35.0), ceiling()], False),
+        ("utilisation.high", [step(achieved_tflops=35.0), ceiling()], True),
+        ("utilisation.high", [step(achieved_tflops=100.0), ceiling()], True),
+        ("utilisation.beyond", [step(achieved_tflops=101.0), ceiling()], True),
+        ("launches.bound", [step(forward_issue_ms=28.4)], False),
+        ("launches.bound", [step(forward_issue_ms=28.5)], True),
+        ("warm-up.needed", [step(0, step_mean_ms=104.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(5)], True),
+        ("warm-up.needed", [step(0, step_mean_ms=50.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0), step(2), step(5)], True),
+        ("warm-up.needed", [step(1, step_mean_ms=106.0), step(5)], False),
+        ("warm-up.needed", [step(0, step_mean_ms=106.0)], False),
+        ("kernels.coverage", [replace(PROFILE, module_coverage=0.98)], False),
+        ("kernels.coverage", [replace(PROFILE, module_coverage=0.97)], True),
+        ("kernels.profiler-free", [replace(PROFILE, profiler_cost=RUN_SPREAD)], True),
+        ("kernels.profiler-free", [replace(PROFILE, profiler_cost=-RUN_SPREAD)], True),
+        ("kernels.profiler-cost", [replace(PROFILE, profiler_cost=RUN_SPREAD + 0.001)], True),
+        ("kernels.profiler-faster", [replace(PROFILE, profiler_cost=-RUN_SPREAD - 0.001)], True),
+        ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.15)], True),
+        ("kernels.float32-products", [PROFILE, family("FP32 SIMT matmul", 0.14)], False),
+        ("kernels.unfused", [PROFILE, family("elementwise", 0.15), family("copy", None)], True),
+        ("kernels.unfused", [PROFILE, family("elementwise", None)], False),
+        ("kernels.unfused", [PROFILE, family("elementwise", 0.09), family("copy", 0.05)], False),
+        ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=15.0)], True),
+        ("kernels.optimizer-unfused", [PROFILE, family("a", 1, ms=100.0), family("b", 1, "optimizer", ms=14.0)], False),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.10)], True),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.09)], False),
+        ("kernels.idle", [replace(PROFILE, idle_share=0.50, on_cpu=True)], False),
+        ("kernels.communication", [replace(PROFILE, communication_ms=0.0, communication_overlapped_ms=0.0)], False),
+        ("kernels.communication", [replace(PROFILE, communication_ms=1.0)], False),
+    ],
+)  # fmt: skip
+def test_a_finding_begins_at_its_threshold(id, rows, is_told):
+    assert (id in figures(*rows)) is is_told
+
+
+@pytest.mark.parametrize(
+    ("backward", "is_odd"), [(44.0, True), (45.0, False), (60.0, False), (105.0, False), (106.0, True)]
+)
+def test_backward_is_odd_below_three_quarters_and_above_seven_quarters_of_twice_forward(backward, is_odd):
+    assert figures(step(backward_ms=backward))["phases.longest"]["is_odd"] is is_odd
+
+
+@pytest.mark.parametrize(
+    ("other", "is_told"),
+    [
+        ([50.0, 51.0, 52.0, 53.0], False),  # four samples enclose nothing
+        ([50.0, 51.0, 52.0, 53.0, 54.0], True),
+        ([50.0, 51.0, 52.0, 53.0, 89.0], True),
+        ([50.0, 51.0, 52.0, 53.0, 90.01], False),
+        ([110.0, 150.0, 150.0, 150.0, 200.0], False),
+        ([112.0, 150.0, 150.0, 150.0, 200.0], True),
+    ],
+)
+def test_five_samples_enclose_a_step(other, is_told):
+    profile = replace(PROFILE, step_ms=51.0, samples={"step": other})
+    assert ("noise.same-step" in figures(step(), profile)) is is_told
+
+
+def test_the_step_with_the_longest_warm_up_is_the_one_analysed():
+    assert [analysed_step([step(first), step(second)]).warmup for first, second in ((0, 1), (1, 0), (2, 5))] == [
+        1,
+        1,
+        5,
+    ]
+
+
+def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_looked_at():
+    rows = [wild(0.6), wild(1.2), wild(0.2), replace(wild(0.1), times={}, verdict="wrong", status="wrong", kept=False)]
+    assert figures(*rows)["noise.unsteady-rungs"] == {
+        "rows": 2, "of": 3, "low_ms": 20.0, "ms": 50.0, "high_ms": 80.0
+    }  # fmt: skip
+    swept = [SweepRow(command="bench step", times=row.times) for row in rows]
+    assert figures(*swept)["noise.unsteady-rows"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"),
+    [
+        (1.04, "as much time as"),
+        (1.05, "1.1× more time than"),
+        (1 / 1.04, "as much time as"),
+        (0.5, "2.0× less time than"),
+    ],
+)
+def test_a_twentieth_more_time_is_a_difference(ms, words):
+    rows = [PROFILE, piece("scores", 1.0, 40.0), piece("softmax", ms, 1.0), COPY]
+    (found,) = [each for each in findings(rows) if each.id == "kernels.softmax"]
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("fewer", "gb_s", "why"),
+    [
+        (2.0, 80.0, "it is bound by memory"),  # as many FLOPs in its time as half the scores' rate
+        (1.9, 80.0, None),
+        (40.0, 50.0, "it is bound by memory"),
+        (40.0, 49.0, "its arithmetic is not what takes the time"),
+    ],
+)
+def test_softmax_is_bound_by_memory_from_half_of_a_copy_s_rate(fewer, gb_s, why):
+    rows = [PROFILE, piece("scores", 1.0, fewer), piece("softmax", 1.0, 1.0, gb_s), COPY]
+    (found,) = [each for each in findings(rows) if each.id == "kernels.softmax"]
+    assert (why in found.sentence) if why else ("of_copy" not in found.figures)
+
+
+def test_families_below_a_hundredth_are_not_named():
+    shares = {"elementwise": 0.2, "normalisation": 0.01, "reduction": 0.009}
+    found = figures(PROFILE, *(family(name, share) for name, share in shares.items()))["kernels.unfused"]
+    assert (found["families"], found["share"]) == (("elementwise", "normalisation"), pytest.approx(0.21))
+
+
+@pytest.mark.parametrize(("low", "id"), [(0.99, "gain.smaller"), (1.0, "gain.smaller"), (1.01, "gain.faster")])
+def test_faster_is_an_interval_above_one(low, id):
+    assert id in figures(rung("baseline", "baseline"), rung("x", speedup_low=low))
+
+
+def test_the_proof_is_of_the_rungs_asked_for_alone():
+    rows = [PROFILE, family("elementwise", 0.5), RungRow(rung="bf16 autocast", verdict="faster", gain=2.0, kept=True),
+            RungRow(rung="compiled blocks", verdict="slower", gain=0.5, kept=False)]  # fmt: skip
+    (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
+    assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
+    assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
+
+
+def test_the_first_profile_that_ran_is_told_by_its_own_rows():
+    failed = replace(PROFILE, status="out of memory", module_coverage=0.5)
+    other = replace(family("elementwise", 0.9), precision="bf16")
+    assert figures(failed, PROFILE, family("elementwise", 0.1), other) == {}
+    assert "kernels.coverage" in figures(failed, replace(PROFILE, module_coverage=0.5))
+
+
+@pytest.mark.parametrize(("share", "remedy"), [(0.05, True), (0.04, False)])
+def test_a_part_is_worth_a_change_from_a_twentieth_of_the_peak(share, remedy):
+    for part, change in (("the loss", "a chunked loss"), ("attention", "a fused attention")):
+        found, _ = owned({}, {"activations": 0.6, f"activations/{part}": share})
+        assert (change in found.figures["remedies"]) is remedy
+
+
+@pytest.mark.parametrize(("first", "named"), [(0.5, 2), (0.51, 1)])
+def test_owners_are_named_until_they_own_more_than_half(first, named):
+    found, _ = owned({}, {"activations": first, "parameters": 0.3, "gradients": 0.1})
+    assert len(found.figures["owners"]) == named
+
+
+@pytest.mark.parametrize(("rest", "stays"), [(2.0, False), (2.1, True)])
+def test_most_stays_from_half_of_the_peak(rest, stays):
+    found = figures(step(at_rest_gib=rest))["memory.peak"]
+    assert bool(found["remedies"]) is stays
+
+
+OWNED = [
+    MemoryTimelineRow(**SETTINGS, peak_phase="backward", peak_gib=4.0),
+    *(OwnerRow(**SETTINGS, owner=name, share=share) for name, share in
+      (("activations", 0.4), ("parameters", 0.3), ("gradients", 0.2), ("batch", 0.1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"module": "blocks.*.mlp", "phase": "forward"}, "blocks.*.mlp"),
+        ({"phase": "loss"}, "the loss"),
+        ({"phase": "forward"}, "the model itself"),
+        ({"line": "train.py:3", "phase": "forward"}, "train.py:3"),
+    ],
+)
+def test_three_owners_and_the_largest_part_of_the_activations(part, words):
+    parts = [OwnerRow(**SETTINGS, owner="temporaries", phase="backward", share=0.9),
+             OwnerRow(**SETTINGS, owner="activations", share=0.25, **part),
+             OwnerRow(**SETTINGS, owner="activations", share=0.2, phase="optimizer")]  # fmt: skip
+    (told,) = [each for each in findings([*OWNED, *parts]) if each.id == "memory.owners"]
+    assert told.sentence == (
+        "At its peak, 4.00 GiB in backward, memory is activations 40%, parameters 30% and gradients 20%; of the "
+        f"activations, those of {words} are the most (25% of the peak)."
+    )
+    found = figures(*OWNED, *parts)["memory.owners"]
+    assert found == {
+        "share of activations": 0.4, "share of parameters": 0.3, "share of gradients": 0.2,
+        "peak_gib": 4.0, "phase": "backward", "part": words, "share of the part": 0.25,
+    }  # fmt: skip
+    assert "part" not in figures(*OWNED)["memory.owners"]
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "2.00 GiB, is made by"), (2, "2.00 GiB, 2 times a step, is made by")])
+def test_the_largest_allocation_is_the_first_and_says_how_often(count, words):
+    rows = [AllocationRow(**SETTINGS, rank=rank, mib=2048.0 / rank, count=count, line=f"a.py:{rank}", phase="forward")
+            for rank in (1, 2)]  # fmt: skip
+    (found,) = [each for each in findings([*OWNED, *rows]) if each.id == "memory.owners"]
+    assert (found.figures["largest_gib"], found.figures["line"]) == (2.0, "a.py:1")
+    assert words in found.sentence
+
+
+def test_a_recording_that_failed_or_knows_no_owner_says_nothing():
+    timeline, *owners = OWNED
+    assert figures(replace(timeline, status="failed"), *owners) == {}
+    assert figures(replace(timeline, peak_phase=None), *owners) == {}
+    assert figures(timeline) == {}
+
+
+@pytest.mark.parametrize(
+    ("peaks", "proof"),
+    [
+        ([4.0, 3.93], None),  # by no more than runs differ
+        ([4.0, 3.91], ("1", 4.0, 3.91)),
+        ([4.0, 3.0, 1.0], ("2", 3.0, 1.0)),
+        ([4.0, 2.0, 1.0], ("1", 4.0, 2.0)),
+        ([4.0, 3.0, 2.0], ("1", 4.0, 3.0)),
+        ([4.0, None, 2.0], ("2", 4.0, 2.0)),
+        ([None, 3.0, 1.0], ("2", 3.0, 1.0)),
+    ],
+)
+def test_the_rung_that_saved_most_memory_against_what_it_was_built_on(peaks, proof):
+    rungs = [rung(str(at), peak_gib=peak) for at, peak in enumerate(peaks)]
+    found = figures(*OWNED, *rungs)["memory.owners"]
+    told = tuple(found[name] for name in ("rung", "before_gib", "after_gib")) if "rung" in found else None
+    assert told == proof
+    apart = [replace(each, kept=False, status="wrong") if at == 1 else each for at, each in enumerate(rungs)]
+    assert figures(*OWNED, *apart)["memory.owners"].get("rung") != "1"
+
+
+@pytest.mark.parametrize(("error", "id"), [(0.05, "memory.predicted"), (-0.06, "memory.prediction-off")])
+def test_a_prediction_agrees_to_a_twentieth(error, id):
+    rows = [PeakRow(context=at, mode="step", prediction_error=each) for at, each in enumerate((0.01, error, None))]
+    assert figures(*rows) == {id: {"worst": abs(error), "peaks": 2, "over": int(id.endswith("off"))}}
+
+
+@pytest.mark.parametrize(("calls", "words"), [(1.0, "in 1 call."), (1.2, "in 1 call."), (2.0, "in 2 calls.")])
+def test_a_kernel_s_calls_are_counted_in_words(calls, words):
+    top = {"kernel": "mm", "kernel_family": "matmul", "kernel_calls": calls, "kernel_ms": 1.0, "kernel_share": 0.5}
+    profile = replace(PROFILE, **{f"top_forward_{name}": value for name, value in top.items()},
+                      most_called_forward_kernel="mm", most_called_forward_kernel_calls=calls)  # fmt: skip
+    (found,) = findings([profile])
+    assert found.id == "kernels.top-of-forward"
+    assert found.sentence.endswith(words)
+
+
+def test_the_phases_that_take_most_are_named_the_longest_first():
+    simt = [family("FP32 SIMT matmul", 0.5, phase, ms=ms) for phase, ms in
+            (("step", 100.0), ("forward", 30.0), ("backward", 55.0), ("loss", 15.0), ("optimizer", None))]  # fmt: skip
+    rows = [replace(row, precision="bf16") for row in (PROFILE, *simt, family("copy", 0.1, "optimizer", ms=500.0))]
+    sentences = {each.id: each.sentence for each in findings(rows)}
+    assert sentences["kernels.float32-products"].endswith(
+        "though the step runs in bf16: 55% of it in backward, 30% of it in forward and 15% of it in loss."
+    )
+    rows[4] = replace(rows[4], ms=14.0)
+    (found,) = [each for each in findings(rows) if each.id == "kernels.float32-products"]
+    assert "of it in loss" not in found.sentence
+
+
+@pytest.mark.parametrize(("forward", "whole"), [(0.5, None), (None, 0.5), (0.5, 0.4)])
+def test_matrix_products_are_told_of_where_both_shares_are_known(forward, whole):
+    found = figures(replace(PROFILE, matmul_share_forward=forward, matmul_share_step=whole))
+    known = None not in (forward, whole)
+    assert found == ({"kernels.matmuls": {"forward_share": forward, "step_share": whole}} if known else {})
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [piece("softmax", 1.0, 1.0)],
+        [piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, None), piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, 1.0), piece("scores", 1.0, None)],
+        [piece("softmax", None, 1.0), piece("scores", 1.0, 40.0)],
+        [piece("softmax", 1.0, 1.0), piece("scores", None, 40.0)],
+    ],
+)
+def test_softmax_is_not_held_against_what_is_unknown(pieces):
+    assert figures(PROFILE, *pieces) == {}
+
+
+def test_softmax_is_held_against_the_scores_of_forward_and_a_copy():
+    pieces = [piece("softmax", 1.0, 1.0, 60.0), piece("scores", 0.5, 40.0)]
+    others = [replace(each, phase="backward", main_ms=9.0) for each in pieces]
+    product_first = CeilingRow(operation="matmul", precision="fp32", gb_s=1.0)
+    found = figures(PROFILE, *pieces, *others, product_first, COPY)["kernels.softmax"]
+    assert found == {"fewer_flop": 40.0, "faster": 0.5, "gb_s": 60.0, "of_copy": 0.6}
+    assert "of_copy" not in figures(PROFILE, *pieces, product_first)["kernels.softmax"]
+    assert "of_copy" in figures(PROFILE, pieces[0], replace(pieces[1], main_tflop=1.5), COPY)["kernels.softmax"]
+    unknown = [replace(pieces[0], main_gb_s=None), pieces[1]]
+    assert "of_copy" not in figures(PROFILE, *unknown, COPY)["kernels.softmax"]
+
+
+@pytest.mark.parametrize(("gb", "told"), [(None, None), (2.0, 2.0)])
+def test_what_the_optimizer_takes_is_of_what_is_known(gb, told):
+    rows = [family("a", 1, ms=100.0), family("b", 1), family("c", 1, "optimizer", ms=15.0, gb=gb),
+            family("d", 1, "optimizer")]  # fmt: skip
+    assert figures(PROFILE, *rows)["kernels.optimizer-unfused"] == {"share": 0.15, "gb": told}
+
+
+@pytest.mark.parametrize(
+    ("shares", "owners", "remedies"),
+    [
+        ({"parameters": 0.3, "activations": 0.51}, ("activations",), None),
+        ({"activations": 0.4, "activations/the loss": 0.39, "parameters": 0.3}, ("activations", "parameters"), None),
+        ({"batch": 0.0, "activations": 0.6}, ("activations",), None),
+        ({"activations": 0.5, "batch": None}, ("activations",), None),
+        ({"activations": 0.4, "batch": 0.0, "unknown": 0.0}, ("activations", "batch", "unknown"), None),
+        ({"batch": 0.7}, ("batch",), ("a smaller batch",)),
+        ({"activations": 0.6, "temporaries": 0.2, "temporaries/Softmax of backward": 0.1}, ("activations",),
+         ("activation checkpointing", "a smaller batch")),
+    ],
+)  # fmt: skip
+def test_owners_are_totals_the_largest_first_and_remedies_their_own(shares, owners, remedies):
+    found, _ = owned({}, shares)
+    assert found.figures["owners"] == owners
+    assert remedies is None or found.figures["remedies"] == remedies

@@ -1,0 +1,77 @@
+"""What the mutation testing of the judges changes, and that its list of equivalent mutants is of mutants."""
+
+import ast
+import tomllib
+
+import pytest
+
+from tests import mutants
+
+CODE = """
+LIMIT = 0.5
+OTHER = 3
+
+def judge(values: list[float], least: int = 2) -> bool:
+    \"\"\"Says 1 thing.\"\"\"
+    if len(values) < least and not values:
+        return False
+    values.sort()
+    values[0] = LIMIT
+    return max(values) * 2 >= 1.0
+
+def found(rows) -> list[Finding]:
+    return [1 for row in rows if judge(row)]
+"""
+
+
+def names(only=None):
+    return {each.name for each in mutants.mutants_of("x.py", CODE, only)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "top: LIMIT = 0.5 → LIMIT = 0.25",
+        "judge: values: list[float], least: int=2 → values: list[float], least: int=3",
+        "judge: len(values) < least and (not values) → len(values) <= least and (not values)",
+        "judge: len(values) < least and (not values) → len(values) > least and (not values)",
+        "judge: len(values) < least and (not values) → len(values) < least or not values",
+        "judge: len(values) < least and (not values) → len(values) < least and values",
+        "judge: return False → pass",
+        "judge: values.sort() → pass",
+        "judge: max(values) → min(values)",
+        "judge: max(values) * 2 >= 1.0 → max(values) / 2 >= 1.0",
+        "judge: max(values) * 2 → max(values) * 3",
+        "judge: return max(values) * 2 >= 1.0 → return not max(values) * 2 >= 1.0",
+        "found: [1 for row in rows if judge(row)] → [1 for row in rows]",
+    ],
+)
+def test_one_thing_is_changed_at_a_time(name):
+    assert name in names()
+
+
+def test_every_mutant_is_another_program_that_compiles():
+    every = mutants.mutants_of("x.py", CODE)
+    assert len({each.source for each in every}) == len({each.name for each in every}) == len(every)
+    assert ast.unparse(ast.parse(CODE)) not in {each.source for each in every}
+    for each in every:
+        compile(each.source, "x.py", "exec")
+
+
+def test_of_the_findings_only_the_rules_and_what_they_use_are_changed():
+    tree = ast.parse(CODE)
+    assert mutants.rules_of(tree) == {"found", "judge", "LIMIT"}
+    assert not [name for name in names(mutants.rules_of(tree)) if "OTHER" in name]
+
+
+def test_the_listed_equivalents_are_mutants_of_today_and_have_reasons():
+    listed = tomllib.loads((mutants.ROOT / "tests/mutants.toml").read_text())
+    for file, reasons in listed.items():
+        assert set(reasons) <= {each.name for each in mutants.mutants_of_judge(file)}, file
+        assert all(len(reason) > 20 for reason in reasons.values())
+
+
+def test_every_judge_has_tests():
+    for pattern, tests in mutants.JUDGES.items():
+        assert mutants.files_of(pattern), f"no file {pattern}"
+        assert all((mutants.ROOT / test).exists() for test in tests if not test.startswith("-")), pattern
