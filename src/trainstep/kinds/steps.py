@@ -50,6 +50,7 @@ class StepRow(MeasuredStep, kind="step"):
     warmup: int | None = setting(None)
     steps: int | None = setting(None)
     repeat: int | None = setting(None)  # which pass over the grid, from 0
+    run: int | None = setting(None)  # which process of those that measured the same case; None where there was one
 
 
 class RungRow(MeasuredStep, kind="rung"):
