@@ -81,7 +81,8 @@ def main(device: str = "cpu", runs: str = "150", together: str = "4", name: str 
             files = {run: Path(folder) / f"{run}.jsonl" for run in batch}
             children = {run: _start(device, run, file) for run, file in files.items()}
             for child in children.values():
-                assert child.stdout is not None and child.stdout.readline() == "ready\n", "a run did not start"
+                assert child.stdout is not None
+                assert child.stdout.readline() == "ready\n", "a run did not start"
             for run, child in children.items():
                 child.communicate("go\n")
                 for row in of_kind(read_records(files[run]), StepRow):

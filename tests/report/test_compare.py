@@ -79,7 +79,8 @@ def test_the_table_has_the_settings_that_differ():
     pairs = compare([step(100.0), step(50.0, precision="bf16")], [step(80.0), step(60.0, precision="bf16")])
     table = comparison_table(pairs, "a → b")
     assert table.columns[:2] == ("kind", "precision")
-    assert [row[-1] for row in table.texts()] == ["faster", "slower"]
+    assert [row[-1] for row in table.texts()] == ["faster within this run", "slower within this run"]
+    assert all(row[-2].endswith("] within this run") for row in table.texts())
 
 
 def test_grids_that_differ_in_one_column_are_told_which():

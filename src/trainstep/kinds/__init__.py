@@ -26,6 +26,7 @@ from trainstep.kinds.steps import (
     CeilingRow,
     ControlRow,
     DtypeRow,
+    RatioRow,
     RungRow,
     StepRow,
     TourRow,
@@ -35,7 +36,7 @@ from trainstep.kinds.steps import (
 KINDS: Mapping[str, type[Row]] = {
     kind.kind: kind
     for kind in (
-        WorkloadRow, StepRow, RungRow, ControlRow, CeilingRow, DtypeRow, AccumulationRow, TourRow,
+        WorkloadRow, StepRow, RatioRow, RungRow, ControlRow, CeilingRow, DtypeRow, AccumulationRow, TourRow,
         ProfileRow, FamilyRow, PieceRow, KernelRow, TimelineRow,
         PeakRow, MemoryTimelineRow, OwnerRow, AllocationRow, ResidualRow, CheckpointingRow,
         AttentionRow,
@@ -162,7 +163,8 @@ _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
 }
 
 __all__ = ["KINDS", "row_of", "rows_of"]
-__all__ += ["AccumulationRow", "CeilingRow", "ControlRow", "DtypeRow", "RungRow", "StepRow", "TourRow", "WorkloadRow"]
+__all__ += ["AccumulationRow", "CeilingRow", "ControlRow", "DtypeRow", "RatioRow", "RungRow", "StepRow", "TourRow"]
+__all__ += ["WorkloadRow"]
 __all__ += ["AttentionRow", "FamilyRow", "KernelRow", "PieceRow", "ProfileRow", "TimelineRow"]
 __all__ += ["AllocationRow", "CheckpointingRow", "MemoryTimelineRow", "OwnerRow", "PeakRow", "ResidualRow"]
 __all__ += ["CollectiveFitRow", "CollectiveRow", "ParallelRow", "ParallelTraceRow", "TrainRow"]

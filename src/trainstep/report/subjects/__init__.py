@@ -21,6 +21,7 @@ from trainstep.report.subjects import (
     parallel,
     plan,
     precision,
+    ratios,
     steps,
     sweep,
     workload,
@@ -28,7 +29,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+    steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
 )  # fmt: skip
 """In the order of the page."""
 
