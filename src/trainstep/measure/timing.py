@@ -203,9 +203,7 @@ def _time_together(
         device_ms = None if mark is None else device.elapsed_ms(mark, next_mark)
         wall_ms = (after - start) * 1e3 if device_ms is None else device_ms
         wait_ms = (end - issued) * 1e3 if each is laps[-1] else 0.0
-        samples.append(
-            Sample((after - start) * 1e3 if device_ms is None else device_ms, wait_ms, device_ms, each.read())
-        )
+        samples.append(Sample(wall_ms, wait_ms, device_ms, each.read()))
     return tuple(samples)
 
 
