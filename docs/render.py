@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, steps
+from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, steps, trust
 from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
@@ -25,7 +25,7 @@ REPORTS = {
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, profile, plan)
+SUBJECTS = (facts, steps, attention, parallel, profile, plan, trust)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

@@ -1,9 +1,25 @@
+import itertools
+import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 
-from trainstep.stats import Interval, Ratio, median_interval, ratio_of_medians, summarize, verdict
+from trainstep.kinds import StepRow
+from trainstep.records import by_case, of_kind, read_records
+from trainstep.stats import (
+    Interval,
+    Ratio,
+    median_interval,
+    ratio_of_medians,
+    ratio_of_runs,
+    run_deviation,
+    smallest_found,
+    student_quantile,
+    summarize,
+    verdict,
+)
 
 
 def test_below_six_samples_there_is_no_interval():
@@ -88,3 +104,124 @@ def test_columns_of_a_row():
         "a_low_ms": 1.0,
         "a_high_ms": 7.0,
     }
+
+
+def test_a_median_of_an_even_number_lies_between_the_middle_two():
+    assert summarize([1.0, 2.0, 3.0, 10.0]).median == 2.5
+    assert ratio_of_medians([1.0, 2.0, 3.0, 10.0], [1.0]).value == 2.5
+    assert ratio_of_runs([[1.0, 2.0, 3.0, 10.0]], [[0.5, 1.5]]).value == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("far", "outliers"), [(1.4, 0), (1.6, 1), (2.9, 1), (-1.4, 0), (-1.6, 1)])
+def test_outliers_lie_beyond_one_and_a_half_quartile_ranges(far, outliers):
+    """Thirteen samples whose quartiles are the 4th and the 10th, 6 apart, whatever the extreme one is."""
+    first, third = (4.0, 10.0) if far > 0 else (3.0, 9.0)
+    inner = [float(each) for each in range(1, 13)]
+    sample = third + far * 6 if far > 0 else first + far * 6
+    found = summarize([*inner, sample])
+    assert statistics.quantiles([*inner, sample], n=4, method="inclusive")[::2] == [first, third]
+    assert found.outliers == outliers
+
+
+def test_student_quantiles_agree_with_published_tables():
+    """Two-sided 95 % and 80 %, as in Abramowitz & Stegun, table 26.10."""
+    table = {1: (12.706, 3.078), 2: (4.303, 1.886), 3: (3.182, 1.638), 4: (2.776, 1.533), 9: (2.262, 1.383)}
+    for degrees, (wide, narrow) in table.items():
+        assert student_quantile(degrees, 0.95) == pytest.approx(wide, abs=5e-4)
+        assert student_quantile(degrees, 0.80) == pytest.approx(narrow, abs=5e-4)
+    assert student_quantile(1e9, 0.95) == pytest.approx(1.96, abs=0.013)
+    assert 3.495 < student_quantile(2.5, 0.95) < 3.495 * 1.05, "3.495 by quadrature; above it, by the chord"
+
+
+def simulated_run(rng, deviation, n=10):
+    """Step times as runs have them: a factor of the run's own, and skewed samples."""
+    factor = rng.lognormvariate(0, deviation)
+    return [factor * (1 + 0.02 * rng.expovariate(1)) for _ in range(n)]
+
+
+@pytest.mark.parametrize("runs", [3, 5, 10])
+@pytest.mark.parametrize("deviation", [0.0, 0.01, 0.02, 0.05])
+def test_coverage_between_runs(deviation, runs):
+    """False calls of equal arms; 1500 trials of 95 % have a standard error of 0.6 %."""
+    rng, trials = random.Random(runs), 1500
+    hits = 0
+    for _ in range(trials):
+        a, b = ([simulated_run(rng, deviation) for _ in range(runs)] for _ in range(2))
+        hits += 1 in ratio_of_runs(a, b).interval
+    assert hits / trials >= 0.94
+
+
+def test_coverage_where_one_side_scatters_more():
+    rng, trials = random.Random(0), 3000
+    hits = 0
+    for _ in range(trials):
+        a = [[1.3 * rng.lognormvariate(0, 0.05)] for _ in range(6)]
+        b = [[rng.lognormvariate(0, 0.01)] for _ in range(4)]
+        ratio = ratio_of_runs(a, b)
+        hits += 1.3 in ratio.interval
+        assert ratio.interval.low < ratio.value < ratio.interval.high
+    assert hits / trials >= 0.94
+
+
+def test_more_steps_do_not_stand_in_for_runs():
+    """The interval of one run a side misses what runs differ by, and the more steps, the surer it is of that."""
+    rng, trials = random.Random(0), 200
+    hits = {10: 0, 200: 0}
+    for n in hits:
+        for _ in range(trials):
+            a, b = (simulated_run(rng, 0.02, n) for _ in range(2))
+            hits[n] += 1 in ratio_of_medians(a, b).interval
+    assert hits[200] / trials < 0.75
+    assert hits[200] < hits[10] < 0.95 * trials
+
+
+def test_a_ratio_says_whether_it_holds_between_runs():
+    one, many = [2.0] * 7, [[2.0, 2.1], [2.2, 2.0], [2.05, 2.15]]
+    assert not ratio_of_medians(one, one).between_runs
+    assert ratio_of_runs(many, many).between_runs
+    assert ratio_of_runs([one], many).interval is None, "one run has no spread between runs"
+    assert ratio_of_runs([one, one], [one, one]).interval == Interval(1.0, 1.0)
+
+
+def test_the_difference_that_is_said_to_be_found_is_found_9_times_of_10():
+    rng, trials, deviation = random.Random(2), 1500, 0.02
+    for runs in (3, 5, 10):
+        factor = 1 + smallest_found(deviation, runs)
+        called = 0
+        for _ in range(trials):
+            a, b = ([[rng.lognormvariate(0, deviation)] for _ in range(runs)] for _ in range(2))
+            called += verdict(ratio_of_runs([[factor * x for x in run] for run in a], b)) == "faster"
+        assert called / trials == pytest.approx(0.9, abs=0.03)
+
+
+def test_the_deviation_of_runs_is_pooled_over_arms():
+    rng = random.Random(3)
+    arms = [[[scale * rng.lognormvariate(0, 0.03)] * 3 for _ in range(5)] for scale in (1, 7) for _ in range(200)]
+    assert run_deviation(*arms) == pytest.approx(0.03, rel=0.06)
+    assert math.isnan(run_deviation([[1.0, 2.0]]))
+
+
+CORPUS = sorted((Path(__file__).parents[1] / "docs" / "results").glob("aa-*.jsonl"))
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+def test_false_calls_on_the_corpus_are_at_most_5_percent(runs):
+    """Disjoint groups of runs that followed one another; in each, every way to make two arms of it counts alike."""
+    called = ways = groups = 0
+    for path in CORPUS:
+        for case in by_case(of_kind(read_records(path), StepRow), "run"):
+            samples = [row.samples["step"] for row in case]
+            assert len({row.run for row in case}) == len(case), "each run a process of its own"
+            for group in _groups(samples, 2 * runs):
+                groups += 1
+                for chosen in itertools.combinations(range(1, 2 * runs), runs - 1):  # the first run is in one of them
+                    arm = [group[0], *(group[index] for index in chosen)]
+                    rest = [group[index] for index in range(1, 2 * runs) if index not in chosen]
+                    called += verdict(ratio_of_runs(arm, rest)) != "inconclusive"
+                    ways += 1
+    assert groups >= {3: 70, 5: 40}[runs], "the corpus is there"
+    assert called / ways <= 0.05
+
+
+def _groups(runs, size):
+    return [runs[start : start + size] for start in range(0, len(runs) - size + 1, size)]

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from trainstep.measure.timing import ClockDisagreement, CpuClock, CudaClock, device_clock, time_steps
+from trainstep.measure.timing import ClockDisagreement, CpuClock, CudaClock, device_clock, time_steps, time_window
 
 ISSUE_MS = 0.01
 
@@ -137,6 +137,69 @@ def test_covering_work_hides_the_launches_and_is_not_counted():
     assert covered.ms == covered.device_ms < 1 < covered.wall_ms
     assert covered.device_ms == pytest.approx(ISSUE_MS / 10)
     assert covered.laps["forward"].ms == pytest.approx(ISSUE_MS / 10)
+
+
+def launches_then_work(device):
+    """5 ms of launches that give the device nothing, then 10 ms for the device."""
+
+    def step(phase):
+        with phase("optimizer"):
+            for _ in range(500):
+                device.launch(0.0)
+        with phase("forward"):
+            device.launch(10.0)
+
+    return step
+
+
+def test_a_sustained_window_lets_the_host_run_ahead():
+    device, waits = FakeDevice(), []
+    wait, device.synchronize = device.synchronize, lambda: (waits.append(device.now_ms), wait())
+    apart = time_steps(launches_then_work(device), device=device, warmup=2, steps=20, clock=device.clock)
+    assert apart.samples[0].wall_ms == pytest.approx(15, abs=0.1)
+    waits.clear()
+    timing = time_window(launches_then_work(device), device=device, warmup=2, steps=20, clock=device.clock)
+    assert len(waits) == 4, "before and after the warm-up, and the window"
+    assert len(timing.samples) == 20
+    assert [sample.wall_ms for sample in timing.samples[:2]] == pytest.approx([15, 10], abs=0.1)
+    assert {round(sample.wall_ms, 1) for sample in timing.samples[1:]} == {10.0}
+    last = timing.samples[19].wait_ms
+    assert last == pytest.approx(105, abs=0.3), "the host was done launching after 100 of 205 ms"
+    assert sum(sample.wall_ms for sample in timing.samples) == pytest.approx(waits[3] - waits[2] + last, abs=0.1)
+    assert timing.samples[5].laps["forward"].ms == pytest.approx(10, abs=0.1)
+    assert timing.samples[5].laps["optimizer"].host_ms == pytest.approx(5, abs=0.1)
+    assert [sample.wait_ms for sample in timing.samples[:19]] == [0.0] * 19
+
+
+def test_what_is_done_after_a_step_is_in_a_sustained_window():
+    class Host(CpuClock):
+        now = 0.0
+
+    device = Host()
+
+    def spend(seconds):
+        device.now += seconds
+
+    def step(phase):
+        with phase("forward"):
+            spend(0.003)
+
+    timing = time_window(
+        step, device=device, warmup=0, steps=4, clock=lambda: device.now, after_step=lambda: spend(0.002)
+    )
+    assert [sample.wall_ms for sample in timing.samples] == pytest.approx([5.0] * 4)
+    assert [sample.laps["forward"].ms for sample in timing.samples] == pytest.approx([3.0] * 4)
+    assert timing.samples[0].device_ms is None
+
+
+def test_a_sustained_window_checks_the_clocks():
+    class Broken(FakeDevice):
+        def synchronize(self) -> None:
+            pass
+
+    device = Broken()
+    with pytest.raises(ClockDisagreement, match="no time is reported"):
+        time_window(two_phase_step(device), device=device, warmup=0, steps=3, clock=device.clock)
 
 
 def test_as_many_steps_as_announced_and_warmup_kept_apart():

@@ -115,13 +115,22 @@ def test_the_table_has_the_settings_that_differ():
     pairs = compare([step(100.0), step(50.0, precision="bf16")], [step(80.0), step(60.0, precision="bf16")])
     table = comparison_table(pairs, "a → b")
     assert table.columns[:2] == ("kind", "precision")
-    assert [row[-1] for row in table.texts()] == ["faster", "slower"]
     (alike,) = compare([step(123.456, spread=0)], [step(61.7284, spread=0)])
     (only,) = comparison_table([alike], "").texts()
-    assert only == ("step", "small", "123.5", "61.73", "2.000×", "[1.961, 2.040]", "faster")
+    assert only == (
+        "step",
+        "small",
+        "123.5",
+        "61.73",
+        "2.000×",
+        "[1.961, 2.040] within this run",
+        "faster within this run",
+    )
     assert comparison_table([replace(alike, case={"rung": "x"})], "").columns[:2] == ("kind", "old (ms)")
     mixed = comparison_table([alike, replace(alike, loss_difference=0.5)], "")
     assert "losses differ by" in mixed.columns, "where one of them has any"
+    assert [row[-1] for row in table.texts()] == ["faster within this run", "slower within this run"]
+    assert all(row[-2].endswith("] within this run") for row in table.texts())
 
 
 def test_grids_that_differ_in_one_column_are_told_which():

@@ -124,7 +124,10 @@ def test_the_gain_has_its_interval_and_its_proof():
         "gradient_error": 0.005, "error_budget": 0.02, "before_ms": 100.0, "after_ms": 50.0,
         "peak_before_gib": None, "peak_after_gib": None,
     }  # fmt: skip
-    assert "Bf16 autocast makes the step 2.00× faster (95 % interval 1.90–2.10): 100 ms → 50.0 ms" in only.sentence
+    assert (
+        "Bf16 autocast makes the step 2.00× faster (95 % interval within this run 1.90–2.10): 100 ms → 50.0 ms"
+        in only.sentence
+    )
     assert "off by 0.005 of 0.02 allowed" in only.sentence
 
 
@@ -134,7 +137,9 @@ def test_what_is_kept_for_its_memory_is_not_called_faster():
     assert only.id == "gain.smaller"
     assert (only.figures["peak_before_gib"], only.figures["peak_after_gib"]) == (4.0, 2.0)
     assert "faster" not in only.sentence
-    assert "no difference in time that these samples can show (95 % interval 0.90–1.05)" in only.sentence
+    assert (
+        "no difference in time that these samples can show (95 % interval within this run 0.90–1.05)" in only.sentence
+    )
     assert "kept for what else it saves: peak memory 4.00 GiB → 2.00 GiB" in only.sentence
     both = said([rung("baseline", "baseline", peak_gib=4.0), rung("fused optimizer"), smaller], "gain")
     assert "kept for what else they save: peak memory 4.00 GiB → 2.00 GiB" in both

@@ -22,7 +22,7 @@ from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
-from trainstep.measure.timing import Timing, device_clock, time_steps
+from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
@@ -45,11 +45,14 @@ class StepCase:
     steps: int = 10
     repeat: int = 0
     """Which pass over the grid this is, from 0."""
+    sustained: bool = False
+    """Timed without a synchronisation between steps."""
 
     def columns(self) -> dict[str, Any]:
         """The settings of the case's row."""
         own = {"mode": self.mode, "warmup": self.warmup, "steps": self.steps, "repeat": self.repeat}
-        return case_columns(self.source, self.config) | own
+        timing = {"timing": "sustained"} if self.sustained else {}
+        return case_columns(self.source, self.config) | own | timing
 
 
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
@@ -73,6 +76,7 @@ def step_cases(
     warmups: Sequence[int] = (5,),
     steps: int = 10,
     repeat: int = 1,
+    sustained: bool = False,
 ) -> list[StepCase]:
     """Every combination of workloads, `StepConfig` axes, modes and warm-ups, `repeat` times over.
 
@@ -85,7 +89,7 @@ def step_cases(
         )
     points = itertools.product(range(repeat), sources, expand(axes), modes, warmups)
     return [
-        StepCase(source, StepConfig(**values), mode, warmup, steps, index)
+        StepCase(source, StepConfig(**values), mode, warmup, steps, index, sustained)
         for index, source, values, mode, warmup in points
     ]
 
@@ -109,7 +113,9 @@ def run_cases(cases: Iterable[StepCase], *, check: bool = True) -> Iterator[Step
         if check and key not in verdicts:
             verdicts |= _judge_alike(run, every)
         found = verdicts.get(key)
-        measure = partial(measure_step, run.source, run.config, run.mode, run.warmup, run.steps)
+        measure = partial(
+            measure_step, run.source, run.config, run.mode, run.warmup, run.steps, sustained=run.sustained
+        )
         is_wrong = isinstance(found, Verdict) and not found.is_right
         result = Failure("wrong", str(found)) if is_wrong else attempt(measure)
         for case in alike:
@@ -151,10 +157,16 @@ class StepMeasurement:
 
 
 def measure_step(
-    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", warmup: int = 5, steps: int = 10
+    source: WorkloadSource,
+    config: StepConfig,
+    mode: StepMode = "step",
+    warmup: int = 5,
+    steps: int = 10,
+    *,
+    sustained: bool = False,
 ) -> StepMeasurement:
     """Build the workload and measure its step: time, then memory on one more step."""
-    return measure_training_step(build_step(source, config), source, mode, warmup, steps)
+    return measure_training_step(build_step(source, config), source, mode, warmup, steps, sustained=sustained)
 
 
 class StepRunner:
@@ -177,12 +189,19 @@ class StepRunner:
 
 
 def measure_training_step(
-    step: TrainingStep, source: WorkloadSource, mode: StepMode, warmup: int, steps: int
+    step: TrainingStep,
+    source: WorkloadSource,
+    mode: StepMode,
+    warmup: int,
+    steps: int,
+    *,
+    sustained: bool = False,
 ) -> StepMeasurement:
     """Measure a step that is already built; every step takes the next batch, so it trains as it goes."""
     runner = StepRunner(step, mode)
     clock = device_clock(step.device)
-    timing = time_steps(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
+    take = time_window if sustained else time_steps
+    timing = take(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     state = gpu_state(step.device)
     return StepMeasurement(
         timing=timing,

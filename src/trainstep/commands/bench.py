@@ -23,6 +23,7 @@ from trainstep.bench.cases import (
 from trainstep.commands.options import Common, OneModel, StepGrid, axes_of, commas, flags_of, shown, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
+from trainstep.errors import UsageError
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchStep(Common):
-    """Time forward, loss, backward and optimizer over a grid: every flag with commas is an axis."""
+class _StepCases(Common):
+    """Flags that say which steps."""
 
     size: commas(str) = ()  # type: ignore[valid-type]
     """Named sizes (tiny, small, medium, large, xl, 2.7B, 10B) or .toml files with a [model] table; by default tiny."""
@@ -55,6 +56,16 @@ class BenchStep(Common):
     """Steps before the timed ones. Several values share one run, each row being its window."""
     steps: int = 10
     """Timed steps per case."""
+    sustained: FlagCreatePairsOff[bool] = False
+    """Time a window of steps with no synchronisation between them, as training runs."""
+    no_check: FlagCreatePairsOff[bool] = False
+    """Leave out the check beside the plain step (loss, gradients, updates); rows then say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStep(_StepCases):
+    """Time forward, loss, backward and optimizer over a grid: every flag with commas is an axis."""
+
     repeat: int = 1
     """Passes over the whole grid; from 2 on, the passes are compared with each other."""
     out: Path = Path("results/bench-step")
@@ -65,8 +76,40 @@ class BenchStep(Common):
 
         models = sources(self.size, self.workload, self.data)
         axes = axes_of(self.grid, StepConfig())
-        cases = step_cases(models, axes, modes=self.mode, warmups=self.warmup, steps=self.steps, repeat=self.repeat)
-        return run_and_report(run_cases(cases), self.out, "bench step", total=len(cases))
+        times: dict[str, Any] = {"warmups": self.warmup, "steps": self.steps, "sustained": self.sustained}
+        cases = step_cases(models, axes, modes=self.mode, repeat=self.repeat, **times)
+        return run_and_report(run_cases(cases, check=not self.no_check), self.out, "bench step", total=len(cases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAb(_StepCases):
+    """Compare the values of one flag by runs of their own: several fresh processes per value, in random order."""
+
+    aa: FlagCreatePairsOff[bool] = False
+    """Compare a case with itself: what is then called faster or slower is false. No flag has several values."""
+    width: float = 0.02
+    """Stop when the 95 % interval of the ratio is narrower than this share of it."""
+    max_runs: int = 20
+    """Stop with this many runs of each value in any case; at least 2."""
+    out: Path = Path("results/bench-ab")
+    """Folder for results.jsonl, tables/, report.html and runs/, where each run has its output."""
+
+    def run(self) -> int:
+        from functools import partial
+
+        from trainstep.bench.sweep.ab import arms_of, run_alone, run_arms
+
+        if self.max_runs < 2 or self.width <= 0:
+            raise UsageError(
+                f"max-runs is {self.max_runs}, width {self.width:g}; expected 2 runs or more, and a width above 0"
+            )
+        single = {"workload": self.workload, "data": self.data}
+        axes: dict[str, Any] = {name: (str(value),) for name, value in single.items() if value is not None}
+        axes |= {"size": self.size, **self.grid, "mode": self.mode, "warmup": self.warmup, "steps": (self.steps,)}
+        axes |= {name: (True,) for name in ("sustained", "no_check") if getattr(self, name)}
+        flag, arms = arms_of(axes, self.aa)
+        rows = run_arms(flag, arms, partial(run_alone, out=self.out), width=self.width, max_runs=self.max_runs)
+        return run_and_report(rows, self.out, "bench ab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +229,7 @@ class Bench:
 
     experiment: (
         Annotated[BenchStep, subcommand("step")]
+        | Annotated[BenchAb, subcommand("ab")]
         | Annotated[BenchLadder, subcommand("ladder")]
         | Annotated[BenchAttention, subcommand("attention")]
         | Annotated[BenchCollectives, subcommand("collectives")]

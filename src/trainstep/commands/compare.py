@@ -21,7 +21,8 @@ class Compare(Common):
     new: Positional[Path]
     """results.jsonl of the run after."""
     spread: float = RUN_SPREAD
-    """Relative difference between runs of one program on one machine; every interval is widened by it."""
+    """Relative difference by which intervals are widened where a file has one run of a case; where both have several,
+    as `bench ab` writes them, the interval holds between runs and needs no widening."""
     across: commas(str) = ()  # type: ignore[valid-type]
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 

@@ -59,6 +59,28 @@ class StepRow(MeasuredStep, Checked, kind="step"):
     warmup: int | None = setting(None)
     steps: int | None = setting(None)
     repeat: int | None = setting(None)  # which pass over the grid, from 0
+    timing: str | None = setting(None)  # sustained: no synchronisation between steps; None: one around each
+    run: int | None = setting(None)  # which process of those that measured the same case; None where there was one
+
+
+class RatioRow(StepSettings, kind="ratio"):
+    """Two arms of `bench ab`, each several runs. Samples: the runs' medians of the step in ms, old and new."""
+
+    flag: str = setting()  # what the arms differ in; `nothing` where they are equal
+    old: str = setting()  # its value in each
+    new: str = setting()
+    mode: str | None = setting(None)
+    warmup: int | None = setting(None)
+    steps: int | None = setting(None)
+    old_ms: float | None = None  # medians of the runs' medians
+    new_ms: float | None = None
+    speedup: float | None = None  # old over new, with the interval that holds between runs
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    verdict: str | None = None  # faster, slower or inconclusive
+    runs: int | None = None  # of each arm
+    run_deviation: float | None = None  # relative standard deviation of the runs' medians within an arm
+    smallest_found: float | None = None  # the relative difference that these runs tell from none 9 times of 10
 
 
 class RungRow(MeasuredStep, Checked, kind="rung"):

@@ -157,35 +157,99 @@ def time_steps(
     return Timing(tuple(taken), warmup)
 
 
+def time_window(
+    step: Callable[[PhaseContext], object],
+    *,
+    device: DeviceClock,
+    warmup: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+    after_step: Callable[[], object] = lambda: None,
+) -> Timing:
+    """Sustained: run `warmup` steps, then a window of `steps` steps that nothing waits between, as training does.
+
+    Only before and after the window is the device synchronised, so the host may run ahead by several steps, and what
+    `after_step` does (the next batch) hides behind the device's work or delays it, as it would there. A sample is the
+    time from the start of its step to the start of the next, by the device's marks where it has any, so that the
+    samples add up to the window; the last one has the wait at the window's end. Arguments as in `time_steps`.
+    """
+    assert warmup >= 0, f"warmup is {warmup}"
+    assert steps >= 1, f"steps is {steps}"
+    cold = _time_together(step, warmup, device, clock, after_step) if warmup else ()
+    return Timing((*cold, *_time_together(step, steps, device, clock, after_step)), warmup)
+
+
+def _time_together(
+    step: Callable[[PhaseContext], object],
+    steps: int,
+    device: DeviceClock,
+    clock: Callable[[], float],
+    after_step: Callable[[], object],
+) -> tuple[Sample, ...]:
+    laps = [_Laps(device, clock) for _ in range(steps)]
+    device.synchronize()
+    starts = []
+    for each in laps:
+        starts.append((clock(), device.record()))
+        step(each.phase)
+        after_step()
+    end_mark, issued = device.record(), clock()
+    device.synchronize()
+    end = clock()
+    if end_mark is not None:
+        _check_clocks(device.elapsed_ms(starts[0][1], end_mark), (end - starts[0][0]) * 1e3)
+    samples = []
+    for each, (start, mark), (after, next_mark) in zip(laps, starts, [*starts[1:], (end, end_mark)], strict=True):
+        device_ms = None if mark is None else device.elapsed_ms(mark, next_mark)
+        wall_ms = (after - start) * 1e3 if device_ms is None else device_ms
+        wait_ms = (end - issued) * 1e3 if each is laps[-1] else 0.0
+        samples.append(Sample(wall_ms, wait_ms, device_ms, each.read()))
+    return tuple(samples)
+
+
+class _Laps:
+    """The phases of one step, marked as it runs and read once the device is done."""
+
+    def __init__(self, device: DeviceClock, clock: Callable[[], float]) -> None:
+        self._device, self._clock = device, clock
+        self._marks: dict[str, tuple[float, Any, Any]] = {}  # phase → host seconds, first mark, last mark
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert name not in self._marks, f"phase {name} ran twice in one step"
+        mark, entered = self._device.record(), self._clock()
+        yield
+        self._marks[name] = (self._clock() - entered, mark, self._device.record())
+
+    def read(self) -> dict[str, Lap]:
+        return {
+            name: Lap(host * 1e3, None if first is None else self._device.elapsed_ms(first, last))
+            for name, (host, first, last) in self._marks.items()
+        }
+
+
 def _time_one(
     step: Callable[[PhaseContext], object], device: DeviceClock, clock: Callable[[], float], cover: Callable[[], object]
 ) -> Sample:
-    marks: dict[str, tuple[float, Any, Any]] = {}  # phase → host seconds, first mark, last mark
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        assert name not in marks, f"phase {name} ran twice in one step"
-        mark, entered = device.record(), clock()
-        yield
-        marks[name] = (clock() - entered, mark, device.record())
-
+    laps = _Laps(device, clock)
     device.synchronize()
     cover()
     start, start_mark = clock(), device.record()  # the host's reads enclose the device's marks
-    step(phase)
+    step(laps.phase)
     end_mark, issued = device.record(), clock()
     device.synchronize()
     end = clock()
 
     wall_ms = (end - start) * 1e3
     device_ms = None if start_mark is None else device.elapsed_ms(start_mark, end_mark)
-    if device_ms is not None and device_ms > wall_ms * 1.01 + 0.1:  # events are good to 1 µs, clocks to one in 1e4
+    if device_ms is not None:
+        _check_clocks(device_ms, wall_ms)
+    return Sample(wall_ms, (end - issued) * 1e3, device_ms, laps.read())
+
+
+def _check_clocks(device_ms: float, wall_ms: float) -> None:
+    if device_ms > wall_ms * 1.01 + 0.1:  # events are good to 1 µs, clocks to one in 1e4
         raise ClockDisagreement(
             f"the device was busy for {device_ms:.3f} ms in a step that the host clock saw last {wall_ms:.3f} ms; "
             "the host clock or the synchronisation cannot be trusted, so no time is reported"
         )
-    laps = {
-        name: Lap(host * 1e3, None if first is None else device.elapsed_ms(first, last))
-        for name, (host, first, last) in marks.items()
-    }
-    return Sample(wall_ms, (end - issued) * 1e3, device_ms, laps)

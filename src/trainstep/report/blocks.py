@@ -86,6 +86,7 @@ class Section:
 
 TOPICS: Mapping[str, str] = {
     "gain": "Gain proven",
+    "ratio": "Between runs",
     "loss": "Loss",
     "phases": "What dominates",
     "utilisation": "Utilisation",

@@ -13,6 +13,10 @@ from typing import Literal
 from trainstep.records import Row, Scalar
 from trainstep.report import numbers
 from trainstep.report.numbers import as_float, number, typeset
+from trainstep.stats import WITHIN_RUN
+
+INTERVAL = f"95 % interval {WITHIN_RUN}"
+"""What a sentence calls the interval of a ratio that one run a side gave."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,10 @@ def mean(title: str, phase: str) -> Column:
     return Column(title, cell, brief=False)
 
 
-def ratio(title: str, name: str, brief: bool = True) -> Column:
-    """A ratio with its interval."""
-    return Column(title, lambda row: ratio_cell(row, name), brief)
+def ratio(title: str, name: str, brief: bool = True, *, between_runs: bool = False) -> Column:
+    """A ratio with its interval; the title says where that is true within one run alone."""
+    where = "" if between_runs else f", {WITHIN_RUN}"
+    return Column(f"{title} [95 %{where}]", lambda row: ratio_cell(row, name), brief)
 
 
 def files_only(column: Column) -> Column:

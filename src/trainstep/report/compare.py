@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,11 +11,11 @@ from trainstep.errors import UsageError
 from trainstep.records import Row, Scalar
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import RUN_SPREAD, Interval, Ratio, ratio_of_medians, verdict
+from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_of_medians, ratio_of_runs, verdict
 
 ACROSS = (
     *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
-    *("mode", "warmup"),
+    *("mode", "warmup", "timing"),
 )  # The columns in which compared rows may be allowed to differ
 MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""
@@ -43,11 +42,12 @@ def compare(
 ) -> list[Comparison]:
     """Compare the step times of every case that ran in both.
 
-    Passes over one case (`--repeat`) are each compared with each of the other file's, and the interval covers all of
-    them: what differs between passes differs for reasons that are not inside a pass.
+    Where each file has several runs of a case (rows with a `run`, each a process of its own), the interval holds
+    between runs. Otherwise it is true within the run alone; passes over one case (`--repeat`) are then each compared
+    with each of the other file's, and the interval covers all of them.
 
     Args:
-        spread: relative difference between runs of one case, by which every interval is widened.
+        spread: relative difference by which intervals within a run are widened.
         across: columns in which the two files may differ, such as precision.
 
     Raises:
@@ -99,7 +99,7 @@ def _differing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
 
 def repeatability(records: Sequence[Row], spread: float = RUN_SPREAD) -> list[Comparison]:
     """Every later pass over a case against its first: ratios whose interval should contain 1."""
-    found = _passes(records).items()
+    found = _passes(row for row in records if row.case.get("run") is None).items()
     return [_compare_case(key, passes[:1], [later], spread) for key, passes in found for later in passes[1:]]
 
 
@@ -115,17 +115,24 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: float) -> Comparison:
     before, after = ([row.samples["step"] for row in rows] for rows in (old, new))
-    pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
-    whole = [interval for interval in pairs if interval is not None]
-    interval = None
-    if len(whole) == len(pairs):
-        interval = Interval(min(each.low for each in whole), max(each.high for each in whole))
-    every_old, every_new = (list(itertools.chain(*passes)) for passes in (before, after))
-    ratio = Ratio(ratio_of_medians(every_old, every_new, spread).value, interval)
-    old_ms, new_ms = statistics.median(every_old), statistics.median(every_new)
+    are_runs = all(len({row.case.get("run") for row in rows} - {None}) == len(rows) > 1 for rows in (old, new))
+    ratio = ratio_of_runs(before, after) if are_runs else _ratio_of_passes(before, after, spread)
     (_, kind), *case = key
     losses = _loss_difference(old[0], new[0])
-    return Comparison(str(kind), dict(case), ratio, old_ms, new_ms, losses, verdict(ratio))
+    return Comparison(str(kind), dict(case), ratio, _median(before), _median(after), losses, verdict(ratio))
+
+
+def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], spread: float) -> Ratio:
+    everything = ratio_of_medians([x for each in before for x in each], [x for each in after for x in each], spread)
+    pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
+    whole = [interval for interval in pairs if interval is not None]
+    if len(whole) < len(pairs):
+        return Ratio(everything.value, None)
+    return Ratio(everything.value, Interval(min(each.low for each in whole), max(each.high for each in whole)))
+
+
+def _median(passes: Sequence[Sequence[float]]) -> float:
+    return statistics.median(sample for each in passes for sample in each)
 
 
 def _loss_difference(old: Row, new: Row) -> float | None:
@@ -146,6 +153,12 @@ def _apart(old: float | None, new: float | None) -> float:
     return abs(old - new) / abs(old) if old else abs(new)
 
 
+def _said(compared: Comparison) -> str:
+    """The verdict, which one run a side never gives without saying so."""
+    is_qualified = compared.verdict != "inconclusive" and not compared.speedup.between_runs
+    return f"{compared.verdict} {WITHIN_RUN}" if is_qualified else compared.verdict
+
+
 def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     """The comparisons as a table, with the settings that differ between rows as columns."""
     names = list(dict.fromkeys(name for each in comparisons for name in each.case))
@@ -154,12 +167,15 @@ def comparison_table(comparisons: Sequence[Comparison], caption: str) -> Table:
     losses = ["losses differ by"] if any(each.loss_difference is not None for each in comparisons) else []
 
     def interval(ratio: Ratio) -> str:
-        return f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}]" if ratio.interval else "needs 7 samples a side"
+        if ratio.interval is None:
+            return "needs 7 samples a side"
+        where = "between runs" if ratio.between_runs else WITHIN_RUN
+        return f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}] {where}"
 
     rows = []
     for each in comparisons:
         times = number(each.old_ms, 4), number(each.new_ms, 4), f"{each.speedup.value:.3f}×", interval(each.speedup)
         apart = [number(each.loss_difference, 2)] if losses else []
-        rows.append((each.kind, *(number(each.case.get(name)) for name in shown), *times, *apart, each.verdict))
+        rows.append((each.kind, *(number(each.case.get(name)) for name in shown), *times, *apart, _said(each)))
     columns = ("kind", *shown, "old (ms)", "new (ms)", "speed-up", "95 % interval", *losses, "verdict")
     return text_table("compare", caption, columns, rows)

@@ -20,7 +20,7 @@ from trainstep.kinds import RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
 from trainstep.report.charts import COLOURS, embedded
-from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.columns import INTERVAL, Cell, ratio_cell
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
@@ -155,7 +155,7 @@ def summary(records: Sequence[Row]) -> Section | None:
 def _gain_headline(kept: Sequence[RungRow]) -> Headline:
     first, last = kept[0], kept[-1]
     speedup = ratio_cell(last, "speedup")
-    interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
+    interval = f", {INTERVAL} {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
     unmeasured = ", – not measured" if (first.peak_gib is None) != (last.peak_gib is None) else ""
     stats = [
         ("Step", _change(first, last, "step_ms", number, "ms"), "median"),

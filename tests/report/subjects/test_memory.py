@@ -112,9 +112,11 @@ def best(rows: list[Row]) -> Finding:
     ("times", "ratio", "cost"),
     [
         ((119.0, 119.5, 120.0, 120.0, 120.0, 121.0, 122.0), (1.20, 1.14, 1.26),
-         " With a checkpoint every block a step takes 1.20× the time without (95 % interval 1.14–1.26)."),
+         " With a checkpoint every block a step takes 1.20× the time without (95 % interval "
+         "within this run 1.14–1.26)."),
         ((96.0, 98.0, 100.0, 101.0, 102.0, 103.0, 120.0), (1.01, 0.92, 1.24),
-         " With a checkpoint every block these samples show no difference in time (95 % interval 0.92–1.24)."),
+         " With a checkpoint every block these samples show no difference in time (95 % interval "
+         "within this run 0.92–1.24)."),
         ((120.0, 121.0), (None, None, None), " Too few steps were timed to say what that costs in time."),
         ((), (None, None, None), ""),
     ],

@@ -21,13 +21,16 @@ from trainstep.report.subjects import (
     parallel,
     plan,
     precision,
+    ratios,
     steps,
     sweep,
     workload,
 )
 from trainstep.report.tables import Definition, Place, Table, make_table
 
-SUBJECTS = (steps, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise)
+SUBJECTS = (
+    steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+)  # fmt: skip
 """In the order of the page."""
 
 

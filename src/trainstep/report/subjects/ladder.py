@@ -17,6 +17,7 @@ from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.tables import define, make_table
+from trainstep.stats import WITHIN_RUN
 
 
 def _rung(row: Row) -> Cell:
@@ -48,7 +49,7 @@ LADDER = define(
     *map(columns.files_only, columns.SETTINGS[:3]),
     Column("rung", _rung),
     columns.median("step (ms) [95 %]", "step"),
-    columns.ratio("speed-up [95 %]", "speedup"),
+    columns.ratio("speed-up", "speedup"),
     columns.ratio("against the rung before", "gain", brief=False),
     columns.value("peak (GiB)", "peak_gib"),
     columns.value("utilisation (%)", "utilisation", brief=False, page=False),
@@ -65,7 +66,7 @@ CONTROL = define(
     "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
     *columns.SETTINGS[:3],
     *columns.values({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
-    columns.ratio("end / start [95 %]", "ratio"),
+    columns.ratio("end / start", "ratio"),
     columns.OUTCOME,
 )
 
@@ -117,7 +118,7 @@ def gain(rows: Sequence[Row]) -> list[Finding]:
     first, last, named = kept[0], kept[-1], tuple(row.rung for row in kept[1:])
     low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
     names = literal(listed(named))
-    interval = "(95 % interval {speedup_low:.2f}–{speedup_high:.2f})"
+    interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
     if low <= 1:
         called, both = "smaller", None not in (first.peak_gib, last.peak_gib)
         said = f"no difference in time that these samples can show {interval}, kept for what else "
@@ -219,7 +220,7 @@ def _tip(row: RungRow) -> str:
     for name, words in (("speedup", "speed-up"), ("gain", "against the kept rung before")):
         cell = ratio_cell(row, name)
         if row.verdict != "baseline" and cell.value is not None:
-            told.append(f"{words} {cell.plain}{'' if cell.low else ' (too few samples)'}")
+            told.append(f"{words} {cell.plain} {WITHIN_RUN if cell.low else '(too few samples)'}")
     if row.peak_gib is not None:
         told.append(f"peak memory {gib(row.peak_gib)}")
     return "\n".join([*told, _verdict(row).text])

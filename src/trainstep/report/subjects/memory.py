@@ -248,7 +248,7 @@ def _time_against_none(rows: Mapping[str, Row], size: int) -> tuple[str, dict[st
     every = "every block" if size == 1 else f"every {size} blocks"
     differs = 1 not in ratio.interval
     told = "a step takes {time_ratio:.2f}× the time without" if differs else "these samples show no difference in time"
-    said = f" With a checkpoint {every} {told} (95 % interval {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
+    said = f" With a checkpoint {every} {told} ({columns.INTERVAL} {{time_ratio_low:.2f}}–{{time_ratio_high:.2f}})."
     return said, {"time_ratio": ratio.value, "time_ratio_low": low, "time_ratio_high": high}
 
 
