@@ -1,5 +1,7 @@
 """Random roundings are as large as a format's own, in forward and backward, and change nothing else."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -32,6 +34,35 @@ def test_products_in_tf32_are_off_by_what_their_inputs_are():
         drawn = float(((a @ b).double() - exact).norm())
         assert torch.equal(a + a, 2 * a), "products alone"
     assert drawn == pytest.approx(own, rel=0.3)
+
+
+@pytest.mark.parametrize("terms", [64, 4096])
+def test_products_in_float32_are_off_by_what_summing_one_by_one_costs(terms):
+    a, b = torch.randn(40, terms), torch.randn(terms, 50)
+    exact, one_by_one = a.double() @ b.double(), torch.zeros(40, 50)
+    for k in range(terms):
+        one_by_one += a[:, k : k + 1] * b[k]
+    with RandomRounding("fp32", 0):
+        drawn = a @ b
+    own, random = (float((each.double() - exact).norm()) for each in (one_by_one, drawn))
+    assert 0.7 * own < random < 2.5 * own, "no order of summation is worse than one by one"
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_convolutions_are_products_too(dim):
+    make = (torch.nn.Conv1d, torch.nn.Conv2d)[dim - 1](3, 8, 3)
+    x = torch.randn(4, 3, *[10] * dim)
+
+    def gradients(context):
+        with context:
+            make(x).square().sum().backward()
+        found = [parameter.grad for parameter in make.parameters()]
+        make.zero_grad()
+        return found
+
+    plain = gradients(contextlib.nullcontext())
+    for one, other in zip(plain, gradients(RandomRounding("fp32", 0)), strict=True):
+        assert 1e-8 < float((one - other).norm() / one.norm()) < 1e-5
 
 
 def test_backward_is_rounded_too_and_the_seed_decides():

@@ -5,10 +5,11 @@ the last place, up or down. Moves of one unit with probability 1/12 have the mea
 is uniform over half a unit to both sides: ulp²/12 (Higham 2002, section 2.6, has the model; CESTAC and stochastic
 arithmetic use it the same way). So the difference to the undisturbed computation is as large as what rounding does.
 
-TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by
-2⁻¹⁰/√12/m in the root mean square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they
-usually are. An output is a sum of products whose two inputs err independently, and so errs by √2 of that share of a
-typical output.
+Products sum. In float32 a sum of K terms rounds at every term, in an order that each implementation chooses: with terms
+of either sign the partial sums grow as √k, and their roundings add up to u·√(K/2) of a typical sum. TF32 has no format
+of its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by 2⁻¹⁰/√12/m in the root mean
+square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they usually are; two inputs err
+independently, and so a sum errs by √2 of that share of a typical one. Narrower formats sum in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from trainstep.precision import PRECISIONS, PrecisionName
 _POOL = 2**22
 _TF32_NOISE = 2**-10 / 12**0.5 * (2 * 3 / (8 * math.log(2))) ** 0.5
 _aten = torch.ops.aten
-_PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
+_PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Products, and which argument is the left factor."""
+_CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
 
@@ -53,12 +56,33 @@ class RandomRounding(TorchDispatchMode):
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
             if isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
                 self._round(args[0])
-        elif self._tf32:
-            if func.overloadpacket in _PRODUCTS:
-                self._round_all(result)
-        elif func.overloadpacket not in _EXACT and not any(each.alias_info for each in func._schema.returns):
+        elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
+            self._round_products(func.overloadpacket, args, result)
+        elif (
+            not self._tf32
+            and func.overloadpacket not in _EXACT
+            and not any(each.alias_info for each in func._schema.returns)
+        ):
             self._round_all(result)
         return result
+
+    def _round_products(self, product: Any, args: Any, result: Any) -> None:
+        """Sums of products: as their terms are rounded in float32 and TF32, as results in narrower formats."""
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(each, Tensor):
+                continue
+            if self._dtype != torch.float32 or each.dtype != torch.float32:
+                self._round(each)
+                continue
+            if product in _PRODUCTS:
+                terms = args[_PRODUCTS[product]].shape[-1]
+            else:  # multiplications per result, whether of outputs, inputs or weights
+                weight, outputs = (args[1], result) if product is _aten.convolution else (args[2], args[0])
+                terms = outputs.numel() * weight[0].numel() / each.numel()
+            size = _TF32_NOISE if self._tf32 else 2**-24 * (terms / 2) ** 0.5
+            typical = each.square().mean(-1, keepdim=True).sqrt() if each.dim() else each.abs()
+            noise = torch.randn(each.shape, device=each.device, generator=self._generator(each.device))
+            each.add_(noise * (size * typical))
 
     def _round_all(self, result: Any) -> None:
         for each in result if isinstance(result, (tuple, list)) else (result,):
@@ -68,14 +92,6 @@ class RandomRounding(TorchDispatchMode):
     def _round(self, tensor: Tensor) -> None:
         if tensor.dtype != self._dtype or tensor.layout != torch.strided or not tensor.numel() or 0 in tensor.stride():
             return
-        device = tensor.device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        generator = self._generators[device]
-        if self._tf32:
-            noise = torch.randn(tensor.shape, device=device, generator=generator)
-            tensor.add_(noise * (_TF32_NOISE * float(tensor.square().mean().sqrt())))
-            return
         bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)  # one more is one unit more
         bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
 
@@ -84,8 +100,13 @@ class RandomRounding(TorchDispatchMode):
         device, count = tensor.device, tensor.numel()
         if device not in self._pools or len(self._pools[device]) < count:
             drawn = torch.empty(max(_POOL, count), dtype=torch.int8, device=device)
-            drawn.random_(0, 24, generator=self._generators[device])
+            drawn.random_(0, 24, generator=self._generator(device))
             self._pools[device] = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
         pool = self._pools[device]
         start = self._offsets.randrange(len(pool) - count + 1)
         return pool[start : start + count].view(tensor.shape)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
