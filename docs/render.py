@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, steps
+from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, refuse_dirty, steps
 from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
@@ -58,7 +58,9 @@ def main() -> None:
         rows = []
         for file in (RESULTS / f"{name}.jsonl" for name in names):
             if file.exists():
-                rows += read_records(file)
+                own = read_records(file)
+                refuse_dirty(file.name, own)
+                rows += own
             else:
                 print(f"{report} goes without {file.name}: not measured yet")
         write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)
