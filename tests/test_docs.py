@@ -49,7 +49,6 @@ FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%
 """What a measurement looks like. MB and s are left out: here they are settings, such as a bucket's size."""
 DEFINITIONS = {
     "README.md": ("95 % interval by order statistics", "the 2 % that runs differ by", "a 95 % interval of"),
-    "attention.md": ("takes 5.364 ms on an H100",),  # published by others, with its source
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "theory.md": ("1 µs within a node, 5 µs between nodes: assumptions", "20 % too fast, FSDP 14 % ([lab log]"),
 }
