@@ -23,6 +23,7 @@ REPORTS = {
     "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
+    "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 SUBJECTS = (facts, steps, attention, parallel, profile, plan)
