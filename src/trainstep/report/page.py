@@ -24,7 +24,7 @@ from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import climbs, kept_rungs, recommended_flags
+from trainstep.report.subjects.ladder_findings import after_precision, climbs, kept_rungs, recommended_flags
 from trainstep.report.subjects.steps import analysed_step
 
 
@@ -162,11 +162,13 @@ def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
     interval = f", 95 % interval {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
     unmeasured = ", – not measured" if (first.peak_gib is None) != (last.peak_gib is None) else ""
     stats = [
-        ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
+        ("Step", _change(first, last, "step_ms", number, "ms"), f"median, from {first.precision}"),
         ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
         ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
     ]
+    if len(kept) > 1 and (later := after_precision(kept)) is not None:
+        stats.append(("Of the speed-up", f"{later['after_precision']:.2f}×", f"after {later['precision_rung']}"))
     error, budget = last.gradient_error, last.error_budget
     if len(kept) > 1 and error is not None and budget:
         stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))

@@ -28,7 +28,9 @@ def _rung(row: Row) -> Cell:
 def _limited(row: Row, name: str, allowed: str) -> Cell:
     """An error, on the page with what is allowed, a part of which it is."""
     error, budget = (value_cell(row, each, partial(number, digits=2)) for each in (name, allowed))
-    return error if error.value is None else replace(error, of=budget, tone="bad" if _used(row, name) > 1 else "")
+    if error.value is None or budget.value is None:
+        return error
+    return replace(error, of=budget, tone="bad" if _used(row, name) > 1 else "")
 
 
 _LIMITS = {

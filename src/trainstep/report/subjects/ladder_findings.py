@@ -120,9 +120,9 @@ def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
         called = "faster"
         said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}: {{before_ms:ms}} → "
         said += "{after_ms:ms}"
-        if (after := _after_precision(kept, there)) is not None:
-            said += "; {after_precision:.2f}× of that came after {precision_rung}"
-            figures |= after
+        if (later := after_precision(kept)) is not None:
+            said += " ({after_precision:.2f}× of it after {precision_rung})"
+            figures |= later
     unchecked = tuple(row.rung for row, names in there if "optimizer" in names and row.update_error is None)
     what = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
     said = (
@@ -136,9 +136,9 @@ def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
     return found(f"gain.{called}", whose + said, rungs=named, unchecked=unchecked, **figures)
 
 
-def _after_precision(kept: Sequence[RungRow], there: Sequence[tuple[RungRow, list[str]]]) -> dict[str, Scalar] | None:
+def after_precision(kept: Sequence[RungRow]) -> dict[str, Scalar] | None:
     """What the rungs after the last change of precision brought; None where there are none."""
-    lower = next((row for row, names in reversed(there) if "precision" in names), None)
+    lower = next((row for row, names in reversed(changes(kept)) if "precision" in names), None)
     if lower is None or lower is kept[-1] or not (lower.step_ms and kept[-1].step_ms):
         return None
     return {"precision_rung": lower.rung, "after_precision": after(lower, kept[-1])[0]}

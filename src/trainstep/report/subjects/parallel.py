@@ -61,7 +61,7 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     A rank that keeps a part of the optimizer's state updates that part alone: of the one rank's optimizer time, 1/N is
     counted then. Nothing is taken off for weights that a rank keeps a part of, whose casts it may divide too.
     """
-    same = [each for each in rows if each.scheme == "single" and belongs(each, row)]
+    same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
     single = next((each for each in same if "step" in each.times), None)
     if single is None:
         return None
@@ -72,7 +72,7 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     return single.times["step"].median - update * (1 - 1 / row.world_size)
 
 
-def belongs(single: ParallelRow, row: ParallelRow) -> bool:
+def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
     """Whether both are of the same training on as many ranks."""
     return all(single.case.get(name) == value for name, value in row.case.items() if name != "scheme")
 
@@ -80,17 +80,18 @@ def belongs(single: ParallelRow, row: ParallelRow) -> bool:
 def beyond_alone(rows: Sequence[ParallelRow]) -> tuple[Column, Column]:
     """The step without communication, and what a scheme takes beyond it."""
 
-    def cells(row: Row) -> tuple[float | None, float | None]:
+    def alone(row: Row) -> Cell:
         assert isinstance(row, ParallelRow)
-        alone = alone_ms(row, rows)
-        step = _step_ms(row)
-        is_beyond = alone is not None and step is not None and row.scheme != "single"
-        return alone, (step or 0) - (alone or 0) if is_beyond else None
+        value = alone_ms(row, rows) if "step" in row.times else None
+        return Cell(number(value), value, "alone_ms")
 
-    return (
-        Column("without communication (ms)", lambda row: Cell(number(cells(row)[0]), cells(row)[0], "alone_ms")),
-        Column("beyond that (ms)", lambda row: Cell(number(cells(row)[1]), cells(row)[1], "exposed_ms")),
-    )
+    def beyond(row: Row) -> Cell:
+        assert isinstance(row, ParallelRow)
+        value, step = alone_ms(row, rows), _step_ms(row)
+        over = None if value is None or step is None or row.scheme == "single" else step - value
+        return Cell(number(over), over, "exposed_ms")
+
+    return Column("without communication (ms)", alone), Column("beyond that (ms)", beyond)
 
 
 def _schemes(rows: Sequence[Row]) -> Sequence[Column]:
