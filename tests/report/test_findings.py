@@ -328,6 +328,12 @@ def test_noise_is_looked_for_wherever_something_was_timed(many, row, name):
     assert only.figures["width"] == pytest.approx(0.11)
 
 
+@pytest.mark.parametrize(("width", "is_wild"), [(0.49, False), (0.51, True)])
+def test_times_that_span_half_of_the_median_are_not_to_be_believed(width, is_wild):
+    (only,) = found([rung("x", step_ms=100.0, step_low_ms=90.0, step_high_ms=90.0 + 100 * width)], "noise")
+    assert ("before believing" in only.sentence) is is_wild
+
+
 def test_rungs_at_the_power_cap_are_counted():
     """6 of 9 rungs of the 2.7B ladder were, and nothing said so."""
     slowed = [rung(f"r{place}", throttled_by="power cap", power_w=690.0) for place in range(6)]

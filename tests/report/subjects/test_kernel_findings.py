@@ -93,6 +93,16 @@ def test_softmax_is_bound_by_memory_only_near_the_rate_of_a_copy_that_was_measur
     assert ("bound by memory" in softmax.sentence) is is_bound
 
 
+@pytest.mark.parametrize(("ratio", "is_explained"), [(19.9, False), (20.1, True)])
+def test_softmax_that_is_as_fast_as_its_arithmetic_is_little_has_no_cause(ratio: float, is_explained: bool) -> None:
+    """40 times fewer FLOPs: from a twentieth of the scores' time on, something else than arithmetic takes it."""
+    rows = records(gpu_profile())
+    pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}
+    fast = dataclasses.replace(pieces["softmax"], main_ms=(pieces["scores"].main_ms or 0) / ratio)
+    softmax = found([fast if each is pieces["softmax"] else each for each in rows])["softmax"]
+    assert ("is_memory_bound" not in softmax.figures) is is_explained
+
+
 def test_softmax_may_take_as_much_time_as_the_scores() -> None:
     rows = records(gpu_profile())
     pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}

@@ -139,6 +139,17 @@ def test_what_the_ladder_tried_is_given_by_its_result():
     assert peak([row, *other]).figures["remedies"] == ("the fused optimizer",)
 
 
+@pytest.mark.parametrize(("rest", "remedies"), [(1.99, 0), (2.01, 2)])
+def test_what_stays_is_named_where_it_is_most_of_the_peak(rest, remedies):
+    assert len(peak([step(at_rest_gib=rest)]).figures["remedies"]) == remedies
+
+
+@pytest.mark.parametrize(("share", "is_worth"), [(0.049, False), (0.051, True)])
+def test_a_part_is_worth_a_change_from_a_twentieth_of_the_peak(share, is_worth):
+    found, _ = owned({}, {"activations": 0.6, "activations/the loss": share, "parameters": 0.3})
+    assert ("a chunked loss" in found.figures["remedies"]) is is_worth
+
+
 def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():
     shares = {"activations": 1.0}
     assert "owners" in peak([analysed({}), *timeline({}, shares)]).figures
