@@ -167,8 +167,6 @@ def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
         ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
     ]
-    if len(kept) > 1 and (later := after_precision(kept)) is not None:
-        stats.append(("Of the speed-up", f"{later['after_precision']:.2f}×", f"after {later['precision_rung']}"))
     error, budget = last.gradient_error, last.error_budget
     if len(kept) > 1 and error is not None and budget:
         stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
@@ -181,6 +179,8 @@ def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
     checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
     says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
     detail = f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}"
+    if (later := after_precision(kept)) is not None:
+        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
     return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats)
 
 

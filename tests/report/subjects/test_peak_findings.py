@@ -135,6 +135,9 @@ def test_what_the_ladder_tried_is_given_by_its_result():
     found = peak([row, *tried])
     assert (found.figures["remedies"], found.figures["peak with fused optimizer"]) == ((), 3.5)
     assert found.sentence.endswith("On the ladder, fused optimizer took the peak from 4.00 GiB to 3.50 GiB.")
+    assert peak([row, *tried[:2]]).sentence.endswith("took the peak from 4.00 GiB to 3.90 GiB.")
+    same = dataclasses.replace(tried[1], peak_gib=3.99)
+    assert peak([row, tried[0], same]).sentence.endswith("On the ladder, fused optimizer left the peak at 3.99 GiB.")
     other = [dataclasses.replace(each, workload="another") for each in tried]
     assert peak([row, *other]).figures["remedies"] == ("the fused optimizer",)
 

@@ -193,7 +193,12 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     said += f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
     proof = {rung: peaks for each in results.values() for rung, peaks in each.items()}
     if proof:
-        told = [f"{rung} took the peak from {gib(before)} to {gib(after)}" for rung, (before, after) in proof.items()]
+        told = [
+            f"{rung} took the peak from {gib(before)} to {gib(after)}"
+            if abs(after - before) > RUN_SPREAD * before
+            else f"{rung} left the peak at {gib(after)}"
+            for rung, (before, after) in proof.items()
+        ]
         said += literal(f" On the ladder, {listed(told)}.")
     figures |= {f"peak with {rung}": after for rung, (_, after) in proof.items()}
     return [found("memory.peak", said, **figures, remedies=remedies)]
