@@ -17,7 +17,7 @@ from pathlib import Path
 from tables import RESULTS
 from trainstep.kinds import TourRow
 from trainstep.records import RecordWriter, Row, read_records
-from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.ladder_findings import recommended_flags
 
 KINDS = ("rung", "control", "profile", "memory-timeline", "owner", "allocation")
 SLOW, FAST = "examples.tour.slow:workload", "examples.tour.fast:workload"

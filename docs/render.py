@@ -11,7 +11,18 @@ import re
 import sys
 from pathlib import Path
 
-from tables import RESULTS, NotMeasuredError, attention, facts, parallel, plan, profile, steps, trust
+from tables import (
+    RESULTS,
+    NotMeasuredError,
+    attention,
+    facts,
+    parallel,
+    plan,
+    profile,
+    refuse_dirty,
+    steps,
+    trust,
+)
 from trainstep.records import read_records
 from trainstep.report.formats import to_markdown
 from trainstep.report.page import write_html
@@ -23,6 +34,7 @@ REPORTS = {
     "h200-attention.html": ("h200-attention-naive", "h200-attention-flash"),
     "h200-memory.html": ("h200-memory", "h200-residuals", "h200-checkpointing", "h200-allocations"),
     "h200-profile-2.7B.html": ("h200-profile-2.7B",),
+    "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 SUBJECTS = (facts, steps, attention, parallel, profile, plan, trust)
@@ -58,7 +70,9 @@ def main() -> None:
         rows = []
         for file in (RESULTS / f"{name}.jsonl" for name in names):
             if file.exists():
-                rows += read_records(file)
+                own = read_records(file)
+                refuse_dirty(file.name, own)
+                rows += own
             else:
                 print(f"{report} goes without {file.name}: not measured yet")
         write_html([parallel.planned_anew(row) for row in rows], DOCS / "examples" / report)

@@ -1,5 +1,6 @@
 """The documents say what is true: tables and figures come from docs/results/, commands exist, examples run."""
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from render import TABLES, render
+from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, refuse_dirty, results, where
+from trainstep.kinds import AttentionRow, ParallelRow, StepRow
+from trainstep.report.subjects.parallel import alone_ms
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -35,6 +39,59 @@ def test_an_unknown_table_is_an_error():
         render("<!-- table: nothing -->\n<!-- end -->")
 
 
+def row(**environment):
+    return StepRow(environment={"device": "G", "torch": "2", "triton": "3", "date": "d", **environment})
+
+
+def test_a_caption_names_every_commit_and_host_of_its_rows():
+    """The flash grid mixes five commits and hosts of 2, 16 and 32 threads."""
+    one = where([row(commit="a", threads=16), row(commit="a", threads=16)])
+    assert one == "G, torch 2, triton 3, d, 16 host threads, commit a"
+    mixed = where([row(commit="a", threads=16), row(commit="b", threads=2, cpu="C", gpu_uuid="GPU-1"),
+                   row(commit="a", threads=16)])  # fmt: skip
+    assert mixed.startswith("G, torch 2, triton 3, d; 2 runs: ")
+    runs = mixed.partition(": ")[2].split("; ")
+    assert runs == ["16 host threads, commit a", "C, 2 host threads, GPU-1, commit b"]
+    grid = results("h200-attention-flash", AttentionRow)
+    assert {each.environment["commit"] for each in grid} == set(re.findall(r"commit ([0-9a-f]{10}\+?)", where(grid)))
+
+
+def test_results_of_a_commit_with_changes_are_refused():
+    refuse_dirty("x.jsonl", [row(commit="0123456789"), row(commit="unknown"), StepRow()])
+    with pytest.raises(DirtyError, match=r"x.jsonl has rows of 0123456789\+"):
+        refuse_dirty("x.jsonl", [row(commit="0123456788"), row(commit="0123456789+")])
+
+
+def test_what_is_kept_though_dirty_is_in_the_results():
+    """A commit whose rows were measured again goes from the list."""
+    text = "".join(path.read_text("utf-8") for path in RESULTS.glob("*.jsonl"))
+    assert set(re.findall(r'"commit": "([0-9a-f]{10}\+)"', text)) == KEPT_THOUGH_DIRTY
+
+
+def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
+    """FSDP took 8.42 ms less than a step without communication, which updates twice the parameters."""
+    rows = {each.scheme: each for each in results("h200-parallel", ParallelRow)}
+    single, every = rows["single"].times, list(rows.values())
+    half = single["step"].median - single["optimizer"].median / 2
+    for scheme in ("fsdp", "sharded-optimizer", "torch-zero", "torch-fsdp2"):
+        assert alone_ms(rows[scheme], every) == half, scheme
+    for scheme in ("single", "torch-ddp", "bucketed-25"):
+        assert alone_ms(rows[scheme], every) == single["step"].median, scheme
+    assert 0 < rows["fsdp"].times["step"].median - half < 10
+    assert alone_ms(rows["fsdp"], [rows["fsdp"]]) is None
+    assert alone_ms(dataclasses.replace(rows["fsdp"], batch=1), every) is None, "another training"
+
+
+def test_the_headlines_say_what_is_not_ours():
+    """The speed-up from bf16 alone beside that from fp32; all shapes of attention, with what `auto` takes of them."""
+    ladder, attention = (TABLES[f"headline-{name}"]() for name in ("ladder", "attention"))
+    beside = [dict(zip(ladder.columns, texts, strict=True))["from bf16 autocast [95 %]"] for texts in ladder.texts()]
+    assert beside[-1].startswith("1.95× [1.89–2.0"), beside
+    shapes = {tuple(each.case.items()) for each in results("h200-attention-peers", AttentionRow) if each.impl == "flex"}
+    assert len(attention.rows) == len(shapes) == 8
+    assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn"}
+
+
 def test_every_table_is_on_a_page():
     """A table that no page shows is dead."""
     assert set(re.findall(r"<!-- table: ([\w.-]+) -->", "".join(page.read_text("utf-8") for page in PAGES))) == set(
@@ -49,7 +106,6 @@ FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%
 """What a measurement looks like. MB and s are left out: here they are settings, such as a bucket's size."""
 DEFINITIONS = {
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
-    "attention.md": ("takes 5.364 ms on an H100",),  # published by others, with its source
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "trust.md": ("a little wider than 95 % would be", "false calls at 5 % or less"),
     "theory.md": ("1 µs within a node, 5 µs between nodes: assumptions", "20 % too fast, FSDP 14 % ([lab log]"),

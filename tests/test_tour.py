@@ -65,9 +65,7 @@ def test_the_page_says_what_changed():
 
 def test_the_advice_is_given_to_slow_and_not_to_fast(monkeypatch):
     shrink(monkeypatch)
-    monkeypatch.setattr(
-        kernel_findings, "_FORMULA", 1e-9
-    )  # any share of the time, which on a busy machine may be small
+    monkeypatch.setattr(kernel_findings, "FORMULA", 1e-9)  # any share of the time, which on a busy machine may be small
     said = {}
     for form in (slow, fast):
         records = list(profile_records(source(form), CONFIG, warmup=1, steps=2, profiled_steps=1, trace=None))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tables import OUTCOME, of_rows, results, where
+from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.kinds import AttentionRow, CeilingRow
 from trainstep.records import by_case
 from trainstep.report import columns
@@ -93,14 +94,19 @@ def by_length(dtype: str, head_dim: int) -> Table:
 
 
 def headline() -> Table:
-    """Our kernels beside PyTorch's on three shapes."""
+    """Our kernels beside PyTorch's, shape by shape, and what `auto` takes on this GPU."""
     rows = results("h200-attention-peers", AttentionRow)
-    shapes = {(16384, 64): "1×16×16,384×64", (4096, 128): "4×16×4,096×128", (32768, 128): "1×32×32,768×128"}
-    found = {(row.seq, row.head_dim, row.impl): number(row.values["both_ms"]) for row in rows if row.causal == "yes"}
     impls = (OURS, "sdpa-flash", "sdpa-cudnn", "flex")
-    cells = tuple((name, *(found[(*shape, impl)] for impl in impls)) for shape, name in shapes.items())
-    caption = f"Causal bf16 attention, forward and backward (ms); {where(rows)}"
-    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled")
+    cells = []
+    for group in by_case(rows, "impl"):
+        found, row = {each.impl: number(each.times["both"].median) for each in group}, group[0]
+        shape = f"{row.batch}×{row.heads}×{row.seq:,}×{row.head_dim}{'' if row.causal == 'yes' else ', full'}"
+        case = ChoiceCase("sm_90", "bfloat16", row.head_dim, row.causal == "yes")
+        chosen = [impl for length, impl in CHOICES.shipped()[case].by_length if row.seq >= length][-1]
+        cells.append((shape, *(found[impl] for impl in impls), chosen))
+    caption = f"bf16 attention, causal but where it says full, forward and backward (ms); {where(rows)}"
+    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled",
+              "auto takes")  # fmt: skip
     return text_table("headline-attention", caption, wanted, cells)
 
 

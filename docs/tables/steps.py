@@ -11,6 +11,7 @@ from trainstep.kinds import RungRow, StepRow, TrainRow
 from trainstep.report import columns
 from trainstep.report.compare import compare, comparison_table, repeatability
 from trainstep.report.numbers import number, numeric
+from trainstep.report.subjects.ladder_findings import after
 from trainstep.report.tables import Table, tabulate, text_table
 
 MEANS = tuple(columns.mean(f"{name} (ms)", name) for name in (*PHASES, "step"))
@@ -90,18 +91,23 @@ def curves() -> Table:
 
 def headline() -> Table:
     """Where the ladder of each size begins and where it ends."""
-    cells = []
+    cells, first_rows = [], list[RungRow]()
     for size in ("small", "large", "2.7B"):
         kept = [row for row in results(f"h200-analyze-{size}", RungRow) if row.kept]
         first, last = kept[0], kept[-1]
         times, peaks = ([number(row.values[name]) for row in (first, last)] for name in ("step_ms", "peak_gib"))
+        (half,) = (row for row in kept if row.rung == "bf16 autocast")
+        first_rows.append(first)
         speedup = f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]"
-        cells.append((size, *times, speedup, *peaks, f"{last.gradient_error:.2g} of {last.error_budget:.2g}"))
+        since = "{:.2f}× [{:.2f}–{:.2f}]".format(*after(half, last))
+        times.insert(1, number(half.step_ms))
+        cells.append((size, *times, speedup, since, *peaks, f"{last.gradient_error:.2g} of {last.error_budget:.2g}"))
     wanted = (
-        *("size", "fp32, eager (ms)", "top of the ladder (ms)", "speed-up [95 %]"),
+        *("size", "fp32 without TF32, eager (ms)", "bf16 autocast alone (ms)", "top of the ladder (ms)"),
+        *("speed-up from fp32 [95 %]", "from bf16 autocast [95 %]"),
         *("peak before (GiB)", "after (GiB)", "gradients off by, of allowed"),
     )
-    return text_table("headline-ladder", f"One step, batch 4, context 512; {where([last])}", wanted, cells)
+    return text_table("headline-ladder", f"One step, batch 4, context 512; {where(first_rows)}", wanted, cells)
 
 
 TABLES: Mapping[str, Callable[[], Table]] = {

@@ -7,7 +7,7 @@ import trainstep.bench.ladder as ladder
 from trainstep.analysis import plain_form
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.report.subjects.ladder import recommended_flags
+from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
 from trainstep.workload import WorkloadSource, builtin_source
 

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.measure import environment
-from trainstep.measure.environment import describe, gpu_state, measure_ceilings
+from trainstep.measure.environment import _commit, cpu_model, describe, gpu_state, measure_ceilings
 from trainstep.measure.timing import Lap, Sample, Timing
 
 
 def test_every_fact_a_row_needs_is_there():
     found = describe(torch.device("cpu"))
-    assert {"date", "device", "torch", "triton", "python", "commit"} <= set(found)
+    assert {"date", "device", "cpu", "threads", "torch", "triton", "python", "commit"} <= set(found)
+    assert found["cpu"] == found["device"] == cpu_model() != ""
     assert found["torch"] == torch.__version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
 
@@ -38,7 +39,11 @@ def test_nvml_answers_on_a_gpu():
     state = gpu_state(torch.device("cuda"))
     assert state["sm_clock_mhz"] > 0
     assert state["power_w"] > 0
-    assert describe(torch.device("cuda"))["driver"]
+    found = describe(torch.device("cuda"))
+    assert found["driver"]
+    assert found["gpu_uuid"].startswith("GPU-")
+    assert found["cpu"] != found["device"]
+    assert min(found["max_sm_clock_mhz"], found["memory_clock_mhz"]) > 0
 
 
 def test_cpu_ceilings_are_positive_and_per_precision():
@@ -88,3 +93,20 @@ def test_tensor_cores_are_told_from_ordinary_units():
     assert ceilings.matmul_tflops["tf32"] > 2 * ceilings.matmul_tflops["fp32"]
     assert ceilings.matmul_tflops["bf16"] > 1.2 * ceilings.matmul_tflops["tf32"]
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_tree_with_changes_is_marked(tmp_path):
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "a.py").write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "--message", "a")
+    assert re.fullmatch(r"[0-9a-f]{10}", _commit(tmp_path))
+    (tmp_path / "a.py").write_text("a = 2\n")
+    assert re.fullmatch(r"[0-9a-f]{10}\+", _commit(tmp_path))
+    git("checkout", "a.py")
+    (tmp_path / "b.py").write_text("")
+    assert _commit(tmp_path).endswith("+"), "a file that the commit lacks"

@@ -26,6 +26,8 @@ LADDER_COLUMNS = {
     "peak_gib",
     "gradient_error",
     "error_budget",
+    "power_w",
+    "throttled_by",
     "verdict",
 }
 
@@ -75,7 +77,7 @@ def expected_ladder(records: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 def as_numbers(cells: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
     return {
-        row: {name: value if name == "verdict" else float(value) for name, value in columns.items()}
+        row: {name: value if name in ("verdict", "throttled_by") else float(value) for name, value in columns.items()}
         for row, columns in cells.items()
     }
 

@@ -10,13 +10,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainstep.kinds import CeilingRow, RungRow, StepRow, WorkloadRow
+from trainstep.kinds import CeilingRow, ControlRow, RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, Status, make_row
 from trainstep.stats import Ratio, ratio_of_medians, summarize, verdict
 
 CPU: Mapping[str, Scalar] = {
     "date": "2026-01-02",
     "device": "A CPU with 2 cores",
+    "cpu": "A CPU with 2 cores",
     "torch": "2.13.0+cpu",
     "triton": "3.7.1",
     "python": "3.12.1",
@@ -27,6 +28,8 @@ CPU: Mapping[str, Scalar] = {
 H200: Mapping[str, Scalar] = {
     "date": "2026-01-02",
     "device": "NVIDIA H200",
+    "cpu": "A CPU with 16 cores",
+    "gpu_uuid": "GPU-01234567-89ab-cdef-0123-456789abcdef",
     "torch": "2.13.0+cu130",
     "triton": "3.7.1",
     "python": "3.12.1",
@@ -263,6 +266,7 @@ def _ceilings(machine: Machine, tflops: Mapping[str, float], gb_s: float) -> lis
 def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
     """The rungs as `bench.ladder` would have judged them."""
     records: list[Row] = []
+    controlled: list[tuple[Mapping[str, Scalar], Speed, list[float]]] = []  # the first rung and the top
     first: list[float] = []
     kept: list[float] = []
     settings = dict(machine.case)
@@ -273,7 +277,12 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
             "gradient_error": rung.gradient_error,
             "worst_gradient_error": min(1.0, 2.5 * rung.gradient_error),
             "worst_parameter": rung.worst_parameter,
+            "worst_allowed": 2.5 * rung.budget,
             "error_budget": rung.budget,
+            "float32_error": 2e-7,
+            "float32_allowed": 3e-6,
+            "update_error": 1e-6,
+            "update_allowed": 2e-4,
         }
         if rung.speed is None:
             values = (deviation if rung.status == "wrong" else {}) | {"verdict": rung.status, "kept": False}
@@ -284,6 +293,8 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
             continue
         samples = _measured(machine, rung.speed, rung.n)
         first = first or samples["step"]
+        if not kept:
+            controlled.append((case, rung.speed, samples["step"]))
         total = gain = Ratio(1.0, None)
         if kept:
             total, gain = ratio_of_medians(first, samples["step"]), ratio_of_medians(kept, samples["step"])
@@ -291,6 +302,7 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
         keep = called in ("baseline", "faster")
         if keep:
             kept, settings = samples["step"], settings | dict(rung.change)
+            controlled[1:] = [(case, rung.speed, samples["step"])]
         values = (
             _values(machine, samples, rung.speed)
             | _ratio("speedup", total)
@@ -306,6 +318,13 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
                 RungRow, case, values, samples=samples | {"training_loss": losses}, environment=machine.environment
             )
         )
+    for case, speed, before in controlled:
+        again = _measured(machine, speed, len(before))["step"]
+        values = {"first_ms": summarize(before).median, "again_ms": summarize(again).median}
+        values |= _ratio("ratio", ratio_of_medians(again, before))
+        settled = {name: value for name, value in case.items() if name != "rung"}
+        control = make_row(ControlRow, settled, values, samples={"step": again}, environment=machine.environment)
+        records.append(control)
     return records
 
 

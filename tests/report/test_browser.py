@@ -14,7 +14,7 @@ from trainstep.kinds import RungRow
 from trainstep.records import of_kind
 from trainstep.report.charts.rows import ROW_HEIGHT
 from trainstep.report.page import write_html
-from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
+from trainstep.report.subjects.ladder_findings import kept_rungs, recommended_flags
 
 
 @pytest.fixture(scope="module")

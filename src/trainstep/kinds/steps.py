@@ -96,12 +96,12 @@ class RungRow(MeasuredStep, Checked, kind="rung"):
     verdict: str | None = None
     """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
     kept: bool = False  # whether later rungs were built on it
-    check_s: float | None = None  # seconds of the first forward and backward, compilation included
-    attempts: int | None = None
+    check_s: float | None = None  # seconds of the check, compilation included
+    attempts: int | None = None  # how often it was timed; all samples count
 
 
 class ControlRow(StepSettings, kind="control"):
-    """The ladder's first rung, measured again at its end."""
+    """The ladder's first rung or its top, measured again at its end."""
 
     first_ms: float | None = None
     again_ms: float | None = None

@@ -36,10 +36,11 @@ _THROTTLE_REASONS = {  # NVML's clocks-event bits that mean "slower than it coul
 
 @functools.cache
 def describe(device: torch.device) -> Environment:
-    """What stays the same for the process: device, versions and commit. Goes into every record."""
+    """What stays the same for the process: device, host, versions and commit. Goes into every record."""
     found: Environment = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device_name(device),
+        "cpu": cpu_model(),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -53,6 +54,7 @@ def describe(device: torch.device) -> Environment:
             "cuda": torch.version.cuda or "none",
             "cudnn": str(torch.backends.cudnn.version()),
             "capability": f"{properties.major}.{properties.minor}",
+            "gpu_uuid": f"GPU-{properties.uuid}",
             "device_memory_gib": round(properties.total_memory / 2**30, 2),
         }
         found |= _nvml(device, _limits)
@@ -66,8 +68,11 @@ def gpu_state(device: torch.device) -> Environment:
 
 def device_name(device: torch.device) -> str:
     """The driver's name of a GPU, or the CPU's model."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def cpu_model() -> str:
+    """The model of the host's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -83,14 +88,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
-    """The checkout's commit, "+" appended where files differ from it; "unknown" outside a checkout."""
-    run = functools.partial(
-        subprocess.check_output, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[1], text=True, timeout=10
-    )
+def _commit(here: Path = Path(__file__).parents[1]) -> str:
+    """The checkout's commit, "+" appended where files in `here` differ from it; "unknown" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
     try:
-        head = run(["git", "rev-parse", "--short=10", "HEAD"]).strip()
-        return head + ("+" if run(["git", "status", "--porcelain", "--", "."]) else "")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -113,6 +120,7 @@ def _limits(nvml: Any, handle: Any) -> Environment:
     return {
         "driver": nvml.nvmlSystemGetDriverVersion(),
         "max_sm_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
         "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
     }
 

@@ -177,6 +177,8 @@ _WORDS = {
     "cudnn": "cuDNN",
     "capability": "Compute capability",
     "threads": "Host threads",
+    "cpu": "CPU",
+    "gpu_uuid": "GPU",
     "max_sm_clock_mhz": "Highest SM clock",
     "sm_clock_mhz": "SM clock",
 }

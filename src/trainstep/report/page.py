@@ -24,7 +24,7 @@ from trainstep.report.columns import INTERVAL, Cell, ratio_cell
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder import kept_rungs, recommended_flags
+from trainstep.report.subjects.ladder_findings import after_precision, climbs, kept_rungs, recommended_flags
 from trainstep.report.subjects.steps import analysed_step
 
 
@@ -41,7 +41,7 @@ class Report:
 
     @property
     def recommended_flags(self) -> str:
-        """The settings the ladder ended with, as flags to paste; empty where the baseline was best."""
+        """The settings that the (first) ladder ended with, as flags to paste; empty where the baseline was best."""
         return recommended_flags(self.records)
 
     def write(self, folder: Path) -> list[Path]:
@@ -111,14 +111,16 @@ def _title(records: Sequence[Row]) -> str:
 
 
 def _subtitle(records: Sequence[Row]) -> list[str]:
-    environment = next((row.environment for row in records if row.environment), {})
     parts = []
     for facts in of_kind(records, WorkloadRow)[:1]:
         if facts.batch is not None:
             parts.append(f"batch {facts.batch} × context {facts.context}")
         if count := facts.parameters:
             parts.append(f"{count / 1e6:,.3g} M parameters" if count < 1e9 else f"{count / 1e9:.3g} B parameters")
-    ends = [[str(environment[name])] if environment.get(name) else [] for name in ("device", "date")]
+    ends = [
+        list(dict.fromkeys(str(row.environment[name]) for row in records if row.environment.get(name)))
+        for name in ("device", "date")
+    ]
     return [*ends[0], *parts, *ends[1]]
 
 
@@ -135,14 +137,16 @@ def _packed(text: str) -> str:
 
 def summary(records: Sequence[Row]) -> Section | None:
     """What dominates, what to change, what was gained."""
-    kept, step, found = kept_rungs(records), analysed_step(records), findings(records)
+    step, found = analysed_step(records), findings(records)
     blocks: list[Block] = []
-    if kept:
-        blocks.append(_gain_headline(kept))
-    elif step is not None:
+    for name, climb in climbs(records).items():
+        if kept := kept_rungs(climb):
+            blocks.append(_gain_headline(kept, name))
+        if flags := recommended_flags(climb):
+            whose = f" ({name})" if name else ""
+            blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
+    if not kept_rungs(records) and step is not None:
         blocks.append(_step_headline(step))
-    if flags := recommended_flags(records):
-        blocks.append(Flags(re.split(r" (?=--)", flags), "What to change: add these flags to your run"))
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
@@ -152,13 +156,13 @@ def summary(records: Sequence[Row]) -> Section | None:
     return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
 
 
-def _gain_headline(kept: Sequence[RungRow]) -> Headline:
+def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
     first, last = kept[0], kept[-1]
     speedup = ratio_cell(last, "speedup")
     interval = f", {INTERVAL} {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
     unmeasured = ", – not measured" if (first.peak_gib is None) != (last.peak_gib is None) else ""
     stats = [
-        ("Step", _change(first, last, "step_ms", number, "ms"), "median"),
+        ("Step", _change(first, last, "step_ms", number, "ms"), f"median, from {first.precision}"),
         ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
         ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
         ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
@@ -169,10 +173,15 @@ def _gain_headline(kept: Sequence[RungRow]) -> Headline:
     stats = [stat for stat in stats if stat[1]]
     if len(kept) == 1:
         says, detail = "per step: the baseline is the fastest found", "No change on the ladder made the step faster."
+        detail = f"{name}: {detail}" if name else detail
         return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats)
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
-    says = "faster, and the maths is still right" if is_faster else "the baseline’s speed, in less memory"
-    return Headline(speedup, says, f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}", stats)
+    checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
+    says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
+    detail = f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}"
+    if (later := after_precision(kept)) is not None:
+        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
+    return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats)
 
 
 def _of_peak(row: RungRow | StepRow) -> str:

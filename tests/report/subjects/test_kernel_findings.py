@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.report.subjects.test_kernels import gpu_profile, records
-from trainstep.kinds import CeilingRow, PieceRow, ProfileRow, RungRow
+from trainstep.kinds import CeilingRow, FamilyRow, PieceRow, ProfileRow, RungRow
 from trainstep.records import Row, of_kind
 from trainstep.report.blocks import Finding
 from trainstep.report.subjects import findings
-from trainstep.report.subjects.kernel_findings import brief_name
+from trainstep.report.subjects.kernel_findings import IDLE, MUCH, NEEDED_COVERAGE, brief_name
 
 
 def found(rows: list[Row]) -> dict[str, Finding]:
@@ -72,18 +72,35 @@ def test_sentences_name_a_kernel_by_what_tells_it_apart(kernel: str, brief: str)
 
 def test_softmax_is_held_against_the_scores() -> None:
     softmax = found(records(gpu_profile()))["softmax"]
-    assert softmax.figures == pytest.approx({"fewer_flop": 40, "faster": 0.4, "gb_s": 3200, "of_copy": 3200 / 4200})
+    assert softmax.figures == pytest.approx(
+        {"fewer_flop": 40, "faster": 0.4, "is_memory_bound": True, "gb_s": 3200, "of_copy": 3200 / 4200}
+    )
     assert softmax.sentence == (
         "Softmax takes 2.5× more time than the score product with 40× fewer FLOPs: it is bound by memory (it moves "
         "3,200 GB/s, 76% of a large copy here); a fused attention removes it."
     )
 
 
-def test_softmax_far_below_the_rate_of_a_copy_is_not_called_bound_by_memory() -> None:
+@pytest.mark.parametrize(("part", "is_bound"), [(0.37, False), (0.59, False), (0.61, True), (None, False)])
+def test_softmax_is_bound_by_memory_only_near_the_rate_of_a_copy_that_was_measured(
+    part: float | None, is_bound: bool
+) -> None:
     others = [each for each in records(gpu_profile()) if each.case.get("operation") != "copy"]
-    softmax = found([*others, CeilingRow(operation="copy", gb_s=9000.0)])["softmax"]
-    assert softmax.figures["of_copy"] == pytest.approx(3200 / 9000)
-    assert "its arithmetic is not what takes the time" in softmax.sentence
+    copies = [] if part is None else [CeilingRow(operation="copy", gb_s=3200 / part)]
+    softmax = found([*others, *copies])["softmax"]
+    assert softmax.figures["is_memory_bound"] is is_bound
+    assert softmax.figures.get("of_copy") == (None if part is None else pytest.approx(part))
+    assert ("bound by memory" in softmax.sentence) is is_bound
+
+
+@pytest.mark.parametrize(("ratio", "is_explained"), [(19.9, False), (20.1, True)])
+def test_softmax_that_is_as_fast_as_its_arithmetic_is_little_has_no_cause(ratio: float, is_explained: bool) -> None:
+    """40 times fewer FLOPs: from a twentieth of the scores' time on, something else than arithmetic takes it."""
+    rows = records(gpu_profile())
+    pieces = {each.piece: each for each in of_kind(rows, PieceRow) if each.phase == "forward"}
+    fast = dataclasses.replace(pieces["softmax"], main_ms=(pieces["scores"].main_ms or 0) / ratio)
+    softmax = found([fast if each is pieces["softmax"] else each for each in rows])["softmax"]
+    assert ("is_memory_bound" not in softmax.figures) is is_explained
 
 
 def test_softmax_may_take_as_much_time_as_the_scores() -> None:
@@ -101,8 +118,13 @@ def test_the_ladder_proves_what_a_fused_attention_saves() -> None:
     assert softmax.figures["gain of fused attention"] == 1.27
     assert softmax.figures["gain of our FlashAttention"] == 0.8
     assert softmax.sentence.endswith(
-        "On the ladder, fused attention made the step 1.27× faster and our FlashAttention made the step 1.25× slower."
+        "large copy here). On the ladder, fused attention made the step 1.27× faster and our FlashAttention made the "
+        "step 1.25× slower."
     )
+    again = rung("our FlashAttention, on the top", gain=1.1)
+    assert found([*records(gpu_profile()), *ladder, again])["softmax"].figures["gain of our FlashAttention"] == 1.1
+    other = rung("fused attention", workload="another model")
+    assert "gain of fused attention" not in found([*records(gpu_profile()), other])["softmax"].figures
 
 
 def test_a_rung_that_proves_nothing_has_no_gain() -> None:
@@ -124,7 +146,11 @@ def test_float32_products_are_not_taken_for_tensor_cores() -> None:
     rows = [*records(dataclasses.replace(profile, kernels=tuple(simt))), rung("TF32 matmuls")]
     products = found(with_settings(rows, precision="fp32"))["float32-products"]
     assert products.figures == pytest.approx({"share": 460 / 970, "gain of TF32 matmuls": 1.27})
-    assert "TF32 or bf16 moves them there." in products.sentence
+    assert "TF32 or bf16" not in products.sentence, "what was tried is told by its result"
+    assert (
+        "TF32 or bf16 moves them there."
+        in found(with_settings(rows[:-1], precision="fp32"))["float32-products"].sentence
+    )
     newer = found(with_settings(rows, precision="fp8"))["float32-products"]  # of a file that another version wrote
     assert newer.figures == {"share": products.figures["share"]}
     assert "though the step runs in fp8" in newer.sentence
@@ -169,10 +195,8 @@ def test_a_profiler_that_costs_nothing_warns_of_nothing(cost: float, id: str) ->
 @pytest.mark.parametrize(
     ("compile_mode", "id", "said"),
     [
-        (None, "unfused", ", which torch.compile would save, where it is not used yet, by fusing them. On the ladder, "
-                          "compiled blocks made the step 1.27× faster."),
-        ("off", "unfused", ", which torch.compile saves by fusing them. On the ladder, compiled blocks made the step "
-                           "1.27× faster."),
+        (None, "unfused", ". On the ladder, compiled blocks made the step 1.27× faster."),
+        ("off", "unfused", ". On the ladder, compiled blocks made the step 1.27× faster."),
         ("blocks", "unfused-though-compiled", ", though the blocks are compiled; 100% of it in forward."),
         ("model", "unfused-though-compiled", ", though the model is compiled; 100% of it in forward."),
     ],
@@ -192,10 +216,8 @@ def test_only_what_is_not_compiled_is_told_to_compile(compile_mode: str | None, 
 @pytest.mark.parametrize(
     ("optimizer", "id", "said"),
     [
-        (None, "optimizer-unfused", ": its fused form, where it is not used yet, reads and writes everything once. On "
-                                    "the ladder, fused optimizer made the step 1.27× faster."),
-        ("adamw-foreach", "optimizer-unfused", ": its fused form reads and writes everything once. On the ladder, "
-                                               "fused optimizer made the step 1.27× faster."),
+        (None, "optimizer-unfused", ". On the ladder, fused optimizer made the step 1.27× faster."),
+        ("adamw-foreach", "optimizer-unfused", ". On the ladder, fused optimizer made the step 1.27× faster."),
         ("adamw-fused", "optimizer", ", fused already: that grows with the parameters alone, so a larger batch makes "
                                      "its share smaller."),
         ("sgd", "optimizer", ": that grows with the parameters alone, so a larger batch makes its share smaller."),
@@ -213,6 +235,37 @@ def test_only_what_is_not_fused_is_told_to_fuse(optimizer: str | None, id: str, 
     assert (figures["share"], figures["gb"]) == pytest.approx((300 / 1150, 0.4))
     assert ("gain of fused optimizer" in figures) is (id == "optimizer-unfused")
     assert every[id].sentence.endswith("of the kernel time and moves 0.400 GB" + said)
+
+
+def changed(rows: list[Row], **values: Any) -> list[Row]:
+    return [dataclasses.replace(row, **values) if isinstance(row, ProfileRow) else row for row in rows]
+
+
+@pytest.mark.parametrize(("past", "is_told"), [(-0.001, False), (0.001, True)])
+@pytest.mark.parametrize(
+    ("id", "name", "threshold"),
+    [("coverage", "module_coverage", 1 - NEEDED_COVERAGE), ("idle", "idle_share", IDLE)],
+)
+def test_thresholds_of_the_profile(id: str, name: str, threshold: float, past: float, is_told: bool) -> None:
+    value = threshold + past
+    value = 1 - value if id == "coverage" else value
+    assert (id in found(changed(records(gpu_profile()), **{name: value}))) is is_told
+
+
+@pytest.mark.parametrize(("share", "is_told"), [(MUCH - 0.001, False), (MUCH + 0.001, True)])
+@pytest.mark.parametrize(
+    ("id", "family"), [("unfused", "elementwise"), ("float32-products", "FP32 SIMT matmul"), ("optimizer-unfused", "")]
+)
+def test_thresholds_of_families(id: str, family: str, share: float, is_told: bool) -> None:
+    """A share of the kernel time below and above what is remarked on."""
+    settings = {"workload": "large", "precision": "fp32", "compile": "off", "optimizer": "adamw-foreach"}
+    profile = ProfileRow(**settings, module_coverage=1.0)
+    phase = "step" if family else "optimizer"
+    rows = [
+        FamilyRow(**settings, phase=phase, family=family or "optimizer", share=share, ms=share),
+        *([] if family else [FamilyRow(**settings, phase="step", family="rest", share=1.0, ms=1.0)]),
+    ]
+    assert (id in found([profile, *rows])) is is_told
 
 
 def test_a_profile_that_did_not_run_has_no_findings() -> None:

@@ -176,3 +176,10 @@ def test_a_policy_that_ran_out_of_memory_is_not_the_best() -> None:
     found = best(rows)
     assert found.figures == {"best": ("1",), "peak_gib": 4.0, "without_gib": None}
     assert found.sentence.endswith("6.00 GiB).")
+
+
+@pytest.mark.parametrize(("error", "id"), [(0.049, "predicted"), (-0.049, "predicted"), (0.051, "prediction-off"),
+                                           (-0.051, "prediction-off")])  # fmt: skip
+def test_a_prediction_agrees_up_to_a_twentieth(error: float, id: str) -> None:
+    (found,) = findings([PeakRow(context=1, mode="step", prediction_error=error)])
+    assert found.id == f"memory.{id}"

@@ -35,6 +35,18 @@ def test_one_step_that_was_measured_as_three_things_is_told():
     )
 
 
+@pytest.mark.parametrize(("low", "is_told"), [(110.9, False), (111.3, True), (150.0, True), (205.0, True)])
+def test_measurements_of_one_step_disagree_from_a_tenth_apart(low, is_told):
+    """The phases' interval ends at 101 ms: the ladder's begins 9.8 %, 10.2 %, 49 % and 103 % above that."""
+    told = noise(step(), baseline(low, low + 1, low + 2))
+    assert ("noise.same-step" in told) is is_told
+
+
+@pytest.mark.parametrize(("part", "is_told"), [(1.04, False), (1.06, True)])
+def test_how_far_beyond_arithmetic_is_more_than_clocks_explain(part, is_told):
+    assert ("noise.beyond-arithmetic" in noise(*CEILINGS, family("matmul", "forward", 100 * part))) is is_told
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -78,3 +78,18 @@ def test_memory_has_a_chart_only_where_it_was_measured():
     ids = Page(render([scheme("single", 100.5), scheme("flat", 130.25)])).ids
     assert "chart-parallel-step" in ids
     assert "chart-parallel-memory" not in ids
+
+
+def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
+    """Else FSDP took less than a step without communication, which updates all parameters."""
+
+    def timed(name, step, update):
+        times = {"step": Times(step), "optimizer": Times(update)}
+        return ParallelRow(workload="2.7B", scheme=name, world_size=4, times=times)
+
+    rows = [timed("single", 137.0, 28.0), timed("bucketed-25", 160.0, 28.0), timed("fsdp", 129.0, 7.0),
+            timed("torch-zero", 196.0, 7.0), timed("of another version", 150.0, 28.0)]  # fmt: skip
+    found = Page(render(rows)).values["parallel"].values()
+    assert [(float(cells["alone_ms"]), float(cells.get("exposed_ms", 0))) for cells in found] == [
+        (137.0, 0.0), (137.0, 23.0), (116.0, 13.0), (116.0, 80.0), (137.0, 13.0)
+    ]  # fmt: skip

@@ -1,10 +1,11 @@
 """Who is said to own the analysed step's peak: what its owner rows say, and without them no more than is known."""
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
 
-from tests.report.test_findings import step
+from tests.report.test_findings import rung, step
 from trainstep.kinds import MemoryTimelineRow, OwnerRow
 from trainstep.report.subjects import findings
 
@@ -100,7 +101,56 @@ def test_without_owners_no_more_is_said_than_is_known():
     )
     plain = peak([step(at_rest_gib=3.0, optimizer_state_gib=0.0)])
     assert plain.figures["remedies"] == ("sharding",)
-    assert "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding helps." in plain.sentence
+    assert (
+        "(weights and the batch), 25% comes and goes with it: most of it stays, so sharding shrinks it."
+        in plain.sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "others", "remedies"),
+    [
+        ("adamw-foreach", 3.7, ("the fused optimizer",)),  # its temporaries make the peak, and go with them
+        (None, 3.7, ("the fused optimizer",)),
+        ("adamw-foreach", 3.85, ("sharding", "a smaller optimizer state")),  # they hardly do
+        ("adamw-fused", 3.7, ("sharding", "a smaller optimizer state")),
+    ],
+)
+@pytest.mark.parametrize("shares", [{}, {"parameters": 0.4, "optimizer state": 0.4}])
+def test_a_peak_that_the_fused_optimizer_removes_needs_no_sharding(optimizer, others, remedies, shares):
+    case = {"optimizer": optimizer}
+    row = analysed(case, optimizer_peak_gib=4.0, backward_peak_gib=others, forward_peak_gib=3.5, at_rest_gib=3.4)
+    found = peak([row, *(timeline(case, shares, "optimizer") if shares else [])])
+    assert (found.figures["phase"], sorted(found.figures["remedies"])) == ("optimizer", sorted(remedies))
+    assert found.figures.get("without_gib") == (others if "the fused optimizer" in remedies else None)
+
+
+def test_what_the_ladder_tried_is_given_by_its_result():
+    row = analysed({}, optimizer_peak_gib=4.0, backward_peak_gib=3.5, at_rest_gib=3.4)
+    tried = [
+        rung("baseline", "baseline", peak_gib=4.0),
+        rung("fused optimizer", "inconclusive", kept=False, peak_gib=3.9),
+        rung("fused optimizer, on the top", peak_gib=3.5),
+    ]
+    found = peak([row, *tried])
+    assert (found.figures["remedies"], found.figures["peak with fused optimizer"]) == ((), 3.5)
+    assert found.sentence.endswith("On the ladder, fused optimizer took the peak from 4.00 GiB to 3.50 GiB.")
+    assert peak([row, *tried[:2]]).sentence.endswith("took the peak from 4.00 GiB to 3.90 GiB.")
+    same = dataclasses.replace(tried[1], peak_gib=3.99)
+    assert peak([row, tried[0], same]).sentence.endswith("On the ladder, fused optimizer left the peak at 3.99 GiB.")
+    other = [dataclasses.replace(each, workload="another") for each in tried]
+    assert peak([row, *other]).figures["remedies"] == ("the fused optimizer",)
+
+
+@pytest.mark.parametrize(("rest", "remedies"), [(1.99, 0), (2.01, 2)])
+def test_what_stays_is_named_where_it_is_most_of_the_peak(rest, remedies):
+    assert len(peak([step(at_rest_gib=rest)]).figures["remedies"]) == remedies
+
+
+@pytest.mark.parametrize(("share", "is_worth"), [(0.049, False), (0.051, True)])
+def test_a_part_is_worth_a_change_from_a_twentieth_of_the_peak(share, is_worth):
+    found, _ = owned({}, {"activations": 0.6, "activations/the loss": share, "parameters": 0.3})
+    assert ("a chunked loss" in found.figures["remedies"]) is is_worth
 
 
 def test_owners_of_another_step_or_of_another_phase_are_not_its_owners():

@@ -11,16 +11,25 @@ from trainstep.config import PHASES
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow, RungRow, StepRow
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, told_apart
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, told_apart
 from trainstep.report.charts.allocations import allocation_chart, layout_data, roles
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import as_float, gib, number, numeric, unit_of
+from trainstep.report.subjects.ladder_findings import base_name, climbs
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.report.tables import define, make_table, outcome_table
 from trainstep.stats import RUN_SPREAD
 
 MOST = 0.5  # Owners are named, the largest first, until together they own more than this share of the peak
 WORTH = 0.05  # Share of the peak from which a part of the model is worth a change that shrinks it alone
+FUSED_OPTIMIZER, FUSED_ATTENTION, CHUNKED_LOSS = "the fused optimizer", "a fused attention", "a chunked loss"
+_TRIED = {
+    FUSED_OPTIMIZER: ("fused optimizer",),
+    FUSED_ATTENTION: ("fused attention", "our FlashAttention"),
+    CHUNKED_LOSS: ("chunked loss",),
+}
+"""Advice → the rungs that try it, whose result then takes its place."""
+UNFUSED_OPTIMIZER = (None, "adamw-foreach")  # None: a user's own, whose form is not known
 UNFUSED = ("eager", "eager-compiled", "sdpa-math")  # Attention that keeps its scores for backward
 ATTENTION = frozenset({"attention", "Softmax"})
 LOSS = frozenset({"(loss)", "head", "NllLoss", "LogSoftmax"})
@@ -166,15 +175,46 @@ def peak_findings(records: Sequence[Row]) -> list[Finding]:
     owners, parts = _owners(step, phase, records)
     remedies: Sequence[str] = ()
     if owners:
-        owned, remedies = _owned(owners, parts, step, phase)
-        said += f": {owned}"
         figures |= {"owners": tuple(row.owner for row in owners)}
+        names = listed(["allocations without a known owner" if row.owner == "unknown" else row.owner for row in owners])
+        said += f": {names} {'makes' if names in ('optimizer state', 'batch') else 'make'} up most of the peak"
+        remedies = list(dict.fromkeys(each for row in owners for each in _remedies(row.owner, parts, step, phase)))
     elif 1 - transient > MOST:
+        said += ": most of it stays"
         remedies = ("sharding", "a smaller optimizer state") if state else ("sharding",)
-        said += f": most of it stays, so sharding{' or a smaller optimizer state shrink it' if state else ' helps'}"
     else:
         said += " (activations, gradients and temporaries)"
-    return [found("memory.peak", f"{said}.", **figures, remedies=tuple(remedies))]
+    without = max((peak for name, peak in peaks.items() if name != phase), default=0.0)
+    if phase == "optimizer" and step.optimizer in UNFUSED_OPTIMIZER and 1 - without / step.peak_gib >= WORTH:
+        remedies, figures["without_gib"] = [FUSED_OPTIMIZER], without  # what is there at rest is there without it too
+        said += "; the other phases peak at {without_gib:gib}"
+    results = {each: _results(records, _TRIED.get(each, ()), step.workload) for each in remedies}
+    remedies = tuple(each for each in remedies if not results[each])
+    said += f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it." if remedies else "."
+    proof = {rung: peaks for each in results.values() for rung, peaks in each.items()}
+    if proof:
+        told = [
+            f"{rung} took the peak from {gib(before)} to {gib(after)}"
+            if abs(after - before) > RUN_SPREAD * before
+            else f"{rung} left the peak at {gib(after)}"
+            for rung, (before, after) in proof.items()
+        ]
+        said += literal(f" On the ladder, {listed(told)}.")
+    figures |= {f"peak with {rung}": after for rung, (_, after) in proof.items()}
+    return [found("memory.peak", said, **figures, remedies=remedies)]
+
+
+def _results(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> dict[str, tuple[float, float]]:
+    """The peak before and after each of these rungs, of its last try on ladders of this workload."""
+    found = {}
+    for climb in climbs(rows).values():
+        before: float | None = None
+        for row in climb:
+            if row.status == "ok" and row.peak_gib is not None:
+                if before is not None and base_name(row) in names and row.workload in (None, workload):
+                    found[base_name(row)] = before, row.peak_gib
+                before = row.peak_gib if row.kept else before
+    return found
 
 
 def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[OwnerRow], list[OwnerRow]]:
@@ -189,17 +229,6 @@ def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[Own
     return [], []
 
 
-def _owned(
-    owners: Sequence[OwnerRow], parts: Sequence[OwnerRow], step: StepRow, phase: str
-) -> tuple[str, Sequence[str]]:
-    """What owns most of the peak and what shrinks that, in words; and the latter as a list."""
-    remedies = list(dict.fromkeys(each for row in owners for each in _remedies(row.owner, parts, step, phase)))
-    names = listed(["allocations without a known owner" if row.owner == "unknown" else row.owner for row in owners])
-    verb = "makes" if names in ("optimizer state", "batch") else "make"
-    advice = f", so {listed(remedies, 'or')} {'shrinks' if len(remedies) == 1 else 'shrink'} it" if remedies else ""
-    return f"{names} {verb} up most of the peak{advice}", remedies
-
-
 def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) -> list[str]:
     """What shrinks an owner, of what this step does not do already."""
     own = [row for row in parts if row.owner == owner]
@@ -211,13 +240,13 @@ def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) 
         case "batch":
             return ["a smaller batch"]
         case "temporaries" if phase == "optimizer":
-            return ["the fused optimizer"] if step.optimizer == "adamw-foreach" else []
+            return [FUSED_OPTIMIZER] if step.optimizer in UNFUSED_OPTIMIZER else []
         case "activations" | "temporaries":
             found = []
             if step.attention in UNFUSED and _has(own, ATTENTION):
-                found.append("a fused attention")
+                found.append(FUSED_ATTENTION)
             if step.loss == "dense" and _has(own, LOSS):
-                found.append("a chunked loss")
+                found.append(CHUNKED_LOSS)
             if owner == "activations" and step.checkpointing is None:
                 found.append("activation checkpointing")
             return [*found, "a smaller batch"]
@@ -258,20 +287,19 @@ def owner_findings(records: Sequence[Row]) -> list[Finding]:
         times = f", {largest.count} times a step" if (largest.count or 1) > 1 else ""
         said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}} ({made_in(largest)})."
         figures |= {"largest_gib": (largest.mib or 0) / 1024, "line": largest.line}
-    proof, proven = _proof(records)
+    proof, proven = _proof(records, step.workload)
     figures = {"peak_gib": step.peak_gib or 0, "phase": step.peak_phase, **figures, **proven}
     return [found("memory.owners", said + proof, **figures)]
 
 
-def _proof(records: Sequence[Row]) -> tuple[str, dict[str, Scalar]]:
+def _proof(records: Sequence[Row], workload: str | None) -> tuple[str, dict[str, Scalar]]:
     """The rung of the ladder that made the peak smaller by most, against the rung it was built on."""
-    before: float | None = None
-    smaller: list[dict[str, Scalar]] = []
-    for row in of_kind(records, RungRow):
-        if row.status == "ok" and row.peak_gib is not None:
-            if before is not None and before - row.peak_gib > RUN_SPREAD * before:
-                smaller.append({"rung": row.rung, "before_gib": before, "after_gib": row.peak_gib})
-            before = row.peak_gib if row.kept else before
+    names = [base_name(row) for row in of_kind(records, RungRow)]
+    smaller: list[dict[str, Scalar]] = [
+        {"rung": rung, "before_gib": before, "after_gib": after}
+        for rung, (before, after) in _results(records, names, workload).items()
+        if before - after > RUN_SPREAD * before
+    ]
     if not smaller:
         return "", {}
     best = max(smaller, key=lambda each: numeric(each["before_gib"]) - numeric(each["after_gib"]))

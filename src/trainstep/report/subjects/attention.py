@@ -20,7 +20,8 @@ _IMPLEMENTATION = columns.word("implementation", "impl")
 
 ATTENTION = define(
     AttentionRow,
-    "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards",
+    "Attention: median of the passes in ms; TFLOP/s counts causal attention as half, backward as 2.5 forwards: five "
+    "products against two, one of which computes the scores again",
     replace(_IMPLEMENTATION, files=False),  # heads the page's rows
     *columns.named(*SHAPE, "seq"),
     replace(_IMPLEMENTATION, page=False),
@@ -57,7 +58,8 @@ def attention(records: Sequence[Row]) -> Section | None:
     ]
     lead = (
         "Every case is checked against float64 in all heads and rows before it is timed. Times are medians, the cache "
-        "overwritten before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards."
+        "overwritten before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards: five "
+        "products against two, one of which computes the scores again."
     )
     table = make_table(ATTENTION, rows, "page")
     return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, table])

@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow, RungRow
+from trainstep.kinds import CeilingRow, FamilyRow, KernelRow, PieceRow, ProfileRow
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Finding, found, listed, literal
 from trainstep.report.numbers import numeric
+from trainstep.report.subjects.ladder_findings import advised
 from trainstep.stats import RUN_SPREAD
 
 NEEDED_COVERAGE = 0.98  # Share of kernel time that must be in a known phase and module
 MUCH = 0.15  # Share of the step's kernel time from which a family is remarked on
-MEMORY_BOUND = 0.5  # Share of a large copy's rate from which a kernel is called bound by memory
+MEMORY_BOUND = 0.6
+"""Share of a large copy's rate from which a kernel is called bound by memory, as in Nsight Compute's speed of light:
+below it, latency sets the pace as likely."""
+AS_SMALL = 2.0  # Softmax this many times slower than its FLOPs explain is not called slow for its arithmetic
+NOTABLE = 1.05  # Factor from which two times are told apart
+TRACE = 0.01  # Share of the step's kernel time from which a family is named among others
 IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
@@ -131,8 +137,9 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     said = "{share:share} of the kernel time are float32 products on the ordinary units, not on tensor cores"
     entry = PRECISIONS.get(profile.precision or "fp32")  # None for one that only another version knows
     if entry is not None and entry.rate == "fp32":
-        proof, gains = _proof(records, ("TF32 matmuls", "bf16 autocast"))
-        said += f": TF32 or bf16 moves them there.{proof}"
+        advice, rungs = ": TF32 or bf16 moves them there.", ("TF32 matmuls", "bf16 autocast")
+        end, gains = advised(advice, records, rungs, profile.workload)
+        said += end
     else:
         where, gains = _where(own, [_SIMT]), {}
         said += f", though the step runs in {profile.precision}{f': {where}' if where else ''}."
@@ -148,26 +155,27 @@ def _softmax(own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
         return []
     fewer, ratio = scores.main_tflop / softmax.main_tflop, scores.main_ms / softmax.main_ms
     factor = max(ratio, 1 / ratio)
-    times = f"{factor:.1f}× {'less' if ratio > 1 else 'more'} time than" if factor >= 1.05 else "as much time as"
+    times = f"{factor:.1f}× {'less' if ratio > 1 else 'more'} time than" if factor >= NOTABLE else "as much time as"
     said = f"Softmax takes {times} the score product with {{fewer_flop:.0f}}× fewer FLOPs"
-    if fewer < 2 * ratio:  # as slow as its arithmetic is small
+    if fewer < AS_SMALL * ratio:  # as slow as its arithmetic is small
         return [found("kernels.softmax", f"{said}.", fewer_flop=fewer, faster=ratio)]
     copy = next((row.gb_s for row in of_kind(records, CeilingRow) if row.operation == "copy"), None)
-    proof, figures = _proof(records, ("fused attention", "our FlashAttention"))
-    rate, why = "", "it is bound by memory"
+    rungs = ("fused attention", "our FlashAttention")
+    end, figures = advised("; a fused attention removes it.", records, rungs, softmax.workload)
+    rate, is_bound = "", False
     if softmax.main_gb_s and copy:
         rate = " (it moves {gb_s:n} GB/s, {of_copy:.0%} of a large copy here)"
         figures |= {"gb_s": softmax.main_gb_s, "of_copy": softmax.main_gb_s / copy}
-        if softmax.main_gb_s < MEMORY_BOUND * copy:
-            why = "its arithmetic is not what takes the time"
-    said += f": {why}{rate}; a fused attention removes it.{proof}"
-    return [found("kernels.softmax", said, fewer_flop=fewer, faster=ratio, **figures)]
+        is_bound = softmax.main_gb_s >= MEMORY_BOUND * copy
+    why = "it is bound by memory" if is_bound else "its arithmetic is not what takes the time"
+    said += f": {why}{rate}{end}"
+    return [found("kernels.softmax", said, fewer_flop=fewer, faster=ratio, is_memory_bound=is_bound, **figures)]
 
 
 def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     """Kernels that fusing would save; of a step that is compiled already, where they are left."""
     shares = {name: row.share or 0 for name, row in _families(own).items() if name in _FUSABLE}
-    present = tuple(name for name in _FUSABLE if shares.get(name, 0) >= 0.01)
+    present = tuple(name for name in _FUSABLE if shares.get(name, 0) >= TRACE)
     share = sum(shares[name] for name in present)
     if share < MUCH:
         return []
@@ -180,8 +188,9 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
         said += f", though {compiled} compiled{f'; {where}' if where else ''}."
         return [found("kernels.unfused-though-compiled", said, share=share, families=present)]
     saves = "saves" if profile.compile == "off" else "would save, where it is not used yet,"
-    proof, gains = _proof(records, _COMPILED)
-    said += f", which torch.compile {saves} by fusing them.{proof}"
+    advice = f", which torch.compile {saves} by fusing them."
+    end, gains = advised(advice, records, _COMPILED, profile.workload)
+    said += end
     return [found("kernels.unfused", said, share=share, families=present, **gains)]
 
 
@@ -196,8 +205,9 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
     figures: dict[str, Scalar] = {"share": spent / total, "gb": moved or None}
     if profile.optimizer in (None, "adamw-foreach"):
         unknown = ", where it is not used yet," if profile.optimizer is None else ""
-        proof, gains = _proof(records, ("fused optimizer",))
-        said += f": its fused form{unknown} reads and writes everything once.{proof}"
+        advice = f": its fused form{unknown} reads and writes everything once."
+        end, gains = advised(advice, records, ("fused optimizer",), profile.workload)
+        said += end
         return [found("kernels.optimizer-unfused", said, **figures, **gains)]
     fused = ", fused already" if profile.optimizer == "adamw-fused" else ""
     said += f"{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."
@@ -207,10 +217,12 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
 def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
     if profile.idle_share is None or profile.on_cpu or profile.idle_share < IDLE:
         return []
-    proof, figures = _proof(records, _COMPILED) if profile.compile in (None, "off") else ("", {})
+    end, figures = ". Fewer, larger kernels help.", dict[str, Scalar]()
+    if profile.compile in (None, "off"):
+        end, figures = advised(end, records, _COMPILED, profile.workload)
     said = (
         "The device has nothing to do for {idle_share:share} of the step ({idle_ms:ms} of {step_ms:ms}, without the "
-        f"profiler): the host launches more slowly than the kernels run. Fewer, larger kernels help.{proof}"
+        f"profiler): the host launches more slowly than the kernels run{end}"
     )
     figures |= {"idle_share": profile.idle_share, "idle_ms": profile.idle_ms, "step_ms": profile.step_ms}
     return [found("kernels.idle", said, **figures)]
@@ -224,24 +236,7 @@ def _communication(profile: ProfileRow) -> list[Finding]:
     return [found("kernels.communication", said, ms=profile.communication_ms, overlapped_share=part)]
 
 
-def _proof(records: Sequence[Row], names: Sequence[str]) -> tuple[str, dict[str, Scalar]]:
-    """What the ladder measured of such a change, in words and as `gain of RUNG`; empty where it has not."""
-    told, gains = [], dict[str, Scalar]()
-    for row in of_kind(records, RungRow):
-        if row.rung not in names:
-            continue
-        if row.status != "ok":
-            told.append(f"{row.rung} could not be used ({row.status})")
-        elif row.verdict in ("faster", "slower") and row.gain is not None:
-            factor = row.gain if row.verdict == "faster" else 1 / row.gain
-            told.append(f"{row.rung} made the step {factor:.2f}× {row.verdict}")
-            gains[f"gain of {row.rung}"] = row.gain
-        elif row.verdict == "inconclusive":
-            told.append(f"{row.rung} made no difference that the samples can show")
-    return (f" On the ladder, {listed(told)}." if told else ""), gains
-
-
-_FORMULA = 0.05  # share of the step's kernel time from which a formula that is written out is remarked on
+FORMULA = 0.05  # share of the step's kernel time from which a formula that is written out is remarked on
 _LOSS = "(loss)"
 _MATH_FORM = "aten::_scaled_dot_product_attention_math"
 _WRITTEN_OUT = (
@@ -277,7 +272,7 @@ def _attention(kernels: Sequence[KernelRow]) -> Iterator[Finding]:
     for form, said in (("attention-written-out", _WRITTEN_OUT), ("attention-not-fused", _NOT_FUSED)):
         modules = tuple(name for name, operators in named.items() if (_MATH_FORM in operators) is (said is _NOT_FUSED))
         share = sum(row.share or 0 for row in kernels if row.module in modules)
-        if share >= _FORMULA:
+        if share >= FORMULA:
             yield found(f"formulas.{form}", said, modules=modules, share=share)
 
 
@@ -285,7 +280,7 @@ def _cross_entropy(kernels: Sequence[KernelRow]) -> list[Finding]:
     """A loss that takes a softmax, and not by way of log_softmax as F.cross_entropy does."""
     operators = _operators(kernels, _LOSS, "loss")
     share = sum(row.share or 0 for row in kernels if row.module == _LOSS)
-    if share < _FORMULA or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
+    if share < FORMULA or "aten::_softmax" not in operators or "aten::_log_softmax" in operators:
         return []
     said = (
         "Cross-entropy is written out: the loss and its backward take {share:.0%} of the kernel time, over tensors "

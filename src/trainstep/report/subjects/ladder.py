@@ -10,12 +10,14 @@ from functools import partial
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.records import Row, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
+from trainstep.report.blocks import Block, Chart, Charts, Section, span
 from trainstep.report.charts import SERIES
 from trainstep.report.charts.lines import Series, lines
 from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
+from trainstep.report.subjects import ladder_findings
+from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs
 from trainstep.report.tables import define, make_table
 from trainstep.stats import WITHIN_RUN
 
@@ -24,10 +26,32 @@ def _rung(row: Row) -> Cell:
     return Cell(str(row.case["rung"]), is_text=True)
 
 
-def _error(row: Row) -> Cell:
-    """The gradients' error, on the page with the budget it is a part of."""
-    error, budget = (value_cell(row, name, partial(number, digits=2)) for name in ("gradient_error", "error_budget"))
-    return error if error.value is None else replace(error, of=budget)
+def _limited(row: Row, name: str, allowed: str) -> Cell:
+    """An error, on the page with what is allowed, a part of which it is."""
+    error, budget = (value_cell(row, each, partial(number, digits=2)) for each in (name, allowed))
+    if error.value is None or budget.value is None:
+        return error
+    return replace(error, of=budget, tone="bad" if _used(row, name) > 1 else "")
+
+
+_LIMITS = {
+    "loss_error": "",
+    "gradient_error": "error_budget",
+    "worst_gradient_error": "worst_allowed",
+    "float32_error": "float32_allowed",
+    "update_error": "update_allowed",
+}
+"""Column of an error → that of what is allowed."""
+
+
+def _used(row: Row, name: str) -> float:
+    """The part of what is allowed that an error uses; 0 where either is unknown."""
+    error, allowed = row.values.get(name), row.values.get(_LIMITS[name])
+    return numeric(error) / numeric(allowed) if error is not None and allowed else 0.0
+
+
+def _limit(title: str, name: str, *, page: bool = True) -> Column:
+    return Column(title, lambda row: _limited(row, name, _LIMITS[name]), brief=False, page=page)
 
 
 def _verdict(row: Row) -> Cell:
@@ -43,9 +67,15 @@ def _verdict(row: Row) -> Cell:
     return replace(cell, text="slower, not kept", tone="bad") if called == "slower" else cell
 
 
+def _slowed(row: Row) -> Cell:
+    """What slowed the GPU, right after the last step."""
+    reason = row.values.get("throttled_by")
+    return Cell("" if reason in (None, "nothing") else str(reason), reason, "throttled_by", tone="bad", is_text=True)
+
+
 LADDER = define(
     RungRow,
-    "The ladder: one change per rung, each checked against the first rung's loss and gradients",
+    "The ladder: one change per rung, each checked beside the plain step before it is timed",
     *map(columns.files_only, columns.SETTINGS[:3]),
     Column("rung", _rung),
     columns.median("step (ms) [95 %]", "step"),
@@ -53,110 +83,70 @@ LADDER = define(
     columns.ratio("against the rung before", "gain", brief=False),
     columns.value("peak (GiB)", "peak_gib"),
     columns.value("utilisation (%)", "utilisation", brief=False, page=False),
-    Column("gradient error", _error),
+    replace(_limit("gradient error", "gradient_error"), brief=True),
     columns.value("budget", "error_budget", digits=2, page=False),
+    *columns.values(
+        {
+            title: name
+            for error in ("float32", "update")
+            for title, name in ((f"{error} error", f"{error}_error"), (f"{error} budget", f"{error}_allowed"))
+        },
+        digits=2,
+        brief=False,
+        page=False,
+    ),
+    columns.value("power (W)", "power_w", brief=False),
+    Column("slowed by", _slowed),
     Column("verdict", _verdict),
     Column("kept", lambda row: "yes" if row.values.get("kept") else "no", brief=False, page=False),
     Column("reason", lambda row: row.reason, brief=False, page=False),
     key=lambda row: str(row.case["rung"]),
     is_strong=lambda row: bool(row.values.get("kept")),
 )
+
+
 CONTROL = define(
     ControlRow,
-    "The baseline at the start of the ladder and at its end: the interval of their ratio should contain 1",
-    *columns.SETTINGS[:3],
-    *columns.values({"start (ms)": "first_ms", "end (ms)": "again_ms"}),
-    columns.ratio("end / start", "ratio"),
+    "Rungs measured again at the end of the ladder: the interval of their ratio should contain 1",
+    *columns.SETTINGS,
+    *columns.values({"first (ms)": "first_ms", "again (ms)": "again_ms"}),
+    columns.ratio("again / first", "ratio"),
     columns.OUTCOME,
 )
 
 
-def _used(row: Row) -> Cell:
-    error, budget = row.values.get("gradient_error"), row.values.get("error_budget")
-    if not budget:
+def _most_used(row: Row) -> Cell:
+    if not row.values.get("error_budget"):
         return Cell(NONE)
-    used = numeric(error) / numeric(budget)
+    used = max(_used(row, name) for name in _LIMITS)
     return Cell(f"{used:.0%}", tone="bad" if used > 1 else "")
+
+
+def _in_float32(row: Row) -> Cell:
+    cell = _limited(row, "float32_error", "float32_allowed")
+    why = row.values.get("not_in_float32")
+    return replace(cell, note=f"not compared: {why}", tone="quiet") if why else cell
 
 
 ERRORS = define(
     RungRow,
-    "Relative errors on the first batch, against the first rung",
+    "Relative errors and what is allowed of each, against the plain step",
     Column("Rung", _rung),
-    *columns.values({"Loss": "loss_error", "Gradients": "gradient_error", "Budget": "error_budget"}, digits=2),
-    Column("Used", _used),
-    columns.value("Worst parameter’s", "worst_gradient_error", digits=2),
+    columns.value("Loss", "loss_error", digits=2),
+    _limit("Gradients", "gradient_error"),
+    _limit("Worst parameter or row", "worst_gradient_error"),
     Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
+    Column("The same in float32", _in_float32),
+    _limit("Two updates", "update_error"),
+    Column("Used at most", _most_used),
+    columns.value("Compared", "compared"),
     key=lambda row: str(row.case["rung"]),
     name="errors",
 )
 TABLES = (LADDER, CONTROL)
 
 
-def kept_rungs(rows: Sequence[Row]) -> list[RungRow]:
-    """The rungs the ladder was built on, the baseline first."""
-    return [row for row in of_kind(rows, RungRow) if row.kept]
-
-
-def recommended_flags(rows: Sequence[Row]) -> str:
-    """The settings of the last kept rung that differ from the baseline's, as flags to paste; empty if none was kept."""
-    kept = kept_rungs(rows)
-    if not kept:
-        return ""
-    start, end = kept[0].case, kept[-1].case
-    names = ("precision", "attention", "optimizer", "compile", "loss")
-    return " ".join(f"--{name} {end[name]}" for name in names if end.get(name) != start.get(name))
-
-
-def gain(rows: Sequence[Row]) -> list[Finding]:
-    """What the kept rungs bring together, and how right they are."""
-    kept = kept_rungs(rows)
-    if not kept:
-        return []
-    if len(kept) == 1:
-        return [found("gain.none", "No change on the ladder made the step faster: the baseline is the best found.")]
-    first, last, named = kept[0], kept[-1], tuple(row.rung for row in kept[1:])
-    low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
-    names = literal(listed(named))
-    interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
-    if low <= 1:
-        called, both = "smaller", None not in (first.peak_gib, last.peak_gib)
-        said = f"no difference in time that these samples can show {interval}, kept for what else "
-        said += "it saves" if is_one else "they save"
-        said = f": {said}" + (": peak memory {peak_before_gib:gib} → {peak_after_gib:gib}" if both else "")
-    else:
-        called = "faster"
-        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}: {{before_ms:ms}} → "
-        said += "{after_ms:ms}"
-    said = (
-        f"{names[0].upper()}{names[1:]}{said}, with loss and gradients within the error budget (off by "
-        "{gradient_error:.1g} of {error_budget:.1g} allowed)."
-    )
-    figures = {"speedup": last.speedup, "speedup_low": low, "speedup_high": high}
-    figures |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
-    figures |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
-    figures |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
-    return [found(f"gain.{called}", said, rungs=named, **figures)]
-
-
-def rejected(rows: Sequence[Row]) -> list[Finding]:
-    """The rungs that were not kept, and why."""
-    every = []
-    for row in of_kind(rows, RungRow):
-        if row.status != "ok":
-            why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
-        elif row.verdict == "slower":
-            why, said = "slower", f" makes the step {1 / numeric(row.gain):.2f}× slower here"
-        elif row.verdict == "inconclusive" and not row.kept:
-            why, said = "inconclusive", " makes no difference that these samples can show"
-        else:
-            continue
-        figures = {"rung": row.rung, "gain": row.gain, "reason": row.reason or None}
-        every.append(found(f"ladder.{why}", f"Not used: {{rung}}{said}.", **figures))
-    return every
-
-
-RULES = (gain, rejected)
+RULES = ladder_findings.RULES
 
 _OUTCOMES = (
     ("baseline", "neutral", "baseline"),
@@ -168,31 +158,52 @@ _OUTCOMES = (
 
 
 def ladder(rows: Sequence[Row]) -> Section | None:
-    """One change per rung."""
-    rungs = of_kind(rows, RungRow)
-    if not rungs:
+    """One change per rung, ladder by ladder, and the rungs that were measured again."""
+    every = climbs(rows)
+    if not every:
         return None
-    falls, before, has_baseline = [], 0.0, False
+    blocks: list[Block] = []
+    for place, (name, climb) in enumerate(every.items()):
+        suffix = f"-{place}" if place else ""
+        table = replace(LADDER, caption=f"{LADDER.caption}: {name}") if name else LADDER
+        blocks += [Charts([_waterfall(climb, name, suffix)]), make_table(table, climb, "page", name=f"ladder{suffix}")]
+    if controls := of_kind(rows, ControlRow):
+        which = Column("Rung", lambda row: Cell(control_name(row, rows), is_text=True))  # type: ignore[arg-type]
+        again = replace(CONTROL, columns=(which, *CONTROL.columns))  # type: ignore[misc]
+        blocks.append(make_table(again, controls, "page"))
+    rungs = of_kind(rows, RungRow)
+    lead = (
+        f"One change per rung, each built from the same seed. {_checks(rungs)} A wrong or slower rung is not built "
+        "upon. Speed-up is against the baseline, gain against the rung kept before; brackets are 95 % intervals."
+    )
+    lead += "" if kept_rungs(rungs) else " No rung could run here."
+    return Section("ladder", "Ladder", "The ladder", lead, blocks)
+
+
+def _checks(rungs: Sequence[RungRow]) -> str:
+    """What was checked of these rungs, in words: those of earlier versions were checked for less."""
+    if all(row.update_error is None for row in rungs):
+        return "Its loss and gradients on the first batch were compared with the first rung’s before it was timed."
+    return (
+        "Before it is timed it is judged beside the plain step: in float32, in its own precision per parameter and "
+        "row, and by two updates of its optimizer; after that once more with trained weights."
+    )
+
+
+def _waterfall(rungs: Sequence[RungRow], name: str, suffix: str) -> Chart:
+    falls, before = [], 0.0
     for row in rungs:
         falls.append(_fall(row, before))
-        if row.kept:
-            before, has_baseline = row.step_ms or before, True
+        before = row.step_ms or before if row.kept else before
     shown = {fall.outcome for fall in falls}
-    chart = Chart(
-        "ladder",
-        "From the plain step to the recommended one",
-        "Each bar runs from the time kept so far to the rung’s own; thin lines carry the kept time on.",
+    caption = "Each bar runs from the time kept so far to the rung’s own; thin lines carry the kept time on."
+    return Chart(
+        f"ladder{suffix}",
+        f"From the plain step to the recommended one{f': {name}' if name else ''}",
+        caption,
         partial(waterfall, falls, "ms per step"),
         [(swatch, words) for outcome, swatch, words in _OUTCOMES if outcome in shown],
     )
-    lead = (
-        "One change per rung. Every rung is rebuilt from the same seed, and its loss and gradients on the same batch "
-        "are checked against the first rung’s before it is timed; a wrong or slower one is not built upon. Speed-up is "
-        "against the baseline, gain against the rung kept before; brackets are 95 % intervals."
-    )
-    lead += "" if has_baseline else " No rung could run here."
-    blocks: list[Block] = [Charts([chart]), make_table(LADDER, rungs, "page", name="ladder")]
-    return Section("ladder", "Ladder", "The ladder", lead, blocks)
 
 
 def _fall(row: RungRow, before: float) -> Fall:
@@ -227,21 +238,28 @@ def _tip(row: RungRow) -> str:
 
 
 def correctness(rows: Sequence[Row]) -> Section | None:
-    """Losses of the kept rungs over the same batches, and how far gradients are off."""
-    kept = [row for row in kept_rungs(rows) if row.samples.get("training_loss")]
-    checked = [row for row in of_kind(rows, RungRow) if row.gradient_error is not None]
-    if not kept and len(checked) < 2:
+    """Losses of the kept rungs over the same batches, and how far gradients and updates are off; ladder by ladder."""
+    every, blocks = climbs(rows), list[Block]()
+    for place, (name, climb) in enumerate(every.items()):
+        suffix = f"-{place}" if place else ""
+        kept = [row for row in kept_rungs(climb) if row.samples.get("training_loss")]
+        checked = [row for row in climb if row.gradient_error is not None]
+        if kept or len(checked) > 1:
+            table = replace(ERRORS, caption=f"{ERRORS.caption}: {name}") if name else ERRORS
+            blocks += [Charts(_loss_charts(kept, suffix))] if kept else []
+            blocks += [make_table(table, checked, "page", name=f"errors{suffix}")] if checked else []
+    if not blocks:
         return None
-    blocks: list[Block] = [Charts(_loss_charts(kept))] if kept else []
-    blocks += [make_table(ERRORS, checked, "page")] if checked else []
-    lead = (
-        "A step that computes something else is no faster. The budget is the error that rounding explains, "
-        "in that precision."
-    )
-    return Section("correctness", "Correctness", "The maths is still right", lead, blocks)
+    lead = f"A step that computes something else is no faster. {_checks(of_kind(rows, RungRow))} "
+    if all(row.worst_allowed is None for row in of_kind(rows, RungRow)):
+        lead += "Allowed is twice the error of the first rung in that precision, plus one rounding; of that first "
+        lead += "rung, what independent roundings add up to."
+    else:
+        lead += "Allowed is twice what the plain step was measured to be off by in that precision, plus one rounding."
+    return Section("correctness", "Correctness", "Is it still the same training?", lead, blocks)
 
 
-def _loss_charts(kept: Sequence[RungRow]) -> list[Chart]:
+def _loss_charts(kept: Sequence[RungRow], suffix: str) -> list[Chart]:
     length = min(len(row.samples["training_loss"]) for row in kept)
     steps = [float(index + 1) for index in range(length)]
     styles = [_line_style(index, len(kept)) for index in range(len(kept))]
@@ -251,7 +269,7 @@ def _loss_charts(kept: Sequence[RungRow]) -> list[Chart]:
     ]
     legend = [(f"line {one.role} {one.dash}", one.name) for one in curves]
     title, caption = "Training loss of every kept rung", "Same seed, same batches: right curves lie on one another."
-    charts = [Chart("losses", title, caption, partial(lines, curves, "batch", "loss"), legend)]
+    charts = [Chart(f"losses{suffix}", title, caption, partial(lines, curves, "batch", "loss"), legend)]
     if len(curves) > 1:
         apart = [
             replace(one, y=[loss / first - 1 for loss, first in zip(one.y, curves[0].y, strict=True)])
@@ -266,7 +284,7 @@ def _loss_charts(kept: Sequence[RungRow]) -> list[Chart]:
         title = "Relative difference from the baseline’s loss"
         caption = "Rounding shows as noise around 0; a mistake would drift away."
         plot = partial(lines, scaled, "batch", unit, around_zero=True)
-        charts.append(Chart("loss-differences", title, caption, plot, legend[1:]))
+        charts.append(Chart(f"loss-differences{suffix}", title, caption, plot, legend[1:]))
     return charts
 
 

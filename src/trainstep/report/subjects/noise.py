@@ -1,13 +1,27 @@
-"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, the baseline again."""
+"""Whether the machine was quiet enough for what was measured: intervals, the GPU's throttling, rungs measured again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
-from trainstep.kinds import CeilingRow, ControlRow, FamilyRow, ProfileRow, RungRow, SweepRow
-from trainstep.records import Row, Times, of_kind
+from trainstep.kinds import (
+    AttentionRow,
+    CeilingRow,
+    CheckpointingRow,
+    CollectiveRow,
+    ControlRow,
+    FamilyRow,
+    ParallelRow,
+    ProfileRow,
+    RungRow,
+    StepRow,
+    SweepRow,
+)
+from trainstep.records import Row, Scalar, Times, of_kind
 from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
+from trainstep.report.subjects.ladder_findings import control_name
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 from trainstep.stats import WILD_INTERVAL
 
@@ -21,62 +35,112 @@ long large product than under short ones."""
 SEEN = 0.01  # Share of its phase from which a family has a row on the page
 
 
-def noisy_step(rows: Sequence[Row]) -> Iterator[Finding]:
-    """The analysed step's interval, and what slowed the GPU meanwhile."""
-    step = analysed_step(rows)
-    if step is None or (width := _width(step.times["step"])) is None:
-        return
-    if width > NOISY_INTERVAL:
+def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
+    """What was timed, by what a sentence calls it, each row with its name; of a warm-up study, its last window."""
+    step, found = analysed_step(rows), dict[str, list[tuple[str, Row]]]()
+    for row in rows:
+        many = _TIMED.get(type(row))
+        if many is not None and row.status == "ok" and (step is None or row is step or not isinstance(row, StepRow)):
+            found.setdefault(many, []).append((_name(row), row))
+    return found
+
+
+_TIMED: Mapping[type[Row], str] = {
+    StepRow: "steps",
+    RungRow: "rungs",
+    CheckpointingRow: "checkpointing policies",
+    AttentionRow: "cases of attention",
+    ParallelRow: "schemes",
+    CollectiveRow: "collectives",
+    SweepRow: "rows of the sweep",
+}
+_WHOLE = ("step", "both", "time")  # the time of a row that its phases are parts of
+
+
+def _name(row: Row) -> str:
+    for name in ("rung", "scheme", "collective", "impl", "checkpointing", "workload"):
+        if (value := row.case.get(name)) is not None:
+            return str(value)
+    return _TIMED[type(row)]
+
+
+def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Rows of every kind whose intervals are wide; a disturbance of seconds hits single rows, and may soon be over."""
+    for many, own in _groups(rows).items():
+        timed = [(name, every[whole]) for name, row in own for whole in _WHOLE if whole in (every := _times(row))]
+        widths = [(width, name, times) for name, times in timed if (width := _width(times)) is not None]
+        wide = [each for each in widths if each[0] > NOISY_INTERVAL]
+        if not wide:
+            continue
+        worst, name, times = max(wide, key=lambda each: each[0])
         said = (
-            "The machine was noisy: the step's 95 % interval spans {width:.0%} of its median. "
-            "Small differences need more --steps or a quieter machine."
+            f"Unsteady times in {{rows}} of {{of}} {many}: their 95 % intervals span more than {NOISY_INTERVAL:.0%} of "
+            "the median, at worst {low_ms:ms} to {high_ms:ms} around {ms:ms} ({worst}). "
         )
-        yield found("noise.interval", said, width=width)
-    if step.throttled_by not in (None, "nothing"):
-        said = "The GPU was slowed by its {throttled_by} while it was measured."
-        yield found("noise.throttled", said, throttled_by=step.throttled_by)
+        said += (
+            "Something else may have run; measure again before believing them."
+            if worst > WILD_INTERVAL
+            else "Small differences need more --steps or a quieter machine."
+        )
+        figures: dict[str, Scalar] = {"rows": len(wide), "of": len(widths), "worst": name, "width": worst}
+        figures |= {"low_ms": times.low, "ms": times.median, "high_ms": times.high}
+        yield found(f"noise.unsteady-{many.rpartition(' ')[2]}", said, **figures)
+
+
+def _times(row: Row) -> Mapping[str, Times]:
+    return getattr(row, "times", {})
 
 
 def _width(times: Times) -> float | None:
     return None if times.low is None or times.high is None else (times.high - times.low) / times.median
 
 
+def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
+    """How many rows of every kind were measured by a GPU that was slowed, and by what."""
+    for many, own in _groups(rows).items():
+        known = [(name, str(row.values["throttled_by"])) for name, row in own if "throttled_by" in row.values]
+        slowed = [(name, reason) for name, reason in known if reason != "nothing"]
+        if slowed:
+            reasons = Counter(reason for _, reason in slowed)
+            said = (
+                f"The GPU was slowed, right after the last step, in {{rows}} of {{of}} {many}: "
+                f"{listed([f'by its {reason} in {count}' for reason, count in reasons.items()])}. "
+                "Their times are those of a GPU at that limit: another GPU, or a colder one, gives others."
+            )
+            figures: dict[str, Scalar] = {
+                "rows": len(slowed),
+                "of": len(known),
+                "slowed": tuple(name for name, _ in slowed),
+                **reasons,
+            }
+            yield found(f"noise.throttled-{many.rpartition(' ')[2]}", said, **figures)
+
+
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
-    """Rungs whose first times were unsteady."""
-    again = tuple(row.rung for row in of_kind(rows, RungRow) if row.attempts == 2)
-    said = "Measured twice, since the first times were unsteady: {rungs:n}. The second ones are shown."
+    """Rungs that were timed more than once."""
+    again = tuple(row.rung for row in of_kind(rows, RungRow) if (row.attempts or 1) > 1)
+    said = (
+        "Measured more than once, since the first times scattered or left the comparison with the rung before open: "
+        "{rungs:n}."
+    )
     return [found("noise.measured-again", said, rungs=again)] if again else []
 
 
-def wild_rows(rows: Sequence[Row]) -> list[Finding]:
-    """A disturbance of seconds hits single rows, and may be over when the baseline is measured again."""
-    return [*_wild(of_kind(rows, RungRow), "rungs"), *_wild(of_kind(rows, SweepRow), "rows")]
-
-
-def _wild(rows: Sequence[RungRow] | Sequence[SweepRow], many: str) -> list[Finding]:
-    measured = [
-        (width, row.times["step"]) for row in rows if "step" in row.times and (width := _width(row.times["step"]))
-    ]
-    wild = [(width, times) for width, times in measured if width > WILD_INTERVAL]
-    if not wild:
-        return []
-    _, worst = max(wild, key=lambda each: each[0])
-    said = (
-        f"Unsteady times in {{rows}} of {{of}} {many}: 95 % intervals span more than half of the median, at worst "
-        "{low_ms:ms} to {high_ms:ms} around {ms:ms}. Something else may have run; measure again before believing them."
-    )
-    figures = {"rows": len(wild), "of": len(measured), "low_ms": worst.low, "ms": worst.median, "high_ms": worst.high}
-    return [found(f"noise.unsteady-{many}", said, **figures)]
-
-
 def control(rows: Sequence[Row]) -> list[Finding]:
-    """A baseline that took another time at the end of the ladder than at its start."""
+    """Rungs, the first or the top, that took another time at the end of the ladder than when they were tried."""
     said = (
-        "The machine changed while it was measured: the baseline took {first_ms:ms} at the start of the ladder and "
-        "{again_ms:ms} at its end. Speed-ups are no more certain than that; run again on a quieter machine."
+        "The machine changed while it was measured: {rung} took {first_ms:ms} at first and {again_ms:ms} at the end of "
+        "the ladder. Speed-ups are no more certain than that; run again on a quieter machine."
     )
     return [
-        found("noise.control", said, first_ms=row.first_ms, again_ms=row.again_ms, ratio=row.ratio)
+        found(
+            "noise.control",
+            said,
+            rung=control_name(row, rows),
+            first_ms=row.first_ms,
+            again_ms=row.again_ms,
+            ratio=row.ratio,
+        )
         for row in of_kind(rows, ControlRow)
         if row.ratio_low is not None and row.ratio_high is not None and not row.ratio_low <= 1 <= row.ratio_high
     ]
@@ -144,4 +208,4 @@ def beyond_arithmetic(rows: Sequence[Row]) -> list[Finding]:
     return [found("noise.beyond-arithmetic", said, **beyond)]
 
 
-RULES = (noisy_step, measured_again, wild_rows, control, same_step_twice, beyond_arithmetic)
+RULES = (unsteady, throttled, measured_again, control, same_step_twice, beyond_arithmetic)

@@ -16,7 +16,17 @@ from trainstep.report.charts.lines import Series, dots, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column, median_cell, value_cell
 from trainstep.report.numbers import number, numeric
+from trainstep.report.subjects.ladder_findings import advised, tried
 from trainstep.report.tables import Table, TableRow, define, make_table
+
+
+def _outcome(row: Row) -> Cell:
+    """As of all rows; and of a step that ran unjudged, why nothing says that it is right."""
+    why = row.values.get("not_checked")
+    if row.status != "ok" or why is None:
+        return columns.outcome_cell(row)
+    return Cell("not checked", note=str(why), tone="quiet", is_text=True, in_files=f"not checked: {why}")
+
 
 STEPS = define(
     StepRow,
@@ -32,7 +42,8 @@ STEPS = define(
     *columns.values({"tokens/s": "tokens_per_s", "TFLOP/s": "achieved_tflops"}, brief=False),
     columns.value("utilisation (%)", "utilisation", brief=False, page=False),
     columns.value("peak (GiB)", "peak_gib"),
-    columns.OUTCOME,
+    *columns.values({"gradient error": "gradient_error", "budget": "error_budget"}, digits=2, brief=False),
+    Column("outcome", _outcome, setting=True),
 )
 WARMUP = define(
     StepRow,
@@ -49,7 +60,9 @@ TABLES = (STEPS,)
 LAUNCH_BOUND_ISSUE = 0.95
 """A GPU forward whose launches alone take more than this share of its time is bound by the host."""
 COLD_MEAN_EXCESS = 0.05  # Leaving out warm-up is remarked on when it changes the mean by more than this share
-LOW_UTILISATION = 0.35  # Below this share of the matmul ceiling a step leaves much to win
+PRODUCTS_SET_PACE = 0.5
+"""Share of the matmul ceiling from which matrix products are said to set the pace: the step's arithmetic at that rate
+takes the same share of the step, so from here on more than half of it cannot be anything else."""
 BACKWARD_OVER_FORWARD = 2.0  # Each product y = x·W has two in backward: one for the gradient of x, one for that of W
 ODD = (0.75, 1.75)  # A ratio of backward to forward outside of these multiples of the expected one is remarked on
 
@@ -146,19 +159,24 @@ def utilisation(rows: Sequence[Row]) -> list[Finding]:
     if step is None or step.achieved_tflops is None or (ceiling := rates.get(step.precision)) is None:
         return []
     share = step.achieved_tflops / ceiling
-    if share < LOW_UTILISATION:
-        judgement, judged = "low", "most of the step is not matrix products at full speed"
+    figures: dict[str, Scalar] = {"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share}
+    if share < PRODUCTS_SET_PACE:
+        judgement, judged = "low", "most of the step is not matrix products at full speed."
     elif share > 1:
-        judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured"
+        judgement, judged = "beyond", "more than can be, so the machine was slower when the large product was measured."
     else:
         judgement, judged = "high", "the matrix products set the pace"
         entry = PRECISIONS.get(str(step.precision))  # None for one that only another version knows
-        judged += "; a lower precision moves that limit" if entry is not None and not entry.is_half else ""
+        is_wide, end = entry is not None and not entry.is_half, "."
+        if is_wide:
+            lower = (*(["TF32 matmuls"] * (step.precision == "fp32")), "bf16 autocast")
+            end, gains = advised("; a lower precision moves that limit.", rows, lower, step.workload)
+            figures |= gains
+        judged += end
     said = (
         "The step reaches {achieved_tflops:n} TFLOP/s, {share:.0%} of what a large "
-        f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}."
+        f"{step.precision} matrix product reaches on this device ({{ceiling_tflops:n}} TFLOP/s): {judged}"
     )
-    figures = {"achieved_tflops": step.achieved_tflops, "ceiling_tflops": ceiling, "share": share}
     return [found(f"utilisation.{judgement}", said, **figures)]
 
 
@@ -170,13 +188,15 @@ def launch_bound(rows: Sequence[Row]) -> list[Finding]:
     issue, forward = step.times["forward_issue"].median, step.times["forward"].median
     if issue < LAUNCH_BOUND_ISSUE * forward:
         return []
-    is_compiled = step.compile != "off"
+    is_compiled, rungs = step.compile != "off", ("compiled blocks", "compiled model")
+    result, gains = ("", {}) if is_compiled else tried(rows, rungs, step.workload)
+    compiling = "" if is_compiled or result else ", torch.compile"
     said = (
         "The host needs {forward_issue_ms:ms} to launch the forward pass, which takes {forward_ms:ms}: launches set "
-        f"the pace, not the GPU. Larger batches{'' if is_compiled else ', torch.compile'} or CUDA graphs help; faster "
-        "kernels will not."
+        f"its pace, not the GPU. Larger batches{compiling} or CUDA graphs help; faster kernels will not.{result}"
     )
-    return [found("launches.bound", said, forward_issue_ms=issue, forward_ms=forward, is_compiled=is_compiled)]
+    figures = {"forward_issue_ms": issue, "forward_ms": forward, "is_compiled": is_compiled, **gains}
+    return [found("launches.bound", said, **figures)]
 
 
 def cold_mean(rows: Sequence[Row]) -> list[Finding]:

@@ -12,7 +12,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Facts, Section, fact, 
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Cell, Column
 from trainstep.report.numbers import number
-from trainstep.report.subjects.ladder import kept_rungs
+from trainstep.report.subjects.ladder_findings import kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import define, make_table
 
@@ -91,6 +91,23 @@ def _ceiling_chart(rows: Sequence[Row], ceilings: Sequence[CeilingRow]) -> Chart
     return Chart("ceilings", title, caption, partial(bars, drawn, "TFLOP/s"), legend)
 
 
+_PLACES = {"device": "{}", "torch": "torch {}", "triton": "triton {}", "date": "{}", "cpu": "{}",
+           "threads": "{} host threads", "gpu_uuid": "{}", "commit": "commit {}"}  # fmt: skip
+"""Columns of the environment that say where a row was measured, and how they are written."""
+
+
+def where(rows: Sequence[Row]) -> str:
+    """Device, versions, date, host and commit of all rows: first what they share, then each combination of the rest."""
+    known = [row.environment for row in rows if row.environment]
+    found = [{name: form.format(each[name]) for name, form in _PLACES.items() if name in each} for each in known]
+    if found and all(each.get("cpu") == each.get("device") for each in found):
+        found = [{name: text for name, text in each.items() if name != "cpu"} for each in found]
+    shared = {name for name in _PLACES if len({each.get(name) for each in found}) == 1}
+    common = ", ".join(text for name, text in (found or [{}])[0].items() if name in shared)
+    apart = dict.fromkeys(", ".join(text for name, text in each.items() if name not in shared) for each in found)
+    return common if len(apart) < 2 else f"{common}; {len(apart)} runs: {'; '.join(apart)}"
+
+
 def environment(rows: Sequence[Row]) -> Section | None:
     """Where the numbers were measured."""
     found = {
@@ -105,6 +122,8 @@ def environment(rows: Sequence[Row]) -> Section | None:
         several = Cell(", ".join(cell.text for cell in cells), None, name)
         facts.append((words, several if len(values) > 1 else cells[0]))
     lead, step = "Times hold for this machine in this state.", analysed_step(rows)
+    if len({str(sorted(row.environment.items())) for row in rows if row.environment}) > 1:
+        lead = f"Times hold for these machines in their states: {where(rows)}."
     state = facts_of(step, ("sm_clock_mhz", "power_w", "temperature_c", "throttled_by")) if step else []
     if state:
         lead += " The last four describe the GPU right after the analysed step."

@@ -1,0 +1,175 @@
+"""What ladders found: what the kept rungs bring, what was tried in vain, and results that take the place of advice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from trainstep.kinds import ControlRow, RungRow
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report import columns
+from trainstep.report.blocks import Finding, found, listed, literal, told_apart
+from trainstep.report.numbers import numeric
+from trainstep.stats import ratio_of_medians
+
+BASELINE = "baseline"  # the rung that every climb begins with
+ON_TOP = ", on the top"  # ends the name of a rung that was not kept at first and is tried again
+SETTINGS = ("precision", "attention", "optimizer", "compile", "loss")  # what rungs change, and flags
+
+
+def climbs(rows: Sequence[Row]) -> dict[str, list[RungRow]]:
+    """The rungs of each ladder, which begins with a baseline, by what tells it apart: nothing where it is alone."""
+    every: list[list[RungRow]] = []
+    for row in of_kind(rows, RungRow):
+        if not every or row.rung == BASELINE:
+            every.append([])
+        every[-1].append(row)
+    firsts, found = [each[0] for each in every], dict[str, list[RungRow]]()
+    for place, climb in enumerate(every, start=1):
+        name = told_apart(climb[0], firsts) if len(every) > 1 else ""
+        found[f"{name}, ladder {place}" if name in found else name] = climb
+    return found
+
+
+def base_name(row: RungRow) -> str:
+    """The change that a rung tries, wherever on the ladder."""
+    return row.rung.removesuffix(ON_TOP)
+
+
+def control_name(row: ControlRow, rows: Sequence[Row]) -> str:
+    """The rung that a control measures again."""
+    settings = row.case.items()
+    return next((rung.rung for rung in of_kind(rows, RungRow) if rung.kept and settings <= rung.case.items()), BASELINE)
+
+
+def kept_rungs(rows: Sequence[Row]) -> list[RungRow]:
+    """The rungs that ladders were built on, each ladder's baseline first."""
+    return [row for row in of_kind(rows, RungRow) if row.kept]
+
+
+def recommended_flags(rows: Sequence[Row]) -> str:
+    """The settings of the first ladder's top that differ from its baseline's, as flags to paste; or empty."""
+    kept = kept_rungs(next(iter(climbs(rows).values()), ()))
+    if not kept:
+        return ""
+    start, end = kept[0].case, kept[-1].case
+    return " ".join(f"--{name} {end[name]}" for name in SETTINGS if end.get(name) != start.get(name))
+
+
+def changes(kept: Sequence[RungRow]) -> list[tuple[RungRow, list[str]]]:
+    """The kept rungs whose change is still there at the top, with the settings they changed.
+
+    TF32 is not among them where bf16 came after it. A rung that changed none of `SETTINGS` counts.
+    """
+    top = kept[-1].case
+    every = [
+        (rung, [name for name in SETTINGS if rung.case.get(name) != before.case.get(name)])
+        for before, rung in itertools.pairwise(kept)
+    ]
+    return [(rung, names) for rung, names in every if not names or any(top.get(n) == rung.case.get(n) for n in names)]
+
+
+def tried(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> tuple[str, dict[str, Scalar]]:
+    """What ladders of this workload measured of such changes, in words and as `gain of RUNG`; empty where none did."""
+    told, gains = [], dict[str, Scalar]()
+    own = [row for row in of_kind(rows, RungRow) if base_name(row) in names and row.workload in (None, workload)]
+    for row in {base_name(row): row for row in own}.values():  # the last try of each
+        if row.status != "ok":
+            told.append(f"{row.rung} could not be used ({row.status})")
+        elif row.verdict in ("faster", "slower") and row.gain is not None:
+            factor = row.gain if row.verdict == "faster" else 1 / row.gain
+            told.append(f"{row.rung} made the step {factor:.2f}× {row.verdict}")
+            gains[f"gain of {base_name(row)}"] = row.gain
+        elif row.verdict == "inconclusive":
+            told.append(f"{row.rung} made no difference that the samples can show")
+    return literal(f" On the ladder, {listed(told)}." if told else ""), gains
+
+
+def advised(
+    advice: str, rows: Sequence[Row], names: Sequence[str], workload: str | None
+) -> tuple[str, dict[str, Scalar]]:
+    """The end of a sentence: the advice, or where ladders tried it, their result instead."""
+    result, gains = tried(rows, names, workload)
+    return (f".{result}", gains) if result else (advice, {})
+
+
+def gain(rows: Sequence[Row]) -> list[Finding]:
+    """What the kept rungs of each ladder bring together, and what was checked of them."""
+    return [
+        _gain(kept, f"{literal(name)}: " if name else "")
+        for name, climb in climbs(rows).items()
+        if (kept := kept_rungs(climb))
+    ]
+
+
+def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
+    if len(kept) == 1:
+        said = "No change on the ladder made the step faster: the baseline is the best found."
+        return found("gain.none", whose + said)
+    first, last, there = kept[0], kept[-1], changes(kept)
+    named = tuple(row.rung for row, _ in there)
+    low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
+    names = literal(listed(named))
+    interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
+    figures: dict[str, Scalar] = {"speedup": last.speedup, "speedup_low": low, "speedup_high": high}
+    if low <= 1:
+        called, both = "smaller", None not in (first.peak_gib, last.peak_gib)
+        said = f"no difference in time that these samples can show {interval}, kept for what else "
+        said += "it saves" if is_one else "they save"
+        said = f": {said}" + (": peak memory {peak_before_gib:gib} → {peak_after_gib:gib}" if both else "")
+    else:
+        called = "faster"
+        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}: {{before_ms:ms}} → "
+        said += "{after_ms:ms}"
+        if (later := after_precision(kept)) is not None:
+            said += " ({after_precision:.2f}× of it after {precision_rung})"
+            figures |= later
+    unchecked = tuple(row.rung for row, names in there if "optimizer" in names and row.update_error is None)
+    what = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
+    said = (
+        f"{names[0].upper()}{names[1:]}{said}, with {what} within the error budget (gradients off by "
+        "{gradient_error:.1g} of {error_budget:.1g} allowed)"
+    )
+    said += "; the updates of {unchecked:list} were not checked." if unchecked else "."
+    figures |= {"gradient_error": numeric(last.gradient_error), "error_budget": numeric(last.error_budget)}
+    figures |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
+    figures |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
+    return found(f"gain.{called}", whose + said, rungs=named, unchecked=unchecked, **figures)
+
+
+def after_precision(kept: Sequence[RungRow]) -> dict[str, Scalar] | None:
+    """What the rungs after the last change of precision brought; None where there are none."""
+    lower = next((row for row, names in reversed(changes(kept)) if "precision" in names), None)
+    if lower is None or lower is kept[-1] or not (lower.step_ms and kept[-1].step_ms):
+        return None
+    return {"precision_rung": lower.rung, "after_precision": after(lower, kept[-1])[0]}
+
+
+def after(row: RungRow, top: RungRow) -> tuple[float, float | None, float | None]:
+    """The speed-up from one rung to a later one of the same ladder, with its interval where samples allow one."""
+    if not (row.samples.get("step") and top.samples.get("step")):
+        return numeric(row.step_ms) / numeric(top.step_ms), None, None
+    ratio = ratio_of_medians(row.samples["step"], top.samples["step"])
+    return ratio.value, *((ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None))
+
+
+def rejected(rows: Sequence[Row]) -> list[Finding]:
+    """The changes that were kept nowhere, each by its last try, and why."""
+    told = []
+    for name, climb in climbs(rows).items():
+        whose = f"{literal(name)}: " if name else ""
+        for row in {base_name(row): row for row in climb}.values():
+            if row.status != "ok":
+                why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
+            elif row.verdict == "slower":
+                why, said = "slower", f" makes the step {1 / numeric(row.gain):.2f}× slower here"
+            elif row.verdict == "inconclusive" and not row.kept:
+                why, said = "inconclusive", " makes no difference that these samples can show"
+            else:
+                continue
+            figures = {"rung": row.rung, "gain": row.gain, "reason": row.reason or None}
+            told.append(found(f"ladder.{why}", f"Not used: {whose}{{rung}}{said}.", **figures))
+    return told
+
+
+RULES = (gain, rejected)
