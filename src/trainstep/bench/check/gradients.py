@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +28,28 @@ HEADROOM = 4.0
 
 @dataclass(frozen=True)
 class Gradients:
-    """Loss and gradients of one batch, on the host, in float32."""
+    """Loss and gradients of one batch, in float32."""
 
     loss: float
     by_name: Mapping[str, Tensor]
 
     @staticmethod
     def of(loss: Tensor | float, module: nn.Module) -> Gradients:
-        """What backward left in the module's `.grad`; they are taken off it."""
+        """What backward left in the module's `.grad`; they are taken off it, not copied."""
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                by_name[name] = _dense(parameter.grad).to("cpu", torch.float32, copy=True)
-                parameter.grad = None
+                by_name[name], parameter.grad = _dense(parameter.grad).float(), None
         return Gradients(float(loss), by_name)
+
+    def on_host(self) -> Gradients:
+        """The same in the host's memory."""
+        return Gradients(self.loss, {name: each.cpu() for name, each in self.by_name.items()})
+
+    @cached_property
+    def squares(self) -> Mapping[str, float]:
+        """‖g‖² of each."""
+        return {name: float(_norm(each)) ** 2 for name, each in self.by_name.items()}
 
     def check_finite(self, precision: str) -> None:
         """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite."""
@@ -60,6 +69,8 @@ class Error:
     norm: float
     rows: Tensor
     """Of each slice along the first dimension; one element for a vector, whose elements are too few to judge alone."""
+    product: float = 0.0
+    """⟨x − ref, ref⟩."""
 
 
 @dataclass
@@ -73,8 +84,9 @@ class Rounding:
     @staticmethod
     def between(a: Gradients, b: Gradients) -> Rounding:
         """What sets `a` apart from `b`; a gradient that only one of them has is left out."""
-        errors = {name: _error(a.by_name[name] - each) for name, each in b.by_name.items() if name in a.by_name}
-        return Rounding(abs(a.loss - b.loss), abs(_scale(a, b)), errors)
+        errors = {name: _error(a.by_name[name], each) for name, each in b.by_name.items() if name in a.by_name}
+        product, square = sum(each.product for each in errors.values()), sum(b.squares.values())
+        return Rounding(abs(a.loss - b.loss), abs(product / square) if square else 0.0, errors)
 
     @staticmethod
     def most(several: Iterable[Rounding]) -> Rounding:
@@ -131,11 +143,10 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
             a key projection's bias, are nothing but rounding, so that no gradient counts as smaller than `rounding`
             times as many typical elements.
     """
-    squares = {name: float(_norm(gradient)) ** 2 for name, gradient in reference.by_name.items()}
     elements = sum(gradient.numel() for gradient in reference.by_name.values())
-    square = sum(squares.values())
+    square = sum(reference.squares.values())
     typical = math.sqrt(square / elements) if elements else 0.0
-    error_square = allowed_square = 0.0
+    error_square = allowed_square = product = 0.0
     worst = (0.0, 0.0, 1.0, "")  # share of what is allowed, error, allowed, name
     for name in sorted(reference.by_name.keys() | found.by_name.keys()):
         expected, own = reference.by_name.get(name), found.by_name.get(name)
@@ -143,10 +154,12 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
             alone = own if expected is None else expected
             assert alone is not None
             error_square += float(_norm(alone)) ** 2
+            product -= reference.squares.get(name, 0.0)
             worst = max(worst, (math.inf, 1.0, 0.0, name))
             continue
-        error, known = _error(own - expected), plain.by_name.get(name)
-        norm, count = math.sqrt(squares[name]), expected.numel()
+        error, known = _error(own, expected), plain.by_name.get(name)
+        norm, count = math.sqrt(reference.squares[name]), expected.numel()
+        product += error.product
         floor = rounding * typical
         size = max(norm, floor * math.sqrt(count))
         usual = known.norm if known else 0.0
@@ -171,7 +184,7 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         loss_allowed=2 * _headroom(1) * plain.loss / loss_size + rounding,
         gradient=math.sqrt(error_square) / size if size else math.inf,
         gradient_allowed=2 * math.sqrt(allowed_square) / size + rounding if size else 0.0,
-        scale=abs(_scale(found, reference)),
+        scale=abs(product / square) if square else 0.0,
         scale_allowed=2 * _headroom(1) * plain.scale + rounding / 2,
         worst=worst_error,
         worst_allowed=worst_allowed,
@@ -193,28 +206,17 @@ def _headroom(count: float) -> float:
     return 1 + HEADROOM / math.sqrt(2 * count)
 
 
-def _error(difference: Tensor) -> Error:
-    return Error(float(_norm(difference)), _rows(difference))
+def _error(found: Tensor, reference: Tensor) -> Error:
+    expected = reference.to(found.device)
+    difference = found - expected
+    product = float((difference * expected).sum(dtype=torch.float64))
+    return Error(float(_norm(difference)), _rows(difference), product)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     whole = tensor.dim() < 2 or tensor.shape[0] < 2
     flat = tensor.reshape(1, -1) if whole else tensor.reshape(tensor.shape[0], -1)
-    return torch.linalg.vector_norm(flat, dim=1)
-
-
-def _scale(found: Gradients, reference: Gradients) -> float:
-    """⟨found, reference⟩ / ⟨reference, reference⟩ − 1, the difference summed so that nothing cancels."""
-    product = square = 0.0
-    for name, expected in reference.by_name.items():
-        own = found.by_name.get(name)
-        square += float(_norm(expected)) ** 2
-        product += -(float(_norm(expected)) ** 2) if own is None else _dot(own - expected, expected)
-    return product / square if square else 0.0
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum(dtype=torch.float64))
+    return torch.linalg.vector_norm(flat, dim=1).cpu()
 
 
 def _dense(gradient: Tensor) -> Tensor:

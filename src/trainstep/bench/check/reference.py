@@ -64,12 +64,12 @@ class Reference:
         step = build_step(source, config)
         batch = step.next_batch()
         states = [_state_of(step.module)]
-        plain = [gradients_at(step, batch)]
+        plain = [gradients_at(step, batch).on_host()]
         plain[0].check_finite(config.precision)
         for _ in range(TRAINED_STEPS):
             step(step.next_batch())
         states.append(_state_of(step.module))
-        plain.append(gradients_at(step, batch))
+        plain.append(gradients_at(step, batch).on_host())
         batch = map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True))
         del step
         exact = attempt(lambda: self._in_float64(states, batch))
@@ -90,14 +90,15 @@ class Reference:
         found = []
         for state in states:
             load(step.module, state)
-            found.append(gradients_at(step, step.place(double)))
+            found.append(gradients_at(step, step.place(double)).on_host())
         return found
 
     @cached_property
     def updates(self) -> Mapping[str, Tensor]:
         """How far each parameter moves in two updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
-        return take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
+        moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
+        return {name: each.cpu() for name, each in moved.items()}
 
     @property
     def update_gradients(self) -> list[Mapping[str, Tensor]]:

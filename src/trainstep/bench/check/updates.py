@@ -48,7 +48,7 @@ def take_updates(
     parameters: Iterable[tuple[str, Tensor]],
     gradients: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """How far each parameter moves, on the host, in updates of these gradients; weights and state are put back.
+    """How far each parameter moves, in float32, in updates of these gradients; weights and state are put back.
 
     Args:
         optimizer: as it is made, without state yet.
@@ -61,13 +61,13 @@ def take_updates(
         for name, parameter in named.items():
             parameter.grad = given[name].to(parameter.device, parameter.dtype) if name in given else None
         optimizer.step()
-    moved = {name: (value.detach().double() - before[name].double()).cpu() for name, value in named.items()}
+    moved = {name: (value.detach().double() - before[name].double()).float() for name, value in named.items()}
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(before[name])
             parameter.grad = None
     optimizer.load_state_dict(state)
-    return {name: value.float() for name, value in moved.items()}
+    return moved
 
 
 def compare_updates(
@@ -85,7 +85,7 @@ def compare_updates(
     """
     worst = UpdateError()
     for name, reference in expected.items():
-        error, moved = float((found[name] - reference).norm()), float(reference.norm())
+        error, moved = float((found[name] - reference.to(found[name].device)).norm()), float(reference.norm())
         allowed = 4 * unit * (sizes[name] + moved) + 2 * LOST_BITS * ROUNDING * moved
         worst = max(worst, UpdateError(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
     return worst
