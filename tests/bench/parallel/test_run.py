@@ -1,11 +1,14 @@
 """`trainstep bench parallel`: schemes agree with one process, a wrong one shows no speed, bytes are counted."""
 
 import dataclasses
+import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from trainstep.bench.check.reference import Reference
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
@@ -145,6 +148,25 @@ def _lstm():
 def test_a_model_with_dropout_unused_parameters_and_groups_agrees(two, precision, schemes):
     rows, _ = two.run(_own, schemes, _linear, precision)
     assert [(scheme, status) for scheme, status, _ in rows] == [(scheme, "ok") for scheme in schemes], rows
+
+
+def _first_comparison_fails(process):
+    compare, calls = Reference.compare, itertools.count()
+
+    def fails_first(self, *arguments):
+        if next(calls) == 0:
+            raise RuntimeError("rank 0 alone")
+        return compare(self, *arguments)
+
+    with mock.patch.object(Reference, "compare", fails_first):
+        return _own(process, ("naive", "torch-ddp"), _linear)
+
+
+@pytest.mark.distributed
+def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
+    (_, failed, reason), (_, fine, _) = two.run(_first_comparison_fails)[0]
+    assert (failed, fine) == ("failed", "ok")
+    assert "rank 0 alone" in reason
 
 
 @pytest.mark.distributed

@@ -17,13 +17,14 @@ Each time, all ranks must have the same parameters, to the bit.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ from trainstep.replicas import full_parameters
 from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload
+
+Result = TypeVar("Result")
 
 LEARNING_RATE = 2.0**40
 """By which SGD shows gradients."""
@@ -140,7 +143,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
             schemes[case.scheme] = None
             continue
         tried = dataclasses.replace(case, allow_unused=allow_unused)
-        found = attempt_on_all_ranks(functools.partial(agreement, tried, wanted, process), process)
+        found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
     count = 0 if wanted is None else sum(value.numel() for value in wanted.trained.parameters.values())
     return Comparison(schemes, count, allow_unused)
@@ -151,7 +154,8 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
     found: Expected | Failure | None = None
     if process.rank == 0:
         try:
-            found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
+            with _host_threads(process):
+                found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
         except UsageError as error:  # the others wait for what is sent to them
             found = Failure("unsupported", str(error))
     known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.trained.unused]
@@ -170,6 +174,8 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
         float32 = None if case.config.precision == "fp32" else trial.gradients("fp32")
     optimizer = trial.updates()
     loss_error, update_error = trial.training()
+    if trial.error is not None:
+        raise trial.error
     if wanted is None or own is None or optimizer is None:
         return None
     allowed = (wanted.loss_allowed, wanted.update_allowed)
@@ -184,6 +190,8 @@ class _Trial:
     wanted: Expected | None
     process: Process
     ranks_agree: bool = True
+    error: Exception | None = None
+    """What rank 0 met while the others went on."""
 
     def gradients(self, precision: PrecisionName) -> Deviation | None:
         """In the pass of `PASSES` that uses most of what is allowed; None but on rank 0."""
@@ -197,10 +205,12 @@ class _Trial:
                 loss = _mean_over_ranks([_loss_of(step)], self.process)[0]
             moved = self._moved(step)
             del step
-            if self.wanted is not None:
-                shown = {name: value / -LEARNING_RATE for name, value in moved.items()}
-                found.append(self.wanted.gradients.compare(Gradients(loss, shown), place, precision))
-        return max(found, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)), default=None)
+            self._release()
+            if (wanted := self.wanted) is not None:
+                shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
+                found.append(self._alone(partial(wanted.gradients.compare, shown, place, precision)))
+        known = [each for each in found if each is not None]
+        return max(known, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)), default=None)
 
     def updates(self) -> UpdateError | None:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
@@ -211,10 +221,10 @@ class _Trial:
         moved = self._moved(step)
         if self.wanted is None:
             return None
-        entry, initial = PRECISIONS[self.case.config.precision], self.wanted.initial
-        sizes = {name: float(initial[name].norm()) for name in self.wanted.updates}
+        entry, updates = PRECISIONS[self.case.config.precision], self.wanted.updates
+        sizes = {name: float(self.wanted.initial[name].norm()) for name in updates}
         unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
-        return compare_updates(moved, self.wanted.updates, sizes, unit)
+        return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
 
     def training(self) -> tuple[float, float]:
         """How far losses and parameters are off after `STEPS` steps; meaningless but on rank 0."""
@@ -234,9 +244,22 @@ class _Trial:
         return off, math.sqrt(sum(squares.get(name, math.inf) for name in trained.parameters)) / trained.moved
 
     def _build(self, case: ParallelCase, change: Callable[[Workload], Workload] = lambda same: same) -> TrainingStep:
-        if self.process.device.type == "cuda" or case.config.compile != "off":
-            release_memory()  # what the last one held in circles, and compiled
+        self._release()
         return case.build(self.process, change)
+
+    def _alone(self, work: Callable[[], Result]) -> Result | None:
+        """What rank 0 computes alone; its error is kept until no rank is left waiting for it in a collective."""
+        try:
+            with _host_threads(self.process):
+                return work()
+        except Exception as error:
+            self.error = error
+            return None
+
+    def _release(self) -> None:
+        """What the last step held in circles, and compiled; on a CPU, where it is little, it is left to Python."""
+        if self.process.device.type == "cuda" or self.case.config.compile != "off":
+            release_memory()
 
     def _shown_by_sgd(self, workload: Workload) -> Workload:
         """The workload, each forward of this rank from one seed, its optimizer SGD on the same parameters."""
@@ -265,6 +288,18 @@ class _Trial:
         everywhere: list[Any] = [None] * self.process.world_size
         dist.all_gather_object(everywhere, torch.stack(sums).tolist(), group=self.process.group)
         self.ranks_agree &= all(each == everywhere[0] for each in everywhere)
+
+
+@contextmanager
+def _host_threads(process: Process) -> Iterator[None]:
+    """Inside, the host computes with all its cores, where torchrun gave one to each rank: the others wait on GPUs."""
+    before = torch.get_num_threads()
+    if process.device.type == "cuda":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _loss_of(step: TrainingStep) -> Tensor:
