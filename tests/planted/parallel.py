@@ -84,14 +84,16 @@ class Planted:
             yield
 
 
-def handed(change: Callable[[list[Tensor]], object], rank: int | None = None, first: int = 1) -> Callable[..., None]:
-    """The gradients that the optimizer is handed, changed in place: on one rank or all, from one step on."""
+def handed(
+    change: Callable[[list[Tensor]], object], rank: int | None = None, first: int = 1, last: float = math.inf
+) -> Callable[..., None]:
+    """The gradients that the optimizer is handed, changed in place: on one rank or all, from one step to another."""
 
     def apply(replica: Replica, process: Process) -> None:
         steps = itertools.count(1)
 
         def before(*_: Any) -> None:
-            if next(steps) >= first and rank in (None, process.rank):
+            if first <= next(steps) <= last and rank in (None, process.rank):
                 change([getattr(each, "_local_tensor", each) for each in local_gradients(replica)])
 
         replica.optimizer.register_step_pre_hook(before)
@@ -243,6 +245,7 @@ WRONG: dict[str, Planted] = {
     "one that updates nothing on rank 1": Planted(_FLAT, idle_on_second_rank),
     "gradients × 1.05 on rank 1": Planted(_DDP, handed(times(1.05), rank=1)),
     "gradients × 1.05 from the third pass": Planted(_FLAT, handed(times(1.05), first=3)),
+    "gradients × 1.05 in the first pass alone": Planted(_ZERO, handed(times(1.05), last=1)),
     "gradients zero from the fourth pass": Planted(_FSDP, handed(times(0.0), first=4)),
     "gradients of one parameter × 1.5 from the fourth pass": Planted(
         _FLAT, handed(times(1.5, slice(2, 3)), first=4), only_in=("fp32",)
@@ -308,7 +311,7 @@ RIGHT: dict[str, Right] = {
 
 
 @contextlib.contextmanager
-def _quick() -> Iterator[None]:
+def quick() -> Iterator[None]:
     """Garbage is not collected between cases, and text is read once, which is half of the time of small ones."""
     with (
         mock.patch.object(outcome, "release_memory"),
@@ -334,7 +337,7 @@ def judge_wrong(
         wanted = expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(process.world_size), process.world_size)
     found = {}
     for name in names:
-        with _quick(), mock.patch.object(reference, "MORE_DRAWS", more_draws), WRONG[name].planted():
+        with quick(), mock.patch.object(reference, "MORE_DRAWS", more_draws), WRONG[name].planted():
             found[name] = agreement(ParallelCase(SOURCE, config, WRONG[name].scheme), wanted, process)
     return found
 
@@ -344,7 +347,7 @@ def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement |
     found = {}
     for name in names:
         source, config, scheme, inside = RIGHT[name]
-        with _quick(), inside():
+        with quick(), inside():
             found[name] = compare_with_one_process([ParallelCase(source, config, scheme)], process).schemes[scheme]
     return found
 

@@ -17,13 +17,14 @@ from trainstep.training_step import build_step
 
 TWO_RANKS = dataclasses.replace(CONFIG, batch=2 * CONFIG.batch)
 PARTS = ("gradients × 1.02", "β₂ of 0.999", "reduced in 16 bits", "gradients × 1.05 on rank 1")
+ONE_PASS = ("gradients × 1.05 in the first pass alone", "gradients × 1.05 from the third pass")
 LATE = "learning rate × 1.003 from the fourth step"
 
 
 @pytest.fixture(scope="module")
 def wrong(two):
     """Every second of them, by precision; all are in the table of docs/trust.md."""
-    names = {"fp32": [*list(WRONG)[::2], LATE], "bf16": [*list(WRONG)[1::2], *PARTS]}
+    names = {"fp32": [*list(WRONG)[::2], LATE], "bf16": [*list(WRONG)[1::2], *PARTS, *ONE_PASS]}
     found = {}
     for precision, each in names.items():
         planted = [name for name in dict.fromkeys(each) if precision in WRONG[name].only_in]
@@ -50,6 +51,7 @@ def test_each_part_finds_what_the_others_cannot(wrong):
     assert (narrow.gradients.is_right, narrow.float32.is_right) == (True, False)
     assert apart.ranks_agree is False
     assert (apart.gradients.is_right, apart.optimizer.is_right) == (True, True), "the first rank's are"
+    assert all(not wrong["bf16"][name].gradients.is_right for name in ONE_PASS)
     late = wrong["fp32"][LATE]
     assert (late.gradients.is_right, late.optimizer.is_right, late.holds) == (True, True, False)
 
