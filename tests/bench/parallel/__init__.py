@@ -1,0 +1,28 @@
+"""An agreement with one process, right unless changed."""
+
+from typing import Any
+
+from trainstep.bench.check.gradients import Deviation
+from trainstep.bench.check.updates import UpdateError
+from trainstep.bench.parallel.check import Agreement
+
+
+def deviation(allowed: float = 0.02, **change: Any) -> Deviation:
+    """Off by half of what is allowed."""
+    half = dict.fromkeys(("loss", "gradient", "scale", "worst"), allowed / 2)
+    most = dict.fromkeys(("loss_allowed", "gradient_allowed", "scale_allowed", "worst_allowed"), allowed)
+    return Deviation(**({**half, **most, "worst_name": "head.weight"} | change))
+
+
+def agreement(**change: Any) -> Agreement:
+    """Within every budget, in bf16."""
+    right = {
+        "gradients": deviation(),
+        "float32": deviation(1e-6),
+        "optimizer": UpdateError(1e-5, 1e-4, "head.weight"),
+        "loss_error": 0.0,
+        "update_error": 1e-7,
+        "loss_allowed": 1e-6,
+        "update_allowed": 1e-6,
+    }
+    return Agreement(**(right | change))

@@ -1,11 +1,15 @@
 """`trainstep bench parallel`: schemes agree with one process, a wrong one shows no speed, bytes are counted."""
 
 import dataclasses
+import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from tests.planted.parallel import quick
+from trainstep.bench.check.reference import Reference
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
@@ -25,7 +29,8 @@ def _records(process, schemes, precision, broken):
         source = builtin_source("little", MODEL)
         config = dataclasses.replace(CONFIG, precision=precision)
         cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=6) for scheme in schemes]
-        return [(row.case, row.values, row.status, row.reason) for row in run_cases(cases, process)]
+        with quick():
+            return [(row.case, row.values, row.status, row.reason) for row in run_cases(cases, process)]
     finally:
         DistributedDataParallel.finish_gradient_synchronization = kept
 
@@ -55,7 +60,9 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
         if case["scheme"] == "single":
             assert "exposed_ms" not in values
             continue
-        assert values["update_error"] <= values["update_allowed"]
+        for part in ("update", "gradient", "float32", "optimizer"):
+            assert values[f"{part}_error"] <= values[f"{part}_allowed"], (case["scheme"], part)
+        assert values["float32_allowed"] < 3e-6
         assert values["exposed_ms"] == pytest.approx(values["step_ms"] - found["single"]["step_ms"])
     assert found["flat"]["update_error"] == 0, "two halves add up exactly"
     assert found["flat"]["collectives"] == 1
@@ -79,7 +86,7 @@ def test_a_scheme_that_trains_something_else_shows_no_speed(two):
     (_, values, status, reason), (_, _, fine, _) = rows
     assert status == "wrong"
     assert "step_ms" not in values
-    assert "allowed" in reason
+    assert "its gradients: the gradients off by" in reason
     assert fine == "ok"
 
 
@@ -117,10 +124,12 @@ def _unlike(step, make):
     )
 
 
-def _own(process, schemes, make):
-    source = WorkloadSource("unlike", lambda step: _unlike(step, make))
-    cases = [ParallelCase(source, StepConfig(device="cpu"), SCHEMES[scheme], warmup=1, steps=1) for scheme in schemes]
-    return [(row.case["scheme"], row.status, row.reason) for row in run_cases(cases, process)]
+def _own(process, schemes, make, precision="fp32"):
+    source, config = WorkloadSource("unlike", lambda step: _unlike(step, make)), StepConfig(device="cpu")
+    config = dataclasses.replace(config, precision=precision)
+    cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=1) for scheme in schemes]
+    with quick():
+        return [(row.case["scheme"], row.status, row.reason) for row in run_cases(cases, process)]
 
 
 def _linear():
@@ -132,10 +141,35 @@ def _lstm():
 
 
 @pytest.mark.distributed
-def test_a_model_with_dropout_unused_parameters_and_groups_agrees(two):
-    schemes = ("naive", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2")
-    rows, _ = two.run(_own, schemes, _linear)
+@pytest.mark.parametrize(
+    ("precision", "schemes"),
+    [
+        ("fp32", ("naive", "sharded-optimizer", "fsdp", "torch-ddp", "torch-zero", "torch-fsdp2")),
+        ("bf16", ("sharded-optimizer", "fsdp")),
+    ],
+)
+def test_a_model_with_dropout_unused_parameters_and_groups_agrees(two, precision, schemes):
+    rows, _ = two.run(_own, schemes, _linear, precision)
     assert [(scheme, status) for scheme, status, _ in rows] == [(scheme, "ok") for scheme in schemes], rows
+
+
+def _first_comparison_fails(process):
+    compare, calls = Reference.compare, itertools.count()
+
+    def fails_first(self, *arguments):
+        if next(calls) == 0:
+            raise RuntimeError("rank 0 alone")
+        return compare(self, *arguments)
+
+    with mock.patch.object(Reference, "compare", fails_first):
+        return _own(process, ("naive", "torch-ddp"), _linear)
+
+
+@pytest.mark.distributed
+def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
+    (_, failed, reason), (_, fine, _) = two.run(_first_comparison_fails)[0]
+    assert (failed, fine) == ("failed", "ok")
+    assert "rank 0 alone" in reason
 
 
 @pytest.mark.distributed

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bench.parallel import agreement
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.check import Agreement
 from trainstep.bench.parallel.run import RankMeasurement, Timed, moments, parallel_row, planned_bytes
 from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.measure.collectives import Collective
@@ -23,7 +23,7 @@ MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 SOURCE = builtin_source("little", MODEL)
 FIRST_OF_TWO = Process(0, 2, torch.device("cpu"), None)
-AGREES = Agreement(loss_error=0.0, update_error=1e-7, loss_allowed=1e-6, update_allowed=1e-6)
+AGREES = agreement()
 
 
 def rank(wall_ms, weights, collectives=()):
@@ -64,10 +64,12 @@ def test_single_has_nothing_to_agree_with_and_nothing_exposed():
 
 
 def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():
-    found = row("naive", Agreement(loss_error=0.5, update_error=0.25, loss_allowed=1e-6, update_allowed=1e-6))
+    found = row("naive", agreement(loss_error=0.5, update_error=0.25))
     assert found.status == "wrong"
-    assert "its loss is off by 0.5 (1e-06 allowed) and its parameters by 0.25 of their movement" in found.reason
-    assert set(found.values) == {"loss_error", "update_error", "loss_allowed", "update_allowed"}
+    assert "its loss is off by 0.5 (1e-06 allowed)" in found.reason
+    assert "its parameters are off by 0.25 of their movement" in found.reason
+    assert found.values == agreement(loss_error=0.5, update_error=0.25).columns()
+    assert (found.values["float32_allowed"], found.values["gradient_allowed"]) == (1e-6, 0.02)
 
 
 def test_a_scheme_that_failed_says_why():

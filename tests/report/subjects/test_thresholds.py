@@ -19,12 +19,13 @@ from trainstep.kinds import (
     RungRow,
     SweepRow,
 )
+from trainstep.records import Times
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.noise import APART
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.stats import RUN_SPREAD
 
-PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, step_ms=10.0)
+PROFILE = ProfileRow(**SETTINGS, profiled_step_ms=10.0, idle_ms=1.0, times={"step": Times(10.0)})
 COPY = CeilingRow(operation="copy", gb_s=100.0)
 OTHER = CeilingRow(operation="convolution", precision="fp32", tflops=1.0)
 
@@ -146,7 +147,7 @@ def test_backward_is_odd_below_three_quarters_and_above_seven_quarters_of_twice_
     ],
 )
 def test_five_samples_enclose_a_step(other, is_told):
-    profile = replace(PROFILE, step_ms=51.0, samples={"step": other})
+    profile = replace(PROFILE, times={"step": Times(51.0)}, samples={"step": other})
     assert ("noise.same-step" in figures(step(), profile)) is is_told
 
 

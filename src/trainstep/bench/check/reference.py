@@ -13,7 +13,7 @@ is wrong with it, and the random ones alone set the budget.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,48 +49,75 @@ class Place:
     gradients: Gradients
 
 
+def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
+    """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
+    devices = [step.device.index or 0] if step.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(step.config.seed)
+        loss = step.gradients(batch)
+    return Gradients.of(loss, step.module)
+
+
+Differentiate = Callable[[TrainingStep, Any], Gradients]
+"""Loss and gradients of a batch, with the step's weights as they are."""
+
+
+def start_and_trained(step: TrainingStep) -> Iterator[Any]:
+    """The first batch with the initial weights, and again after some training."""
+    batch = step.next_batch()
+    yield batch
+    for _ in range(TRAINED_STEPS):
+        step(step.next_batch())
+    yield batch
+
+
 class Reference:
     """The plain step of one workload: its gradients in two places, its updates, and what rounding does to it.
 
     Args:
         config: the plain configuration, whose precision is float32 unless that does not fit.
+        places: takes a step to each place, and yields the batch there.
+        differentiate: what is compared there.
 
     Raises:
         UsageError: loss or gradients are not finite.
     """
 
-    def __init__(self, source: WorkloadSource, config: StepConfig) -> None:
-        self.source, self.config = source, config
+    def __init__(
+        self,
+        source: WorkloadSource,
+        config: StepConfig,
+        places: Callable[[TrainingStep], Iterable[Any]] = start_and_trained,
+        differentiate: Differentiate = gradients_at,
+    ) -> None:
+        self.source, self.config, self._differentiate = source, config, differentiate
         step = build_step(source, config)
-        batch = step.next_batch()
-        states = [_state_of(step.module)]
-        plain = [gradients_at(step, batch).on_host()]
-        plain[0].check_finite(config.precision)
-        for _ in range(TRAINED_STEPS):
-            step(step.next_batch())
-        states.append(_state_of(step.module))
-        plain.append(gradients_at(step, batch).on_host())
-        batch = map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True))
-        del step
-        exact = attempt(lambda: self._in_float64(states, batch))
+        states, batches, plain = [], [], []
+        for batch in places(step):
+            states.append(_state_of(step.module))
+            batches.append(map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True)))
+            plain.append(differentiate(step, batch).on_host())
+            plain[0].check_finite(config.precision)
+        del step, batch
+        exact = attempt(lambda: self._in_float64(states, batches))
         believed = isinstance(exact, list) and all(
             compare(one, other, Rounding(), FLOAT32_AT_MOST).is_right for one, other in zip(plain, exact, strict=True)
         )
         self.is_exact = believed
         """Whether the gradients are float64's."""
         chosen = exact if isinstance(exact, list) and believed else plain
-        self.places = [Place(*each) for each in zip(states, [batch, batch], chosen, strict=True)]
+        self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
         self._measured: dict[PrecisionName, list[Rounding]] = {}
         self._measured_again: set[PrecisionName] = set()
 
-    def _in_float64(self, states: Sequence[Mapping[str, Tensor]], batch: Any) -> list[Gradients]:
+    def _in_float64(self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any]) -> list[Gradients]:
         step = build_step(self.source, self.config)
         step.module.double()
-        double = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         found = []
-        for state in states:
+        for state, batch in zip(states, batches, strict=True):
+            double = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
             load(step.module, state)
-            found.append(gradients_at(step, step.place(double)).on_host())
+            found.append(self._differentiate(step, step.place(double)).on_host())
         return found
 
     @cached_property
@@ -128,12 +155,12 @@ class Reference:
         step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
         for place in self.places:
             load(step.module, place.state)
-            plain = gradients_at(step, step.place(place.batch))
+            plain = self._differentiate(step, step.place(place.batch))
             random = Rounding()
             for seed in range(draws):
                 with RandomRounding(precision, seed):
                     load(step.module, place.state)
-                    drawn = gradients_at(step, step.place(place.batch))
+                    drawn = self._differentiate(step, step.place(place.batch))
                 random = Rounding.most([random, Rounding.between(drawn, plain)])
             explained = compare(plain, place.gradients, random, one_rounding(precision)).is_right
             trusted = explained or (precision == self.config.precision and self.is_exact)
@@ -144,15 +171,6 @@ class Reference:
 
 FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""
-
-
-def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
-    """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
-    devices = [step.device.index or 0] if step.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(step.config.seed)
-        loss = step.gradients(batch)
-    return Gradients.of(loss, step.module)
 
 
 def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:

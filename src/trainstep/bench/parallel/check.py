@@ -1,82 +1,121 @@
-"""Does a scheme train what one process would? Loss and parameters after some steps, beside one on the whole batch.
+"""Does a scheme train what one process would? It is judged in three parts, and shows no speed if it fails any.
 
-The one process takes the ranks' batches one after another and adds up their gradients. It is the plain computation of
-the error budget, its error measured against the next wider precision: the schemes sum in other orders
-and round elsewhere, but no more often.
+1. The gradients that it hands its optimizer, per parameter and row, scale included: in float32, at a few millionths,
+   and in the precision at hand (`bench.check.gradients`), in the first pass through the wrapper and in the third. An
+   optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
+2. Two updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
+   float32's tolerance (`bench.check.updates`).
+3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
 
-A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, which
-depends on the step and on whose share of the batch it is, so that a share's numbers are the same wherever it is run. In
-another precision a GPU drops other elements, so what the precision is off by is measured without dropout.
+Gradients are read as any wrapper, ours or torch's, shows them: by what SGD with a learning rate of 2⁴⁰ does to the
+parameters. A power of two is exact, and 2⁴⁰ · g so much larger than the weights that (before − after) / 2⁴⁰ has all of
+float32's digits of g.
+
+Each time, all ranks must have the same parameters, to the bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import eager_random, without_dropout
-from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks
-from trainstep.bench.parallel import ParallelCase, share_of
-from trainstep.casting import autocast_dtype
-from trainstep.config import StepConfig
+from trainstep.bench.check.gradients import Deviation, Gradients
+from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates
+from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
+from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.one_process import FILLED, PASSES, STEPS, Expected, expected, fill_gradients, seeded
 from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
+from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.records import Scalar
 from trainstep.replicas import full_parameters
 from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource, map_tensors
+from trainstep.workload import Workload
 
-STEPS = 5
+Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What `STEPS` steps in one process give."""
-
-    losses: tuple[float, ...]
-    parameters: dict[str, Tensor]
-    """Afterwards."""
-    moved: float
-    """‖parameters − initial ones‖."""
-    unused: bool
-    """Whether some share of a batch gave some parameter no gradient."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What one process trains, and how far a scheme may be from it."""
-
-    trained: Trained
-    loss_allowed: float
-    """How far a scheme's losses may be off."""
-    update_allowed: float
-    """How far its parameters may be off, relative to how far they moved."""
+LEARNING_RATE = 2.0**40
+"""By which SGD shows gradients."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """How far a scheme is from one process, and how far it may be."""
 
+    gradients: Deviation
+    """In its own precision, in the pass that uses most of what is allowed."""
+    float32: Deviation | None
+    """The same in float32, where that is another precision."""
+    optimizer: UpdateError
+    """Of two updates from equal gradients."""
     loss_error: float
     update_error: float
     loss_allowed: float
     update_allowed: float
+    ranks_agree: bool = True
+    """Whether all ranks always had the same parameters."""
 
     @property
     def holds(self) -> bool:
-        """Whether both are allowed; NaN never is."""
-        return self.loss_error <= self.loss_allowed and self.update_error <= self.update_allowed
+        """Whether all of it is allowed; NaN never is."""
+        return not self._wrong
+
+    def columns(self) -> dict[str, Scalar]:
+        """The values of a `ParallelRow`."""
+        exact = self.float32 or self.gradients
+        return {
+            "gradient_error": self.gradients.gradient,
+            "gradient_allowed": self.gradients.gradient_allowed,
+            "worst_gradient_error": self.gradients.worst,
+            "worst_allowed": self.gradients.worst_allowed,
+            "worst_parameter": self.gradients.worst_name,
+            "float32_error": exact.gradient,
+            "float32_allowed": exact.gradient_allowed,
+            "optimizer_error": self.optimizer.error,
+            "optimizer_allowed": self.optimizer.allowed,
+            "loss_error": self.loss_error,
+            "loss_allowed": self.loss_allowed,
+            "update_error": self.update_error,
+            "update_allowed": self.update_allowed,
+            "ranks_agree": self.ranks_agree,
+        }
+
+    def __str__(self) -> str:
+        """What is wrong, in words; empty where nothing is."""
+        return "; ".join(self._wrong)
+
+    @property
+    def _wrong(self) -> list[str]:
+        found = []
+        if self.float32 is not None and not self.float32.is_right:
+            found.append(f"its gradients in float32: {self.float32}")
+        if not self.gradients.is_right:
+            found.append(f"its gradients: {self.gradients}")
+        if not self.optimizer.is_right:
+            off = f"off by {self.optimizer.error:.2g} of {self.optimizer.allowed:.2g}"
+            found.append(f"two updates of {self.optimizer.name} from equal gradients {off}")
+        steps = f"after {STEPS} steps"
+        if not self.loss_error <= self.loss_allowed:
+            found.append(f"{steps} its loss is off by {self.loss_error:.3g} ({self.loss_allowed:.3g} allowed)")
+        if not self.update_error <= self.update_allowed:
+            off = f"off by {self.update_error:.3g} of their movement ({self.update_allowed:.3g} allowed)"
+            found.append(f"{steps} its parameters are {off}")
+        if not self.ranks_agree:
+            found.append("its ranks have different parameters")
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,7 +131,7 @@ class Comparison:
 
 
 def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
-    """Train by every scheme on all ranks, and in one process on rank 0. All ranks call it.
+    """Judge every scheme on all ranks, beside one process on rank 0. All ranks call it.
 
     Raises:
         UsageError: one process cannot train on the whole batch.
@@ -104,17 +143,21 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
             schemes[case.scheme] = None
             continue
         tried = dataclasses.replace(case, allow_unused=allow_unused)
-        found = attempt_on_all_ranks(functools.partial(agreement, tried, wanted, process), process)
+        found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
     count = 0 if wanted is None else sum(value.numel() for value in wanted.trained.parameters.values())
     return Comparison(schemes, count, allow_unused)
 
 
 def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | None, bool]:
-    """What one process trains, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
+    """What one process computes, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
     found: Expected | Failure | None = None
     if process.rank == 0:
-        found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
+        try:
+            with _host_threads(process):
+                found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
+        except UsageError as error:  # the others wait for what is sent to them
+            found = Failure("unsupported", str(error))
     known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.trained.unused]
     dist.broadcast_object_list(known, group=process.group, group_src=0)
     if isinstance(known[0], Failure):
@@ -123,88 +166,158 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
     return found, known[0]
 
 
-def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Expected:
-    """Train in one process on the whole batch, in the precision at hand and in a wider one."""
-    plain_config = dataclasses.replace(config, compile="off")
-    wide_config = dataclasses.replace(plain_config, precision="fp32")
-    double = config.precision == "fp32"
-    with without_dropout() as dropout:
-        wide = _train(source, wide_config, world_size, double=double)
-        plain = _train(source, plain_config, world_size, double=False)
-    own = _distance(plain.parameters, wide.parameters) / plain.moved
-    rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
-    off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
-    if dropout.calls:
-        plain = _train(source, plain_config, world_size, double=False)
-    loss_allowed = allowed_error(off, rounding * max(map(abs, plain.losses)))
-    return Expected(plain, loss_allowed, allowed_error(own, rounding))
+def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement | None:
+    """Judge a scheme: every part on every rank; rank 0 has what is wanted, and it alone gets the result."""
+    trial = _Trial(case, wanted, process)
+    with without_dropout():
+        own = trial.gradients(case.config.precision)
+        float32 = None if case.config.precision == "fp32" else trial.gradients("fp32")
+    optimizer = trial.updates()
+    loss_error, update_error = trial.training()
+    if trial.error is not None:
+        raise trial.error
+    if wanted is None or own is None or optimizer is None:
+        return None
+    allowed = (wanted.loss_allowed, wanted.update_allowed)
+    return Agreement(own, float32, optimizer, loss_error, update_error, *allowed, trial.ranks_agree)
 
 
-def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement:
-    """Take `STEPS` steps on every rank and compare; rank 0 has what is wanted, and sends the result to all ranks."""
-    step = case.build(process, lambda workload: _seeded(workload, process.rank, process.world_size))
-    losses = []
-    with nullcontext() if case.config.compile == "off" else eager_random():
-        for _ in range(STEPS):
-            loss = step(step.next_batch())
-            assert loss is not None, "a step has a loss"
-            losses.append(loss.double())
-    mean = torch.stack(losses)
+@dataclass
+class _Trial:
+    """The parts of one scheme's judgement; all ranks go through each."""
+
+    case: ParallelCase
+    wanted: Expected | None
+    process: Process
+    ranks_agree: bool = True
+    error: Exception | None = None
+    """What rank 0 met while the others went on."""
+
+    def gradients(self, precision: PrecisionName) -> Deviation | None:
+        """In the pass of `PASSES` that uses most of what is allowed; None but on rank 0."""
+        case = dataclasses.replace(self.case, config=dataclasses.replace(self.case.config, precision=precision))
+        found = []
+        for place, passes in enumerate(PASSES):
+            step = self._build(case, self._shown_by_sgd)
+            for number in range(1, passes + 1):
+                for group in step.optimizer.param_groups:
+                    group["lr"] = LEARNING_RATE if number == passes else 0.0
+                loss = _mean_over_ranks([_loss_of(step)], self.process)[0]
+            moved = self._moved(step)
+            del step
+            self._release()
+            if (wanted := self.wanted) is not None:
+                shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
+                found.append(self._alone(partial(wanted.gradients.compare, shown, place, precision)))
+        known = [each for each in found if each is not None]
+        return max(known, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)), default=None)
+
+    def updates(self) -> UpdateError | None:
+        """Of the workload's optimizer, from equal gradients; None but on rank 0."""
+        step = self._build(self.case)
+        fill_gradients(step)
+        for _ in FILLED:
+            _loss_of(step)
+        moved = self._moved(step)
+        if self.wanted is None:
+            return None
+        entry, updates = PRECISIONS[self.case.config.precision], self.wanted.updates
+        sizes = {name: float(self.wanted.initial[name].norm()) for name in updates}
+        unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
+        return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
+
+    def training(self) -> tuple[float, float]:
+        """How far losses and parameters are off after `STEPS` steps; meaningless but on rank 0."""
+        process = self.process
+        with nullcontext() if self.case.config.compile == "off" else eager_random():
+            seeds = itertools.count(process.rank, process.world_size)
+            step = self._build(self.case, lambda workload: seeded(workload, seeds))
+            means = _mean_over_ranks([_loss_of(step) for _ in range(STEPS)], process)
+        trained = None if self.wanted is None else self.wanted.trained
+        squares: dict[str, float] = {}
+        for name, value in self._in_full(step):
+            if trained is not None and name in trained.parameters:  # a tied one may come again, by another name
+                squares[name] = float((value.double() - trained.parameters[name].double()).square().sum())
+        if trained is None:
+            return 0.0, 0.0
+        off = max(abs(a - b) for a, b in zip(means, trained.losses, strict=True))
+        return off, math.sqrt(sum(squares.get(name, math.inf) for name in trained.parameters)) / trained.moved
+
+    def _build(self, case: ParallelCase, change: Callable[[Workload], Workload] = lambda same: same) -> TrainingStep:
+        self._release()
+        return case.build(self.process, change)
+
+    def _alone(self, work: Callable[[], Result]) -> Result | None:
+        """What rank 0 computes alone; its error is kept until no rank is left waiting for it in a collective."""
+        try:
+            with _host_threads(self.process):
+                return work()
+        except Exception as error:
+            self.error = error
+            return None
+
+    def _release(self) -> None:
+        """What the last step held in circles, and compiled; on a CPU, where it is little, it is left to Python."""
+        if self.process.device.type == "cuda" or self.case.config.compile != "off":
+            release_memory()
+
+    def _shown_by_sgd(self, workload: Workload) -> Workload:
+        """The workload, each forward of this rank from one seed, its optimizer SGD on the same parameters."""
+
+        def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            groups = [{"params": group["params"]} for group in workload.optimizer(parameters).param_groups]
+            return torch.optim.SGD(groups, lr=0.0)
+
+        return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
+
+    def _moved(self, step: TrainingStep) -> dict[str, Tensor]:
+        """How far each parameter is from one process's initial weights, on the host; nothing but on rank 0."""
+        moved: dict[str, Tensor] = {}
+        for name, value in self._in_full(step):
+            if self.wanted is not None and name in self.wanted.initial:
+                before = self.wanted.initial[name].to(value.dtype)
+                moved[name] = (value.to("cpu", torch.float64) - before.double()).float()
+        return moved
+
+    def _in_full(self, step: TrainingStep) -> Iterable[tuple[str, Tensor]]:
+        """Every parameter in full; afterwards it is known whether it was the same on all ranks."""
+        sums = []
+        for name, value in full_parameters(step.replica, step.module):
+            sums.append(_checksum(value))
+            yield name, value
+        everywhere: list[Any] = [None] * self.process.world_size
+        dist.all_gather_object(everywhere, torch.stack(sums).tolist(), group=self.process.group)
+        self.ranks_agree &= all(each == everywhere[0] for each in everywhere)
+
+
+@contextmanager
+def _host_threads(process: Process) -> Iterator[None]:
+    """Inside, the host computes with all its cores, where torchrun gave one to each rank: the others wait on GPUs."""
+    before = torch.get_num_threads()
+    if process.device.type == "cuda":
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _loss_of(step: TrainingStep) -> Tensor:
+    loss = step(step.next_batch())
+    assert loss is not None, "a step has a loss"
+    return loss.double()
+
+
+def _mean_over_ranks(losses: Sequence[Tensor], process: Process) -> list[float]:
+    mean = torch.stack(list(losses))
     dist.all_reduce(mean, group=process.group)
-    mean /= process.world_size
-    squares: dict[str, float] = {}
-    for name, value in full_parameters(step.replica, step.module):
-        if wanted is not None and name in wanted.trained.parameters:  # a tied one may come again, by another name
-            squares[name] = float((value.double() - wanted.trained.parameters[name].double()).square().sum())
-    result: list[Agreement | None] = [None]
-    if wanted is not None:
-        off = max(abs(a - b) for a, b in zip(mean.tolist(), wanted.trained.losses, strict=True))
-        moved_apart = math.sqrt(sum(squares.get(name, math.inf) for name in wanted.trained.parameters))
-        update_error = moved_apart / wanted.trained.moved
-        result = [Agreement(off, update_error, wanted.loss_allowed, wanted.update_allowed)]
-    dist.broadcast_object_list(result, group=process.group, group_src=0)
-    assert result[0] is not None, "rank 0 knows what is wanted"
-    return result[0]
+    return [float(each) for each in mean / process.world_size]
 
 
-def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool) -> Trained:
-    workload = _seeded(source.build(config), 0, 1)
-    if double:
-        workload.module.double()
-    step = TrainingStep(workload, config)
-    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-    gradients = 0
-
-    def came(parameter: Tensor) -> None:
-        nonlocal gradients
-        gradients += 1
-
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(came)
-    before = {name: value.detach().clone() for name, value in step.module.named_parameters()}
-    losses = []
-    for _ in range(STEPS):
-        batch = step.next_batch()
-        if double:
-            batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-        losses.append(step.accumulate([share_of(batch, rank, world_size) for rank in range(world_size)])[0])
-    after = {name: value.detach() for name, value in step.module.named_parameters()}
-    unused = gradients < len(trained) * STEPS * world_size
-    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), unused)
+_BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _seeded(workload: Workload, first: int, stride: int) -> Workload:
-    """The workload, its n-th forward drawing from seed first + n · stride, and nothing else from what that leaves."""
-    seeds, forward = itertools.count(first, stride), workload.forward
-
-    def from_its_seed(module: nn.Module, batch: Any) -> Any:
-        devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(next(seeds))
-            return forward(module, batch)
-
-    return dataclasses.replace(workload, forward=from_its_seed)
-
-
-def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
+def _checksum(value: Tensor) -> Tensor:
+    """Of a tensor's bits and where they are, modulo 2⁶⁴, on its device."""
+    bits = value.contiguous().reshape(-1).view(_BITS[value.element_size()]).long()
+    return (bits * torch.arange(1, 2 * bits.numel(), 2, device=bits.device)).sum()

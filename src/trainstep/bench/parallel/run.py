@@ -1,7 +1,8 @@
 """`trainstep bench parallel`: one workload under every scheme of data parallel training, on all ranks at once.
 
-First every scheme trains a few steps and is compared with one process on the whole batch; no speed is shown of one that
-does not agree. Then each is timed. All ranks time the same steps, and a step lasts as long as on the slowest rank.
+First every scheme's gradients, updates and a few steps are compared with one process on the whole batch; no speed is
+shown of one that does not agree. Then each is timed. All ranks time the same steps, and a step lasts as long as on the
+slowest rank.
 What communication costs is the difference to the same step without any ("single"). Each rank's memory is taken at three
 moments, and its collectives are recorded, beside what `plan.communication` says of both. When all are timed, one step
 of each may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
@@ -167,12 +168,9 @@ def parallel_row(
     if isinstance(result, Failure):
         return failed_row(ParallelRow, columns, result, environment)
     if isinstance(result, Agreement):
-        reason = (
-            f"after a few steps its loss is off by {result.loss_error:.3g} ({result.loss_allowed:.3g} allowed) and its "
-            f"parameters by {result.update_error:.3g} of their movement ({result.update_allowed:.3g} allowed)"
+        return make_row(
+            ParallelRow, columns, result.columns(), status="wrong", reason=str(result), environment=environment
         )
-        values = dataclasses.asdict(result)
-        return make_row(ParallelRow, columns, values, status="wrong", reason=reason, environment=environment)
     slowest = max(result.ranks, key=lambda each: summarize([step.wall_ms for step in each.timing.samples]).median)
     samples = phase_samples(slowest.timing)
     times = {name: Times.of(summarize(milliseconds), spread=False) for name, milliseconds in samples.items()}
@@ -188,7 +186,7 @@ def parallel_row(
         peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
     )
     measured: dict[str, Any] = {
-        **({} if result.agreement is None else dataclasses.asdict(result.agreement)),
+        **({} if result.agreement is None else result.agreement.columns()),
         "n": len(samples["step"]),
         "exposed_ms": None if single_ms is None or not communicates else step - single_ms,
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,

@@ -121,6 +121,9 @@ _COLUMNS = (
         )
     ),
     columns.value("peak (GiB)", "peak_gib"),
+    *columns.values({"gradients off by": "gradient_error", "allowed": "gradient_allowed"}, brief=False),
+    *columns.values({"in float32": "float32_error", "allowed": "float32_allowed"}, brief=False),
+    *columns.values({"optimizer off by": "optimizer_error", "allowed": "optimizer_allowed"}, brief=False),
     *columns.values({"loss off by": "loss_error", "allowed": "loss_allowed"}, brief=False),
     *columns.values({"update off by": "update_error", "allowed": "update_allowed"}, brief=False),
     columns.OUTCOME,

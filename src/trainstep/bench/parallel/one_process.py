@@ -1,0 +1,195 @@
+"""What one process computes of a workload, on the ranks' shares one after another: what schemes are held against.
+
+It is the plain computation of the error budget, in float64 and float32 and in the precision at hand: schemes sum in
+other orders and round elsewhere, but no more often.
+
+A model with dropout draws random numbers. Here, and only here, each forward starts from a seed of its own, so that a
+share's numbers are the same wherever it is run. In another precision a GPU drops other elements, so gradients, and what
+the precision is off by, are taken without dropout.
+
+Batch normalisation takes its mean and variance from a share, in one process as on a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.bench.check import allowed_error, one_rounding
+from trainstep.bench.check.dropout import without_dropout
+from trainstep.bench.check.gradients import Gradients
+from trainstep.bench.check.reference import Reference
+from trainstep.bench.parallel import share_of
+from trainstep.casting import autocast_dtype
+from trainstep.config import StepConfig
+from trainstep.replicas import local_gradients
+from trainstep.training_step import TrainingStep
+from trainstep.workload import Workload, WorkloadSource, map_tensors
+
+STEPS = 5
+PASSES = (1, 3)
+"""The passes through a wrapper whose gradients are compared: the first, and one after buckets were filled anew."""
+FILLED = (2.0**-7, -3 * 2.0**-7)
+"""What every gradient is filled with before each of two updates: large beside Adam's ε, and unlike in size and sign."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `STEPS` steps in one process give."""
+
+    losses: tuple[float, ...]
+    parameters: dict[str, Tensor]
+    """Afterwards."""
+    moved: float
+    """‖parameters − initial ones‖."""
+    unused: bool
+    """Whether some share of a batch gave some parameter no gradient."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process computes, and how far a scheme may be from it."""
+
+    gradients: Reference
+    """Its places are the batches of `PASSES`, with the initial weights."""
+    updates: Mapping[str, Tensor]
+    """How far each parameter moves in updates of `FILLED`; without those that are not used in both."""
+    trained: Trained
+    loss_allowed: float
+    """How far a scheme's losses may be off."""
+    update_allowed: float
+    """How far its parameters may be off after `STEPS`, relative to how far they moved."""
+
+    @property
+    def initial(self) -> Mapping[str, Tensor]:
+        """The initial weights, on the host, in float32."""
+        return self.gradients.places[0].state
+
+
+def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Expected:
+    """Compute all of it in one process on the whole batch.
+
+    Raises:
+        UsageError: the loss or gradients are not finite.
+    """
+    plain_config = dataclasses.replace(config, compile="off")
+    wide_config = dataclasses.replace(plain_config, precision="fp32")
+    double = config.precision == "fp32"
+    with without_dropout() as dropout:
+        shares = WorkloadSource(
+            source.name, lambda step: seeded(source.build(step), itertools.cycle(range(world_size))), source.model
+        )
+        gradients = Reference(shares, wide_config, _batches, partial(_mean_gradients, world_size))
+        wide = _train(source, wide_config, world_size, double=double)
+        plain = _train(source, plain_config, world_size, double=False)
+    own = _distance(plain.parameters, wide.parameters) / plain.moved
+    rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
+    off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
+    if dropout.calls:
+        plain = _train(source, plain_config, world_size, double=False)
+    loss_allowed = allowed_error(off, rounding * max(map(abs, plain.losses)))
+    updates = _updates(source, plain_config, world_size)
+    return Expected(gradients, updates, plain, loss_allowed, allowed_error(own, rounding))
+
+
+def seeded(workload: Workload, seeds: Iterator[int]) -> Workload:
+    """The workload, each forward drawing from the next seed, and nothing else from what that leaves."""
+    forward = workload.forward
+
+    def from_its_seed(module: nn.Module, batch: Any) -> Any:
+        devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(next(seeds))
+            return forward(module, batch)
+
+    return dataclasses.replace(workload, forward=from_its_seed)
+
+
+def fill_gradients(step: TrainingStep) -> None:
+    """From now on the step's optimizer finds `FILLED` in its gradients, once each, whatever backward left."""
+    values = iter(FILLED)
+
+    def fill(*_: Any) -> None:
+        value = next(values)
+        for gradient in local_gradients(step.replica):
+            gradient.fill_(value)
+
+    step.optimizer.register_step_pre_hook(fill)
+
+
+def _batches(step: TrainingStep) -> Iterator[Any]:
+    for number in range(1, max(PASSES) + 1):
+        batch = step.next_batch()
+        if number in PASSES:
+            yield batch
+
+
+def _shares(batch: Any, world_size: int) -> list[Any]:
+    return [share_of(batch, rank, world_size) for rank in range(world_size)]
+
+
+def _mean_gradients(world_size: int, step: TrainingStep, batch: Any) -> Gradients:
+    """The mean over the shares; zeros for what the optimizer does not have, or no share uses."""
+    losses = [step.gradients(share) for share in _shares(batch, world_size)]
+    trained = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
+    for parameter in step.module.parameters():
+        if id(parameter) in trained and parameter.grad is not None:
+            parameter.grad = parameter.grad / world_size
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+    return Gradients.of(torch.stack(losses).mean(), step.module)
+
+
+def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dict[str, Tensor]:
+    plain = config if config.optimizer == "sgd" else dataclasses.replace(config, optimizer=StepConfig().optimizer)
+    step = TrainingStep(source.build(plain), plain)
+    used = dict(step.module.named_parameters())
+    before = {name: value.detach().clone() for name, value in used.items()}
+
+    def drop_unused(*_: Any) -> None:
+        for name in [name for name, value in used.items() if value.grad is None]:
+            del used[name]
+
+    step.optimizer.register_step_pre_hook(drop_unused)
+    fill_gradients(step)
+    for _ in FILLED:
+        step.accumulate(_shares(step.next_batch(), world_size))
+    return {name: (value.detach().double() - before[name].double()).float().cpu() for name, value in used.items()}
+
+
+def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool) -> Trained:
+    workload = seeded(source.build(config), itertools.count())
+    if double:
+        workload.module.double()
+    step = TrainingStep(workload, config)
+    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    gradients = 0
+
+    def came(parameter: Tensor) -> None:
+        nonlocal gradients
+        gradients += 1
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(came)
+    before = {name: value.detach().clone() for name, value in step.module.named_parameters()}
+    losses = []
+    for _ in range(STEPS):
+        batch = step.next_batch()
+        if double:
+            batch = map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        losses.append(step.accumulate(_shares(batch, world_size))[0])
+    after = {name: value.detach() for name, value in step.module.named_parameters()}
+    unused = gradients < len(trained) * STEPS * world_size
+    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), unused)
+
+
+def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))

@@ -1,0 +1,105 @@
+"""Wrong schemes are found wrong and right ones right, by gradients, updates and a few steps beside one process."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.bench.parallel import agreement, deviation
+from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong
+from trainstep.bench.check import allowed_error, one_rounding
+from trainstep.bench.check.reference import DRAWS
+from trainstep.bench.check.updates import UpdateError
+from trainstep.bench.parallel import share_of
+from trainstep.bench.parallel.one_process import STEPS, expected
+from trainstep.training_step import build_step
+
+TWO_RANKS = dataclasses.replace(CONFIG, batch=2 * CONFIG.batch)
+PARTS = ("gradients × 1.02", "β₂ of 0.999", "reduced in 16 bits", "gradients × 1.05 on rank 1")
+ONE_PASS = ("gradients × 1.05 in the first pass alone", "gradients × 1.05 from the third pass")
+LATE = "learning rate × 1.003 from the fourth step"
+
+
+@pytest.fixture(scope="module")
+def wrong(two):
+    """Every second of them, by precision; all are in the table of docs/trust.md."""
+    names = {"fp32": [*list(WRONG)[::2], LATE], "bf16": [*list(WRONG)[1::2], *PARTS, *ONE_PASS]}
+    found = {}
+    for precision, each in names.items():
+        planted = [name for name in dict.fromkeys(each) if precision in WRONG[name].only_in]
+        assert len(planted) > 12
+        found[precision], nothing = two.run(judge_wrong, precision, planted, DRAWS)
+        assert set(nothing.values()) == {None}, "only the first rank has what is wanted"
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_wrong_schemes_are_found_wrong(wrong, precision):
+    assert [name for name, found in wrong[precision].items() if found.holds] == []
+    assert all(str(found) for found in wrong[precision].values()), "each says what is wrong"
+
+
+@pytest.mark.distributed
+def test_each_part_finds_what_the_others_cannot(wrong):
+    scale, moments, narrow, apart = (wrong["bf16"][name] for name in PARTS)
+    assert (scale.optimizer.is_right, scale.update_error < scale.update_allowed) == (True, True)
+    assert not scale.gradients.scale <= scale.gradients.scale_allowed
+    assert (moments.gradients.is_right, moments.float32.is_right, moments.optimizer.is_right) == (True, True, False)
+    assert moments.update_error < moments.update_allowed, "too small for five steps in bf16"
+    assert (narrow.gradients.is_right, narrow.float32.is_right) == (True, False)
+    assert apart.ranks_agree is False
+    assert (apart.gradients.is_right, apart.optimizer.is_right) == (True, True), "the first rank's are"
+    assert all(not wrong["bf16"][name].gradients.is_right for name in ONE_PASS)
+    late = wrong["fp32"][LATE]
+    assert (late.gradients.is_right, late.optimizer.is_right, late.holds) == (True, True, False)
+
+
+@pytest.mark.distributed
+def test_unusual_right_schemes_are_found_right(two):
+    names = list(RIGHT)[::5]
+    found = two.run(judge_right, names)[0]
+    assert {name: str(each) for name, each in found.items() if not getattr(each, "holds", False)} == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gradients": deviation(gradient=0.03)},
+        {"gradients": deviation(scale=math.nan)},
+        {"float32": deviation(1e-6, worst=2e-6)},
+        {"optimizer": UpdateError(2e-4, 1e-4, "head.weight")},
+        {"optimizer": UpdateError(math.nan, 1e-4, "head.weight")},
+        {"loss_error": 2e-6},
+        {"update_error": 2e-6},
+        {"update_error": math.nan},
+        {"ranks_agree": False},
+    ],
+)
+def test_one_part_that_is_wrong_is_enough(change):
+    assert agreement().holds
+    assert str(agreement()) == ""
+    assert not agreement(**change).holds
+    assert str(agreement(**change)).count(";") == 0, "it says that part alone"
+
+
+def test_what_is_allowed_after_some_steps_is_twice_what_the_precision_is_off_by():
+    """Losses and movement in bf16 and float32, from training by hand."""
+
+    def train(precision):
+        step = build_step(SOURCE, dataclasses.replace(TWO_RANKS, precision=precision))
+        before = torch.cat([value.detach().flatten().clone() for value in step.module.parameters()])
+        losses = []
+        for _ in range(STEPS):
+            batch = step.next_batch()
+            losses.append(float(step.accumulate([share_of(batch, rank, 2) for rank in range(2)])[0]))
+        after = torch.cat([value.detach().flatten() for value in step.module.parameters()])
+        return torch.tensor(losses), after, float((after - before).norm())
+
+    wanted, eps = expected(SOURCE, dataclasses.replace(TWO_RANKS, precision="bf16"), 2), one_rounding(torch.bfloat16)
+    (losses, parameters, moved), (exact, reference, _) = train("bf16"), train("fp32")
+    assert wanted.trained.losses == tuple(losses.tolist())
+    off, apart = float((losses - exact).abs().max()), float((parameters - reference).norm()) / moved
+    assert wanted.loss_allowed == pytest.approx(allowed_error(off, eps * float(losses.max())), rel=1e-4)
+    assert wanted.update_allowed == pytest.approx(allowed_error(apart, eps), rel=1e-4)

@@ -1,0 +1,363 @@
+"""Schemes of data parallel training that are wrong on purpose, and right ones that look unusual, for two ranks.
+
+A wrong scheme is one of ours or torch's with something done to it where a rank builds it: to what its optimizer is
+handed, to the optimizer, or to the functions that communicate. One process computes what is right.
+
+Batch normalisation without synchronised statistics is another model than on the whole batch: what is held against it is
+one process that takes the ranks' shares one after another, and so normalises each share by itself, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from tests.planted.right import RIGHT as RIGHT_STEPS
+from trainstep.bench import outcome, parallel
+from trainstep.bench.check import dropout, reference
+from trainstep.bench.outcome import Failure
+from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.check import Agreement, agreement, compare_with_one_process
+from trainstep.bench.parallel.one_process import Expected, expected
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.model import text
+from trainstep.parallel import ddp
+from trainstep.parallel.collectives import all_reduce_sum, flat, reduce_scatter_sum, slice_of
+from trainstep.parallel.process import Process
+from trainstep.parallel.zero import pieces
+from trainstep.replicas import local_gradients
+from trainstep.schemes import SCHEMES, Scheme
+from trainstep.training_step import MakeOptimizer, Replica
+from trainstep.workload import WorkloadSource, builtin_source
+
+MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
+SOURCE = builtin_source("little", MODEL)
+CONFIG = StepConfig(context=16, batch=2, device="cpu")
+PRECISIONS = ("fp32", "bf16")
+SMALL_BUCKETS = dataclasses.replace(SCHEMES["bucketed-25"], name="bucketed-0.01", bucket_mb=0.01)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One wrong."""
+
+    scheme: Scheme
+    built: Callable[[Replica, Process], object] = lambda replica, process: None
+    """What it does to what a rank has built."""
+    optimizer: Callable[[torch.optim.Optimizer], object] = lambda made: None
+    """What it does to the workload's optimizer under the scheme."""
+    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What is replaced while the scheme runs."""
+    only_in: tuple[str, ...] = PRECISIONS
+    """Where it is more than three times what rounding does."""
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """While entered, schemes are built wrong."""
+        right = parallel.build
+
+        def build(
+            scheme: Scheme, process: Process, config: StepConfig, module: Any, make: MakeOptimizer, **options: Any
+        ) -> Replica:
+            def make_wrong(parameters: Any) -> torch.optim.Optimizer:
+                made = make(parameters)
+                self.optimizer(made)
+                return made
+
+            replica = right(scheme, process, config, module, make_wrong, **options)
+            self.built(replica, process)
+            return replica
+
+        with mock.patch.object(parallel, "build", build), self.inside():
+            yield
+
+
+def handed(
+    change: Callable[[list[Tensor]], object], rank: int | None = None, first: int = 1, last: float = math.inf
+) -> Callable[..., None]:
+    """The gradients that the optimizer is handed, changed in place: on one rank or all, from one step to another."""
+
+    def apply(replica: Replica, process: Process) -> None:
+        steps = itertools.count(1)
+
+        def before(*_: Any) -> None:
+            if first <= next(steps) <= last and rank in (None, process.rank):
+                change([getattr(each, "_local_tensor", each) for each in local_gradients(replica)])
+
+        replica.optimizer.register_step_pre_hook(before)
+
+    return apply
+
+
+def times(factor: float, which: slice = slice(None)) -> Callable[[list[Tensor]], None]:
+    """Some of the gradients times a factor."""
+
+    def change(gradients: list[Tensor]) -> None:
+        for each in gradients[which]:
+            each.mul_(factor)
+
+    return change
+
+
+def in_16_bits(gradients: list[Tensor]) -> None:
+    """Rounded to bfloat16."""
+    for each in gradients:
+        each.copy_(each.bfloat16())
+
+
+def options(**given: Any) -> Callable[[torch.optim.Optimizer], None]:
+    """Other options in every group that has them."""
+
+    def change(made: torch.optim.Optimizer) -> None:
+        for group in made.param_groups:
+            group.update({name: value for name, value in given.items() if name in group})
+
+    return change
+
+
+def faster(factor: float) -> Callable[[torch.optim.Optimizer], None]:
+    """The learning rate times a factor."""
+
+    def change(made: torch.optim.Optimizer) -> None:
+        for group in made.param_groups:
+            group["lr"] *= factor
+
+    return change
+
+
+def from_step(first: int, change: Callable[[torch.optim.Optimizer], object]) -> Callable[..., None]:
+    """An optimizer changed before its n-th step."""
+
+    def apply(replica: Replica, process: Process) -> None:
+        steps = itertools.count(1)
+        replica.optimizer.register_step_pre_hook(lambda made, *_: change(made) if next(steps) == first else None)
+
+    return apply
+
+
+def idle_on_second_rank(replica: Replica, process: Process) -> None:
+    """Updates nothing on rank 1."""
+    if process.rank == 1:
+        replica.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
+
+
+def in_place_of(place: Any, name: str, other: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function or method replaced."""
+    return functools.partial(mock.patch.object, place, name, other)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def without_buckets(wanted: Callable[[int], bool]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Buckets that are not averaged, by the number of their first parameter."""
+    start = ddp.GradientBucket.start
+
+    def skip(self: Any, gradients: list[Tensor], dtype: Any, group: Any) -> None:
+        if wanted(self.numbers[0]):
+            self._gradients = self._sent = gradients
+            self._work = _Done()
+        else:
+            start(self, gradients, dtype, group)
+
+    return in_place_of(ddp.GradientBucket, "start", skip)
+
+
+def _one_off(tensor: Tensor, rank: int, world_size: int) -> Tensor:
+    """A slice that begins one element late, or early on the last rank."""
+    size = tensor.numel() // world_size
+    start = rank * size + (1 if rank + 1 < world_size else -1)
+    return flat(tensor)[start : start + size]
+
+
+def _gather_one_off(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
+    """Every slice comes back one element late."""
+    for tensor in tensors:
+        own = slice_of(tensor, group.rank(), group.size()).clone()
+        whole = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(whole, own, group=group)
+        flat(tensor).copy_(torch.cat(whole).roll(1))
+    return _Done()
+
+
+def _all_reduce_first_alone(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """The mean without rank 1's gradients."""
+    if group.rank() == 1:
+        for tensor in tensors:
+            tensor.zero_()
+    return all_reduce_sum(tensors, group)
+
+
+def _twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """A mean, and then a sum of the means."""
+    all_reduce_sum(tensors, group).wait()
+    for tensor in tensors:
+        tensor.div_(group.size())
+    return all_reduce_sum(tensors, group)
+
+
+_FLAT, _DDP, _FSDP, _ZERO = SCHEMES["flat"], SCHEMES["torch-ddp"], SCHEMES["fsdp"], SCHEMES["sharded-optimizer"]
+_FSDP2, _TORCH_ZERO, _NAIVE = SCHEMES["torch-fsdp2"], SCHEMES["torch-zero"], SCHEMES["naive"]
+WRONG: dict[str, Planted] = {
+    "a sum for a mean": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", all_reduce_sum)),
+    "a sum of slices for a mean": Planted(_ZERO, inside=in_place_of(ddp, "reduce_scatter_mean", reduce_scatter_sum)),
+    "torch's DDP without 1/N": Planted(_DDP, handed(times(2.0))),
+    "FSDP without 1/N": Planted(_FSDP, handed(times(2.0))),
+    "gradients × 100": Planted(_FSDP2, handed(times(100.0))),
+    "gradients × 100, sharded optimizer": Planted(_ZERO, handed(times(100.0))),
+    "gradients × 1.02": Planted(_FLAT, handed(times(1.02))),
+    "gradients × 1.02, torch's ZeRO": Planted(_TORCH_ZERO, handed(times(1.02))),
+    "one parameter's gradient × 1.1": Planted(_FSDP, handed(times(1.1, slice(2, 3)))),
+    "one bucket not reduced": Planted(SMALL_BUCKETS, inside=without_buckets(lambda first: first >= 15)),
+    "one parameter not reduced": Planted(_NAIVE, inside=without_buckets(lambda first: first == 4)),
+    "one rank's gradients missing": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _all_reduce_first_alone)),
+    "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _twice)),
+    "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
+    "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits), only_in=("fp32",)),
+    "slices of gradients one off": Planted(_ZERO, inside=in_place_of(ddp, "slice_of", _one_off)),
+    "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
+    "slices not gathered after the update": Planted(
+        _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda self, group: [])
+    ),
+    "parameters not broadcast after the update": Planted(
+        _TORCH_ZERO, inside=in_place_of(ZeroRedundancyOptimizer, "_sync_params", lambda self: None)
+    ),
+    "no weight decay": Planted(_FLAT, optimizer=options(weight_decay=0.0)),
+    "no weight decay, sharded optimizer": Planted(_ZERO, optimizer=options(weight_decay=0.0)),
+    "learning rate × 1.05": Planted(_DDP, optimizer=faster(1.05)),
+    "β₂ of 0.999": Planted(_FSDP, optimizer=options(betas=(0.9, 0.999))),
+    "β₁ of 0.8": Planted(_TORCH_ZERO, optimizer=options(betas=(0.8, 0.95))),
+    "an optimizer that ascends": Planted(_FSDP2, optimizer=options(maximize=True)),
+    "one that updates nothing on rank 1": Planted(_FLAT, idle_on_second_rank),
+    "gradients × 1.05 on rank 1": Planted(_DDP, handed(times(1.05), rank=1)),
+    "gradients × 1.05 from the third pass": Planted(_FLAT, handed(times(1.05), first=3)),
+    "gradients × 1.05 in the first pass alone": Planted(_ZERO, handed(times(1.05), last=1)),
+    "gradients zero from the fourth pass": Planted(_FSDP, handed(times(0.0), first=4)),
+    "gradients of one parameter × 1.5 from the fourth pass": Planted(
+        _FLAT, handed(times(1.5, slice(2, 3)), first=4), only_in=("fp32",)
+    ),
+    "learning rate × 1.003 from the fourth step": Planted(_DDP, from_step(4, faster(1.003)), only_in=("fp32",)),
+}
+"""What it is → the scheme, and what is wrong with it."""
+
+
+Right = tuple[WorkloadSource, StepConfig, Scheme, Callable[[], contextlib.AbstractContextManager[Any]]]
+
+
+def _right(name: str, scheme: Scheme) -> Right:
+    source, config, change = RIGHT_STEPS[name]
+    return source, dataclasses.replace(config, **change), scheme, contextlib.nullcontext
+
+
+def _own(
+    scheme: Scheme, inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext, **change: Any
+) -> Right:
+    return SOURCE, dataclasses.replace(CONFIG, **change), scheme, inside
+
+
+def _mean_twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """A mean, and the mean of the means, which is the same."""
+    for _ in range(2):
+        work = all_reduce_sum(tensors, group)
+        work.wait()
+        for tensor in tensors:
+            tensor.div_(group.size())
+    return work
+
+
+BF16 = {"precision": "bf16"}
+RIGHT: dict[str, Right] = {
+    "dropout, bf16": _right("dropout, bf16", _DDP),
+    "dropout inside attention, bf16": _right("dropout inside attention, bf16", _FLAT),
+    "a mixture of experts, bf16": _right("a mixture of experts, bf16", _FSDP),
+    "tied weights, bf16": _right("tied weights, bf16", _ZERO),
+    "batch norm over a share of 8 rows, bf16": _right("batch norm over 16 rows, bf16", _FLAT),
+    "convolutions, bf16": _right("convolutions, bf16", SMALL_BUCKETS),
+    "an LSTM, bf16": _right("an LSTM, bf16", _TORCH_ZERO),
+    "layer norm and GELU, bf16": _right("layer norm and GELU, bf16", _FSDP),
+    "a parameter of one element, bf16": _right("a parameter of one element, bf16", _ZERO),
+    "a bottleneck of one neuron, bf16": _right("a bottleneck of one neuron, bf16", _FSDP),
+    "grouped heads, bf16": _right("grouped heads, bf16", _FSDP2),
+    "sixty layers, bf16": _right("sixty layers, bf16", _FLAT),
+    "group norm, bf16": _right("group norm, bf16", _DDP),
+    "small buckets": _own(SMALL_BUCKETS),
+    "a bucket per parameter, overlapped, bf16": _own(SCHEMES["overlapped"], **BF16),
+    "the mean of means": _own(_FLAT, in_place_of(ddp, "all_reduce_mean", _mean_twice)),
+    "a sequence of 13 tokens a rank, bf16": _own(_FSDP, batch=1, context=13, **BF16),
+    "five sequences a rank": _own(_ZERO, batch=5, context=7),
+    "SGD": _own(_FSDP, optimizer="sgd"),
+    "fused optimizer, bf16": _own(_ZERO, optimizer="adamw-fused", **BF16),
+    "weights in bf16": _own(_DDP, precision="bf16-pure"),
+    "each block checkpointed, bf16": _own(_FSDP, checkpointing="every-1", **BF16),
+    "fused attention, bf16": _own(_FSDP2, attention="sdpa", **BF16),
+    "chunked loss, bf16": _own(_ZERO, loss="chunked", **BF16),
+    "another seed, bf16": _own(_FSDP, seed=5, **BF16),
+}
+"""What it is → workload, configuration, scheme, and what is replaced while it runs."""
+
+
+@contextlib.contextmanager
+def quick() -> Iterator[None]:
+    """Garbage is not collected between cases, and text is read once, which is half of the time of small ones."""
+    with (
+        mock.patch.object(outcome, "release_memory"),
+        mock.patch.object(dropout, "release_memory"),
+        mock.patch.object(text, "_read_text", _read_once),
+    ):
+        yield
+
+
+_read_once = functools.cache(text._read_text)
+
+
+def judge_wrong(
+    process: Process, precision: str, names: Sequence[str], more_draws: int = reference.MORE_DRAWS
+) -> dict[str, Agreement | None]:
+    """How far wrong schemes are off, on rank 0; all beside one computation in one process. All ranks call it.
+
+    `more_draws` of random roundings are made where something is over its budget; few make a test quick.
+    """
+    config = dataclasses.replace(CONFIG, precision=precision)  # type: ignore[arg-type]
+    wanted: Expected | None = None
+    if process.rank == 0:
+        wanted = expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(process.world_size), process.world_size)
+    found = {}
+    for name in names:
+        with quick(), mock.patch.object(reference, "MORE_DRAWS", more_draws), WRONG[name].planted():
+            found[name] = agreement(ParallelCase(SOURCE, config, WRONG[name].scheme), wanted, process)
+    return found
+
+
+def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement | Failure | None]:
+    """How far right schemes are off, on rank 0. All ranks call it."""
+    found = {}
+    for name in names:
+        source, config, scheme, inside = RIGHT[name]
+        with quick(), inside():
+            found[name] = compare_with_one_process([ParallelCase(source, config, scheme)], process).schemes[scheme]
+    return found
+
+
+def largest_share(found: Agreement) -> float:
+    """What uses most of what it is allowed, as a share of it."""
+    shares = [found.loss_error / found.loss_allowed, found.update_error / found.update_allowed, found.optimizer.share]
+    shares += [
+        each.worst / each.worst_allowed if each.worst_allowed else math.inf
+        for each in (found.gradients, found.float32)
+        if each is not None and each.worst
+    ]
+    return max(shares)
