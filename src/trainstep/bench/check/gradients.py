@@ -44,7 +44,9 @@ class Gradients:
 
     def on_host(self) -> Gradients:
         """The same in the host's memory."""
-        return Gradients(self.loss, {name: each.cpu() for name, each in self.by_name.items()})
+        moved = Gradients(self.loss, {name: each.cpu() for name, each in self.by_name.items()})
+        vars(moved)["squares"] = self.squares  # taken where that is fast
+        return moved
 
     @cached_property
     def squares(self) -> Mapping[str, float]:

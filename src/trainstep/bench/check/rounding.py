@@ -6,10 +6,14 @@ is uniform over half a unit to both sides: ulp²/12 (Higham 2002, section 2.6, h
 arithmetic use it the same way). So the difference to the undisturbed computation is as large as what rounding does.
 
 Products sum. In float32 a sum of K terms rounds at every term, in an order that each implementation chooses: with terms
-of either sign the partial sums grow as √k, and their roundings add up to u·√(K/2) of a typical sum. TF32 has no format
-of its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by 2⁻¹⁰/√12/m in the root mean
-square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they usually are; two inputs err
-independently, and so a sum errs by √2 of that share of a typical one. Narrower formats sum in float32.
+of either sign the partial sums grow as √k, and their roundings add up to u·√(K/2) of √Σ(ab)², or of the result where
+that is larger. It is not the result alone: gradients of queries cancel, and their errors do not. TF32 has no format of
+its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by 2⁻¹⁰/√12/m in the root mean
+square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they usually are; the two inputs
+of every term err independently, and so a sum errs by √2 of that share of √Σ(ab)². Narrower formats sum in float32.
+
+Softmax's backward has a sum inside, of a row: fused attention takes it from other numbers than the formula, and its
+error is one for the whole row.
 """
 
 from __future__ import annotations
@@ -58,6 +62,9 @@ class RandomRounding(TorchDispatchMode):
                 self._round(args[0])
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
+        elif func.overloadpacket is _aten._softmax_backward_data and not self._tf32:
+            self._round_softmax(args, result)
+            self._round_all(result)
         elif (
             not self._tf32
             and func.overloadpacket not in _EXACT
@@ -75,14 +82,24 @@ class RandomRounding(TorchDispatchMode):
                 self._round(each)
                 continue
             if product in _PRODUCTS:
-                terms = args[_PRODUCTS[product]].shape[-1]
+                left, right = args[_PRODUCTS[product] :][:2]
+                terms, typical = left.shape[-1], (left.square() @ right.square()).sqrt_()
             else:  # multiplications per result, whether of outputs, inputs or weights
                 weight, outputs = (args[1], result) if product is _aten.convolution else (args[2], args[0])
                 terms = outputs.numel() * weight[0].numel() / each.numel()
-            size = _TF32_NOISE if self._tf32 else 2**-24 * (terms / 2) ** 0.5
-            typical = each.square().mean(-1, keepdim=True).sqrt() if each.dim() else each.abs()
-            noise = torch.randn(each.shape, device=each.device, generator=self._generator(each.device))
-            each.add_(noise * (size * typical))
+                typical = each.square().mean(-1, keepdim=True).sqrt_()
+            size = _TF32_NOISE * typical if self._tf32 else _sum_error(terms) * torch.maximum(typical, each.abs())
+            each.add_(self._normal(each.shape, each.device).mul_(size))
+
+    def _round_softmax(self, args: Any, result: Tensor) -> None:
+        """Of its backward, in float32: p · (dp − Σ p·dp), where the sum is a little off."""
+        grad, output, dim = args[:3]
+        if result.dtype == self._dtype == torch.float32:
+            terms = (grad * output).square().sum(dim, keepdim=True).sqrt_() * _sum_error(output.shape[dim])
+            result.sub_(output * terms.mul_(self._normal(terms.shape, terms.device)))
+
+    def _normal(self, shape: Any, device: torch.device) -> Tensor:
+        return torch.randn(shape, device=device, generator=self._generator(device))
 
     def _round_all(self, result: Any) -> None:
         for each in result if isinstance(result, (tuple, list)) else (result,):
@@ -110,3 +127,8 @@ class RandomRounding(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _sum_error(terms: float) -> float:
+    """The error of a float32 sum, as a part of a typical partial sum."""
+    return 2**-24 * (terms / 2) ** 0.5
