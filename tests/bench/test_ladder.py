@@ -158,7 +158,7 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY))
     assert [record.status for record in records] == ["out of memory", "ok", "ok"]
     assert records[1].values["verdict"] == "baseline"
-    assert records[1].values["gradient_error"] == 0
+    assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
 def test_no_rung_trains_by_another_algorithm():
@@ -177,38 +177,63 @@ def test_too_few_samples_keep_nothing(monkeypatch, steps, kept):
     """Smaller and not told apart is worth keeping, but only where there is an interval to tell by."""
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "inconclusive")
     monkeypatch.setattr(ladder, "_is_smaller", lambda rung, than: True)
+    faked(monkeypatch, [100.0] * 6)
     records = climb_with(monkeypatch, [Rung("chunked", {"loss": "chunked"})], steps=steps)
     assert records[1].values["kept"] is kept
 
 
-def test_the_first_rung_is_measured_again_at_the_end(monkeypatch):
-    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [Rung("one", {"attention": "sdpa"})])
-    first, _, control = climb(SOURCE, BASE, warmup=1, steps=7)
-    assert control.case["attention"] == first.case["attention"] == "eager"
-    assert control.values["first_ms"] == pytest.approx(first.values["step_ms"])
-    assert control.values["ratio"] == pytest.approx(control.values["again_ms"] / control.values["first_ms"])
-    assert control.values["ratio_low"] < control.values["ratio"] < control.values["ratio_high"]
+@pytest.mark.parametrize(("ms", "kept"), [(100.0, True), (101.0, False)])
+def test_what_saves_memory_is_kept_only_where_it_is_certainly_not_slower(monkeypatch, ms, kept):
+    """The interval of the gain has to lie above 0.98; before, any that reached 1 would do."""
+    monkeypatch.setattr(ladder, "RUN_SPREAD", 0.02)
+    faked(monkeypatch, [100.0, ms, 100.0, ms, 100.0, ms], [1000, 500, 1000, 500, 1000, 500])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.kept) == ("inconclusive", kept)
 
 
-def test_an_unsteady_rung_is_measured_once_more(monkeypatch):
+def test_first_and_top_are_measured_again_at_the_end(monkeypatch):
+    faked(monkeypatch, [100.0, 50.0, 110.0, 50.0])
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO[:1])
+    first, one, *controls = climb(SOURCE, BASE, warmup=1, steps=7)
+    assert one.kept
+    assert [row.kind for row in controls] == ["control", "control"]
+    assert [row.case["attention"] for row in controls] == [first.attention, one.attention] == ["eager", "sdpa"]
+    assert [(row.first_ms, row.again_ms, row.ratio) for row in controls] == [(100.0, 110.0, 1.1), (50.0, 50.0, 1.0)]
+    assert controls[0].ratio_low < 1.1 < controls[0].ratio_high
+
+
+def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):
+    """What brought nothing below may bring something above; what was kept, or tried on the top, is not tried again."""
+    faked(monkeypatch, [100.0, 120.0, 50.0, 40.0, 100.0, 40.0])
+    _, one, two, again = climb_with(monkeypatch, TWO)
+    assert [one.kept, two.kept, again.kept] == [False, True, True]
+    assert again.rung == "one, on the top"
+    assert (again.attention, again.optimizer) == ("sdpa", "adamw-fused")
+    assert again.gain == 1.25
+
+
+@pytest.mark.parametrize("noisy", [1, 2])
+def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, noisy):
     measured = []
     original = ladder.measure_training_step
 
     def disturbed(step, *arguments):
         found = original(step, *arguments)
         measured.append(step.config.attention)
-        factors = [1, 1, 1, 1, 9, 9, 9, 9] if len(measured) == 2 else [1] * 8  # the second of all, and that alone
+        ms = 100.0 if step.config.attention == "eager" else 60.0
+        factors = [1, 1, 1, 1, 9, 9, 9, 9] if len(measured) == noisy else [1] * 8
         steps = [
-            dataclasses.replace(each, wall_ms=10.0 * factor)
+            dataclasses.replace(each, wall_ms=ms * factor)
             for each, factor in zip(found.timing.steps, factors, strict=True)
         ]
         return dataclasses.replace(found, timing=dataclasses.replace(found.timing, steps=tuple(steps)))
 
     monkeypatch.setattr(ladder, "measure_training_step", disturbed)
     records = climb_with(monkeypatch, [Rung("fused attention", {"attention": "sdpa"})])
-    assert measured == ["eager", "sdpa", "sdpa", "eager"], "the last is the control"
-    assert [record.values["attempts"] for record in records] == [1, 2]
-    assert records[1].values["step_ms"] == 10.0
+    assert measured == ["eager", "sdpa", "eager", "sdpa", "eager"] + ["sdpa"] * records[1].kept
+    assert records[1].attempts == 2
+    assert records[1].step_ms == 60.0
+    assert len(records[1].samples["step"]) == 14
     (found,) = measured_again(records)
     assert found.figures == {"rungs": ("fused attention",)}
 
@@ -219,5 +244,7 @@ def test_the_whole_ladder_on_a_gpu():
     records = list(climb(source, StepConfig(context=256), warmup=2, steps=7))
     assert [record.status for record in records] == ["ok"] * len(records), [record.reason for record in records]
     rungs = [record for record in records if record.kind == "rung"]
-    assert len(rungs) == len(records) - 1 == 1 + len(rungs_for(source, torch.device("cuda"), "adamw-foreach"))
+    assert len({rung.rung for rung in rungs}) == len(rungs)
+    tried = [rung for rung in rungs if not rung.rung.endswith("on the top")]
+    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), "adamw-foreach"))
     assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)

@@ -60,7 +60,7 @@ def test_the_warmup_study_is_windows_of_one_run():
         return SOURCE.build(step)
 
     source = WorkloadSource("counted", build, TOY)
-    records = list(run_cases(step_cases([source], SMALL, warmups=(0, 1, 2, 5), steps=6)))
+    records = list(run_cases(step_cases([source], SMALL, warmups=(0, 1, 2, 5), steps=6), check=False))
     assert len(calls) == 1
     assert [record.case["warmup"] for record in records] == [0, 1, 2, 5]
     cold, warm = records[0].samples["step"], records[3].samples["step"]

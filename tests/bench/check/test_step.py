@@ -69,7 +69,7 @@ def test_budgets_come_from_what_rounding_does(judge):
     judge.source = PLAIN
     found = judge.judge(dataclasses.replace(BASE, precision="bf16", attention="sdpa"))
     assert 0.01 < found.own.gradient_allowed < 0.03
-    assert found.float32.gradient_allowed < 1e-6
+    assert found.float32.gradient_allowed < 5e-6
     assert found.columns()["error_budget"] == found.own.gradient_allowed
     assert found.columns()["float32_allowed"] == found.float32.gradient_allowed
 
@@ -100,7 +100,7 @@ def source_of(make, scale=lambda step: 1.0):
             module=module,
             batches=[(torch.randn(4, 32, generator=torch.Generator().manual_seed(1)),)],
             loss=lambda out, batch: out.square().mean() + factor * F.cosine_similarity(out[0], out[1], dim=0),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
         )
 
     return WorkloadSource("toy", build)
@@ -150,7 +150,7 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     judge = StepCheck(WorkloadSource("big", build), BASE)
     for change in ({"attention": "sdpa"}, {"attention": "sdpa", "optimizer": "adamw-fused"}):
         assert judge.judge(dataclasses.replace(BASE, **change)).is_right
-    assert judge._reference.config.attention == "sdpa"
+    assert judge.reference.config.attention == "sdpa"
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():

@@ -24,7 +24,9 @@ def measured(rng, speeds, deviation):
 
     def run_alone(arm, number):
         ms = speeds[arm.name] * rng.lognormvariate(0, deviation)
-        return row_of("step", {"workload": "w", **arm.settings}, {}, {"step": [ms] * 3}, environment={"device": "x"})
+        return row_of(
+            "step", {"workload": "w", **arm.settings}, {}, samples={"step": [ms] * 3}, environment={"device": "x"}
+        )
 
     return run_alone
 

@@ -3,7 +3,8 @@
 Three things are held against the reference, each by what the plain computation in the same precision is off by
 (`Rounding`): every parameter's gradient, and every row of it, by ‖x − ref‖; all gradients together also by their scale,
 ⟨x, ref⟩ / ⟨ref, ref⟩. Norms find what is wrong somewhere, rows what is wrong in one place of a large matrix. Rounding
-hits the elements independently, so it leaves the scale alone, and a factor that norms would allow shows there.
+hits the elements independently, so it leaves the scale alone, and a factor that norms would allow shows there. A row
+may be as far off as the worst row of its parameter was in the plain computation: which row that is, chance decides.
 
 A norm of n independent errors exceeds its expectation by 1 + z/√(2n) as often as a normal variable exceeds z. With
 z = 4 a parameter of one element may be off by four times the plain computation's error, and one of a million by just
@@ -45,8 +46,13 @@ class Gradients:
     def on_host(self) -> Gradients:
         """The same in the host's memory."""
         moved = Gradients(self.loss, {name: each.cpu() for name, each in self.by_name.items()})
-        vars(moved)["squares"] = self.squares  # taken where that is fast
+        vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
         return moved
+
+    @cached_property
+    def rows(self) -> Mapping[str, Tensor]:
+        """‖row‖ of each slice along the first dimension."""
+        return {name: _rows(each) for name, each in self.by_name.items()}
 
     @cached_property
     def squares(self) -> Mapping[str, float]:
@@ -169,10 +175,10 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
         error_square, allowed_square = error_square + error.norm**2, allowed_square + usual**2
         worst = max(worst, _share(error.norm, allowed, size, name), key=_nan_first)
         if known is not None and error.rows.numel() > 1:
-            sizes = _rows(expected).clamp(
+            sizes = reference.rows[name].clamp(
                 min=max(norm / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
             )
-            usual_rows = torch.maximum(known.rows, usual / size * sizes if size else known.rows)
+            usual_rows = max(usual / size if size else 0.0, float((known.rows / sizes).nan_to_num().max())) * sizes
             most = 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
             row = int((error.rows / most).argmax())  # NaN counts as the largest
             place = f"row {row} of {name}"

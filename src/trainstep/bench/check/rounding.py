@@ -6,11 +6,11 @@ is uniform over half a unit to both sides: ulp²/12 (Higham 2002, section 2.6, h
 arithmetic use it the same way). So the difference to the undisturbed computation is as large as what rounding does.
 
 Products sum. In float32 a sum of K terms rounds at every term, in an order that each implementation chooses: with terms
-of either sign the partial sums grow as √k, and their roundings add up to u·√(K/2) of √Σ(ab)², or of the result where
-that is larger. It is not the result alone: gradients of queries cancel, and their errors do not. TF32 has no format of
-its own: products take their float32 inputs rounded to 11 bits. Rounding m · 2ᵉ errs by 2⁻¹⁰/√12/m in the root mean
-square, relative, and the mean of 1/m² is 3/(8 ln 2) where leading digits are spread as they usually are; the two inputs
-of every term err independently, and so a sum errs by √2 of that share of √Σ(ab)². Narrower formats sum in float32.
+of either sign the partial sums grow as √k, and their roundings add up to r·√(K/2) of √Σ(ab)², or of the result where
+that is larger. It is not the result alone: gradients of queries cancel, and their errors do not. Here r is what one
+rounding errs by in the root mean square: u/√3/m for m · 2ᵉ, and the mean of 1/m² is 3/(8 ln 2) where leading digits are
+spread as they usually are. TF32 has no format of its own: products take their float32 inputs rounded to 11 bits. Both
+inputs of every term err independently, so a sum errs by √2·r of √Σ(ab)². Narrower formats sum in float32.
 
 Softmax's backward has a sum inside, of a row: fused attention takes it from other numbers than the formula, and its
 error is one for the whole row.
@@ -29,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainstep.precision import PRECISIONS, PrecisionName
 
 _POOL = 2**22
-_TF32_NOISE = 2**-10 / 12**0.5 * (2 * 3 / (8 * math.log(2))) ** 0.5
+_MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
+"""Of rounding to nearest, in the root mean square: this part of the unit roundoff."""
+_TF32_NOISE = 2**-11 * _MEAN * 2**0.5
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products, and which argument is the left factor."""
@@ -131,4 +133,4 @@ class RandomRounding(TorchDispatchMode):
 
 def _sum_error(terms: float) -> float:
     """The error of a float32 sum, as a part of a typical partial sum."""
-    return 2**-24 * (terms / 2) ** 0.5
+    return 2**-24 * _MEAN * (terms / 2) ** 0.5

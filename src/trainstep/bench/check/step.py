@@ -23,7 +23,6 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
@@ -32,7 +31,6 @@ from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_
 from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
-from trainstep.errors import UsageError
 from trainstep.precision import PRECISIONS
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource
@@ -105,18 +103,19 @@ class StepCheck:
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
         self.source, self._plain = source, plain
+        self._references: tuple[Reference, Reference] | None = None
 
-    @cached_property
-    def _without_dropout(self) -> tuple[Reference | Failure, bool]:
-        """The reference with dropout switched off, and whether the model has any."""
+    @property
+    def reference(self) -> Reference:
+        """The plain step as it is."""
+        assert self._references is not None, "a step was judged before"
+        return self._references[0]
+
+    def _refer_to(self, plain: StepConfig) -> tuple[Reference, Reference]:
+        """The plain step as it is, and with its dropout switched off: the same one where it has none."""
         with without_dropout() as seen:
-            found = attempt(lambda: Reference(self.source, self._plain))
-        return found, seen.calls > 0
-
-    @cached_property
-    def _as_it_is(self) -> Reference | Failure:
-        found, has_dropout = self._without_dropout
-        return attempt(lambda: Reference(self.source, self._plain)) if has_dropout else found
+            without = Reference(self.source, plain)
+        return Reference(self.source, plain) if seen.calls else without, without
 
     def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:
         """Build a step and judge it in float32, with its initial weights, and by its updates.
@@ -124,13 +123,13 @@ class StepCheck:
         Raises:
             UsageError: the reference's loss or gradients are not finite, so nothing can be compared with them.
         """
-        if isinstance(self._as_it_is, Failure):  # too large for this machine: the first that fits is the reference
-            vars(self).pop("_as_it_is"), vars(self).pop("_without_dropout")
-            self._plain = config
+        if self._references is None:
+            plain = attempt(lambda: self._refer_to(self._plain))  # where it is too large, the first step that is not
+            self._references = self._refer_to(config) if isinstance(plain, Failure) else plain
         float32: Verdict | None = None
-        why_not, plain = "", self._reference.config.precision
-        if config.precision != plain:
-            tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=plain)))
+        why_not, precision = "", self.reference.config.precision
+        if config.precision != precision:
+            tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=precision)))
             if isinstance(tried, Failure):
                 why_not = f"{tried.status}: {tried.reason}"
             else:
@@ -145,16 +144,10 @@ class StepCheck:
 
     def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
         """Judge the same step, after it was timed, with trained weights."""
-        load(step.module, self._reference.places[TRAINED].state)
+        load(step.module, self.reference.places[TRAINED].state)
         own, how = self._judge(step, TRAINED)
         compared = verdict.compared if how == "as it is" else how
         return dataclasses.replace(verdict, own=_worse(verdict.own, own), compared=compared)
-
-    @property
-    def _reference(self) -> Reference:
-        if isinstance(self._as_it_is, Failure):
-            raise UsageError(f"the plain step could not run, to compare with: {self._as_it_is.reason}")
-        return self._as_it_is
 
     def judge(self, config: StepConfig) -> Verdict:
         """Judge a step that is not timed: start, some training, end."""
@@ -171,21 +164,20 @@ class StepCheck:
         return self.end(step, Verdict(own, self._update(step), compared=compared))
 
     def _judge(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
-        has_dropout = self._without_dropout[1]
-        if not has_dropout:
-            return self._hold(step, self._reference, place), "as it is"
+        assert self._references is not None, "start comes first"
+        reference, without = self._references
+        if reference is without:
+            return self._hold(step, reference, place), "as it is"
         is_compiled = step.config.compile != "off"
-        if step.config.precision == self._reference.config.precision:
+        if step.config.precision == reference.config.precision:
             if not is_compiled:
-                found = self._hold(step, self._reference, place)
+                found = self._hold(step, reference, place)
                 if found.is_right:
                     return found, "as it is"
             else:
-                found = self._hold_anew(step.config, self._reference, place, eager_random)
+                found = self._hold_anew(step.config, reference, place, eager_random)
                 if found.is_right:
                     return found, "with eager code's random numbers"
-        without = self._without_dropout[0]
-        assert isinstance(without, Reference), "with dropout it ran"
         return self._hold_anew(step.config, without, place, without_dropout), "without dropout"
 
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
@@ -203,7 +195,7 @@ class StepCheck:
             return self._hold(step, reference, place)
 
     def _update(self, step: TrainingStep) -> UpdateError:
-        reference, entry = self._reference, PRECISIONS[step.config.precision]
+        reference, entry = self.reference, PRECISIONS[step.config.precision]
         found = take_updates(step.optimizer, step.module.named_parameters(), reference.update_gradients)
         unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
         return compare_updates(found, reference.updates, reference.sizes, unit)

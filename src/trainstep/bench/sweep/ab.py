@@ -36,6 +36,8 @@ class Arm:
     """The value of the flag that differs; `A` and `A again` where none does."""
     settings: Mapping[str, Scalar]
     """Flags of `bench step`, without dashes."""
+    is_checked: bool = True
+    """Whether the run is checked before it is timed: the first one is, and later ones are the same step."""
 
 
 def arms_of(axes: Mapping[str, Sequence[Scalar]], aa: bool) -> tuple[str, list[Arm]]:
@@ -80,7 +82,9 @@ def run_arms(
     runs: list[list[StepRow]] = [[] for _ in arms]
     for done in range(1, max_runs + 1):
         for index in order.sample(range(len(arms)), len(arms)):
-            runs[index].append(replace(run_alone(_checked_once(arms[index], done), number := next(count)), run=number))
+            runs[index].append(
+                replace(run_alone(replace(arms[index], is_checked=done == 1), number := next(count)), run=number)
+            )
             yield runs[index][-1]
         if any(each[-1].status != "ok" for each in runs):
             break
@@ -88,11 +92,6 @@ def run_arms(
         if done >= FEWEST and max(_width(each) for each in pairs) < width:
             break
     yield from (ratio_row(flag, arms[a], arms[b], runs[a], runs[b]) for a, b in _pairs(arms))
-
-
-def _checked_once(arm: Arm, done: int) -> Arm:
-    """The first run of an arm is checked before it is timed; later ones are the same step."""
-    return arm if done == 1 else replace(arm, settings={**arm.settings, "no-check": True})
 
 
 def _pairs(arms: Sequence[Arm]) -> Iterator[tuple[int, int]]:
@@ -137,7 +136,8 @@ def ratio_row(flag: str, old: Arm, new: Arm, before: Sequence[StepRow], after: S
 
 def run_alone(arm: Arm, number: int, out: Path) -> StepRow:
     """One run: `bench step` in a process of its own, whose output and rows stay in a folder of `out`."""
-    case = Case("bench step", arm.settings, out.resolve() / "runs" / str(number))
+    flags = {**arm.settings} if arm.is_checked else {**arm.settings, "no-check": True}
+    case = Case("bench step", flags, out.resolve() / "runs" / str(number))
     (_,) = run_here([case])
     ended = case.finished()
     assert ended, "a case that has ended has a row"
