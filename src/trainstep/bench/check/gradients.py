@@ -26,6 +26,9 @@ from trainstep.errors import UsageError
 HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
 
+ROWS = 2.0
+"""A row may be off by twice what a parameter may: the worst of thousands is the worst elsewhere in another algorithm."""
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -179,7 +182,7 @@ def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: f
                 min=max(norm / math.sqrt(len(error.rows)), floor * math.sqrt(count / len(error.rows)))
             )
             usual_rows = max(usual / size if size else 0.0, float((known.rows / sizes).nan_to_num().max())) * sizes
-            most = 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
+            most = ROWS * 2 * _headroom(count / len(error.rows)) * usual_rows + rounding * sizes
             row = int((error.rows / most).argmax())  # NaN counts as the largest
             place = f"row {row} of {name}"
             worst = max(
