@@ -120,7 +120,7 @@ def attention(
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         mask = causal.expand(self.num_heads, -1, -1).clone()
         mask[slice(None) if head is None else slice(head, head + 1)] = change(causal.clone())
         out = F.scaled_dot_product_attention(rotary(q), rotary(k), v, attn_mask=mask)
@@ -250,7 +250,9 @@ WRONG: dict[str, Planted] = {
     "what flows back into one block × 1.2": Planted(through("blocks.1", 1.2)),
     "attention scale × 1.05": Planted(output("attention.query", lambda q: q * 1.05)),
     "attention's output × 1.03": Planted(output("attention.output", lambda o: o * 1.03)),
-    "one value head zero": Planted(output("blocks.1.attention.value", lambda v: v * (torch.arange(64) < 48))),
+    "one value head zero": Planted(
+        output("blocks.1.attention.value", lambda v: v * (torch.arange(64, device=v.device) < 48))
+    ),
     "key heads in another order": Planted(output("blocks.0.attention.key", lambda k: k.roll(16, -1))),
     "a window of 120 of 128": Planted(attention(window)),
     "one row without its diagonal key": Planted(attention(no_diagonal)),

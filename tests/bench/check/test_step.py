@@ -61,7 +61,7 @@ def test_what_is_right_is_not_called_wrong(name):
     assert found.is_right, str(found)
     assert found.not_in_float32 == ""
     if dataclasses.replace(base, **change).precision == "fp32":
-        assert found.own.worst_allowed < 1e-5, "float32 is exact to a few millionths"
+        assert found.own.gradient_allowed < 2e-5, "float32 is exact to a few millionths"
     assert found.own.gradient_allowed < 0.25, "no vacuous budget"
 
 
@@ -69,7 +69,7 @@ def test_budgets_come_from_what_rounding_does(judge):
     judge.source = PLAIN
     found = judge.judge(dataclasses.replace(BASE, precision="bf16", attention="sdpa"))
     assert 0.01 < found.own.gradient_allowed < 0.03
-    assert found.float32.gradient_allowed < 5e-6
+    assert found.float32.gradient_allowed < 2e-5
     assert found.columns()["error_budget"] == found.own.gradient_allowed
     assert found.columns()["float32_allowed"] == found.float32.gradient_allowed
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.linear, self.last = nn.Linear(32, 32), last
 
     def forward(self, x):
-        return self.last(self.linear(x).relu())
+        return self.last(F.gelu(self.linear(x)))
 
 
 class OtherDropout(nn.Dropout):

@@ -27,7 +27,7 @@ HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
 
 ROWS = 2.0
-"""A row may be off by twice what a parameter may: the worst of thousands is the worst elsewhere in another algorithm."""
+"""A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class Rounding:
                 known = found.by_name.get(name, error)
                 found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
         return found
+
+    def times(self, factor: float) -> Rounding:
+        """All of it, larger."""
+        errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
+        return Rounding(factor * self.loss, factor * self.scale, errors)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Does a scheme train what one process would? It is judged in three parts, and shows no speed if it fails any.
 
-1. The gradients that it hands its optimizer, per parameter and row, scale included: in float32, at a few millionths,
+1. The gradients that it hands its optimizer, per parameter and row, scale included: in float32, at about 1e-5,
    and in the precision at hand (`bench.check.gradients`), in the first pass through the wrapper and in the third. An
    optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
 2. Two updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
@@ -271,12 +271,12 @@ class _Trial:
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
     def _moved(self, step: TrainingStep) -> dict[str, Tensor]:
-        """How far each parameter is from one process's initial weights, on the host; nothing but on rank 0."""
+        """How far each parameter is from one process's initial weights, on its device; nothing but on rank 0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
             if self.wanted is not None and name in self.wanted.initial:
-                before = self.wanted.initial[name].to(value.dtype)
-                moved[name] = (value.to("cpu", torch.float64) - before.double()).float()
+                before = self.wanted.initial[name].to(value.device, value.dtype)
+                moved[name] = (value.double() - before.double()).float()
         return moved
 
     def _in_full(self, step: TrainingStep) -> Iterable[tuple[str, Tensor]]:
