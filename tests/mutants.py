@@ -47,7 +47,7 @@ JUDGES = {
     for name, *tests in (
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
-        ("ladder_findings", "test_findings", "subjects/test_thresholds"),
+        ("ladder_findings", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
         ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),

@@ -226,6 +226,13 @@ def test_families_below_a_hundredth_are_not_named():
     assert (found["families"], found["share"]) == (("elementwise", "normalisation"), pytest.approx(0.21))
 
 
+@pytest.mark.parametrize(("precision", "is_lower"), [("fp32", True), ("tf32", False)])
+def test_tf32_is_lower_than_fp32_alone(precision, is_lower):
+    limit = CeilingRow(operation="matmul", precision=precision, tflops=100.0)
+    rows = [step(case={"precision": precision}, achieved_tflops=60.0), limit, rung("TF32 matmuls", gain=2.0)]
+    assert ("gain of TF32 matmuls" in figures(*rows)["utilisation.high"]) is is_lower
+
+
 @pytest.mark.parametrize(("low", "id"), [(0.99, "gain.smaller"), (1.0, "gain.smaller"), (1.01, "gain.faster")])
 def test_faster_is_an_interval_above_one(low, id):
     assert id in figures(rung("baseline", "baseline"), rung("x", speedup_low=low))
@@ -237,6 +244,25 @@ def test_the_proof_is_of_the_rungs_asked_for_alone():
     (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
     assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
     assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiling", "fusing"),
+    [
+        (
+            {},
+            "torch.compile would save, where it is not used yet, by",
+            "its fused form, where it is not used yet, reads",
+        ),
+        ({"compile": "off", "optimizer": "adamw-foreach"}, "torch.compile saves by", "its fused form reads"),
+    ],
+)
+def test_advice_of_a_profile_that_does_not_say_what_it_used(changes, compiling, fusing):
+    rows = [PROFILE, family("elementwise", 0.5, ms=100.0), family("b", 1, "optimizer", ms=15.0)]
+    unknown = [replace(row, **{"compile": None, "optimizer": None} | changes) for row in rows]
+    told = {each.id: each.sentence for each in findings(unknown)}
+    assert compiling in told["kernels.unfused"]
+    assert fusing in told["kernels.optimizer-unfused"]
 
 
 def test_the_first_profile_that_ran_is_told_by_its_own_rows():
