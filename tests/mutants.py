@@ -47,7 +47,7 @@ JUDGES = {
     for name, *tests in (
         ("allocations", "subjects/test_thresholds", "subjects/test_peak_findings", "subjects/test_allocations"),
         ("kernel_findings", "subjects/test_thresholds", "subjects/test_kernel_findings", "subjects/test_formulas"),
-        ("ladder", "test_findings", "subjects/test_thresholds"),
+        ("ladder_findings", "test_findings", "subjects/test_thresholds", "subjects/test_ladder_findings"),
         ("memory", "subjects/test_thresholds", "subjects/test_memory"),
         ("noise", "test_findings", "subjects/test_thresholds", "subjects/test_noise"),
         ("parallel", "subjects/test_parallel"),
@@ -61,7 +61,7 @@ JUDGES = {
 NEEDED = 0.95
 SAMPLED = (
     *("records.py", "measure/timing.py", "report/compare.py"),
-    *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder", "noise", "steps")),
+    *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder_findings", "noise", "steps")),
 )
 """What a sample is drawn from: tests of seconds, and every survivor looked at."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",

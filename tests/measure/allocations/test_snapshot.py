@@ -76,6 +76,12 @@ def test_torch_s_viewer_can_read_what_is_written(tmp_path):
     assert [each["action"] for each in trace[:-1]] == ["alloc", "free_completed", "free_completed", "alloc"]
 
 
+def test_a_snapshot_that_its_user_changes_leaves_the_next_as_it_is():
+    for each in snapshot_of(TIMELINE)["device_traces"][0]:
+        del each["category"]
+    assert "unknown" in {each["category"] for each in snapshot_of(TIMELINE)["device_traces"][0]}
+
+
 def test_blocks_of_an_allocator_s_history():
     trace = [
         event("segment_alloc", 0, 4096),

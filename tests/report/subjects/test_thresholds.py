@@ -66,16 +66,22 @@ def piece(name, ms, tflop, gb_s=None):
 @pytest.mark.parametrize(
     ("id", "rows", "is_told"),
     [
-        ("noise.interval", [interval(96.0, 105.0)], False),
-        ("noise.interval", [interval(95.0, 105.0)], False),
-        ("noise.interval", [interval(94.0, 105.0)], True),
-        ("noise.throttled", [step(throttled_by=None)], False),
-        ("noise.throttled", [step(throttled_by="temperature")], True),
-        ("noise.unsteady-rungs", [wild(0.5)], False),
-        ("noise.unsteady-rungs", [wild(0.51)], True),
-        ("noise.interval", [step(step_low_ms=None, step_high_ms=None)], False),
-        ("noise.interval", [step(step_low_ms=None)], False),
-        ("noise.interval", [step(step_high_ms=None)], False),
+        ("noise.unsteady-steps", [interval(96.0, 105.0)], False),
+        ("noise.unsteady-steps", [interval(95.0, 105.0)], False),
+        ("noise.unsteady-steps", [interval(94.0, 105.0)], True),
+        ("noise.unsteady-steps", [step(0, step_high_ms=200.0), step(5)], False),  # a window that is not the last
+        ("noise.unsteady-steps", [step(0), step(5, step_high_ms=200.0)], True),
+        ("noise.throttled-steps", [step(throttled_by=None)], False),
+        ("noise.throttled-steps", [step(throttled_by="nothing")], False),
+        ("noise.throttled-steps", [step(throttled_by="temperature")], True),
+        ("noise.throttled-steps", [replace(step(throttled_by="temperature"), status="wrong")], False),
+        ("noise.unsteady-rungs", [wild(0.1)], False),
+        ("noise.unsteady-rungs", [wild(0.11)], True),
+        ("noise.unsteady-steps", [step(step_low_ms=None, step_high_ms=200.0)], False),
+        ("noise.unsteady-steps", [step(step_low_ms=None, step_high_ms=None)], False),
+        ("noise.unsteady-steps", [step(step_low_ms=1.0, step_high_ms=None)], False),
+        ("noise.measured-again", [rung("x", attempts=1), rung("y")], False),
+        ("noise.measured-again", [rung("x", attempts=2), rung("y")], True),
         ("noise.same-step", [step(), rung("x", step_low_ms=49.0, step_high_ms=51.0)], False),
         ("noise.same-step", [step(), baseline(49.0, 51.0)], True),
         ("noise.same-step", [step(), baseline(95.0, 99.5), baseline(49.0, 51.0)], False),
@@ -91,9 +97,9 @@ def piece(name, ms, tflop, gb_s=None):
         ("noise.beyond-arithmetic", product(None, "loss", 200.0), False),
         ("noise.beyond-arithmetic", [*product(0.5, "loss", 90.0), OTHER], False),
         ("utilisation.beyond", [step(achieved_tflops=90.0), ceiling(), OTHER], False),
-        ("utilisation.low", [step(achieved_tflops=34.0), ceiling()], True),
-        ("utilisation.low", [step(achieved_tflops=35.0), ceiling()], False),
-        ("utilisation.high", [step(achieved_tflops=35.0), ceiling()], True),
+        ("utilisation.low", [step(achieved_tflops=49.0), ceiling()], True),
+        ("utilisation.low", [step(achieved_tflops=50.0), ceiling()], False),
+        ("utilisation.high", [step(achieved_tflops=50.0), ceiling()], True),
         ("utilisation.high", [step(achieved_tflops=100.0), ceiling()], True),
         ("utilisation.beyond", [step(achieved_tflops=101.0), ceiling()], True),
         ("launches.bound", [step(forward_issue_ms=28.4)], False),
@@ -162,10 +168,26 @@ def test_the_step_with_the_longest_warm_up_is_the_one_analysed():
 def test_the_worst_of_several_unsteady_rungs_is_shown_and_every_kind_of_row_is_looked_at():
     rows = [wild(0.6), wild(1.2), wild(0.2), replace(wild(0.1), times={}, verdict="wrong", status="wrong", kept=False)]
     assert figures(*rows)["noise.unsteady-rungs"] == {
-        "rows": 2, "of": 3, "low_ms": 20.0, "ms": 50.0, "high_ms": 80.0
+        "rows": 3, "of": 3, "worst": "baseline", "width": pytest.approx(1.2), "low_ms": 20.0, "ms": 50.0,
+        "high_ms": 80.0,
     }  # fmt: skip
-    swept = [SweepRow(command="bench step", times=row.times) for row in rows]
-    assert figures(*swept)["noise.unsteady-rows"]["rows"] == 2
+    swept = [SweepRow(command="bench step", times=row.times) for row in (*rows, wild(0.1))]
+    found = figures(*swept)["noise.unsteady-sweep"]
+    assert (found["rows"], found["of"], found["worst"]) == (3, 4, "rows of the sweep")
+
+
+@pytest.mark.parametrize(("width", "words"), [(0.5, "Small differences need more --steps"), (0.51, "measure again")])
+def test_an_interval_of_more_than_half_of_its_median_is_not_believed(width, words):
+    (told,) = [each for each in findings([wild(width)]) if each.id == "noise.unsteady-rungs"]
+    assert words in told.sentence
+
+
+def test_what_slowed_a_gpu_is_counted_by_reason():
+    reasons = ("temperature", "nothing", "power cap", "temperature", None)
+    rows = [rung(f"r{at}", throttled_by=reason) for at, reason in enumerate(reasons)]
+    assert figures(*rows)["noise.throttled-rungs"] == {
+        "rows": 3, "of": 4, "slowed": ("r0", "r2", "r3"), "temperature": 2, "power cap": 1
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,11 +210,11 @@ def test_a_twentieth_more_time_is_a_difference(ms, words):
     [
         (2.0, 80.0, "it is bound by memory"),  # as many FLOPs in its time as half the scores' rate
         (1.9, 80.0, None),
-        (40.0, 50.0, "it is bound by memory"),
-        (40.0, 49.0, "its arithmetic is not what takes the time"),
+        (40.0, 60.0, "it is bound by memory"),
+        (40.0, 59.0, "its arithmetic is not what takes the time"),
     ],
 )
-def test_softmax_is_bound_by_memory_from_half_of_a_copy_s_rate(fewer, gb_s, why):
+def test_softmax_is_bound_by_memory_from_three_fifths_of_a_copy_s_rate(fewer, gb_s, why):
     rows = [PROFILE, piece("scores", 1.0, fewer), piece("softmax", 1.0, 1.0, gb_s), COPY]
     (found,) = [each for each in findings(rows) if each.id == "kernels.softmax"]
     assert (why in found.sentence) if why else ("of_copy" not in found.figures)
@@ -202,6 +224,13 @@ def test_families_below_a_hundredth_are_not_named():
     shares = {"elementwise": 0.2, "normalisation": 0.01, "reduction": 0.009}
     found = figures(PROFILE, *(family(name, share) for name, share in shares.items()))["kernels.unfused"]
     assert (found["families"], found["share"]) == (("elementwise", "normalisation"), pytest.approx(0.21))
+
+
+@pytest.mark.parametrize(("precision", "is_lower"), [("fp32", True), ("tf32", False)])
+def test_tf32_is_lower_than_fp32_alone(precision, is_lower):
+    limit = CeilingRow(operation="matmul", precision=precision, tflops=100.0)
+    rows = [step(case={"precision": precision}, achieved_tflops=60.0), limit, rung("TF32 matmuls", gain=2.0)]
+    assert ("gain of TF32 matmuls" in figures(*rows)["utilisation.high"]) is is_lower
 
 
 @pytest.mark.parametrize(("low", "id"), [(0.99, "gain.smaller"), (1.0, "gain.smaller"), (1.01, "gain.faster")])
@@ -215,6 +244,25 @@ def test_the_proof_is_of_the_rungs_asked_for_alone():
     (found,) = [each for each in findings(rows) if each.id == "kernels.unfused"]
     assert {name: value for name, value in found.figures.items() if "gain" in name} == {"gain of compiled blocks": 0.5}
     assert found.sentence.endswith("compiled blocks made the step 2.00× slower.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiling", "fusing"),
+    [
+        (
+            {},
+            "torch.compile would save, where it is not used yet, by",
+            "its fused form, where it is not used yet, reads",
+        ),
+        ({"compile": "off", "optimizer": "adamw-foreach"}, "torch.compile saves by", "its fused form reads"),
+    ],
+)
+def test_advice_of_a_profile_that_does_not_say_what_it_used(changes, compiling, fusing):
+    rows = [PROFILE, family("elementwise", 0.5, ms=100.0), family("b", 1, "optimizer", ms=15.0)]
+    unknown = [replace(row, **{"compile": None, "optimizer": None} | changes) for row in rows]
+    told = {each.id: each.sentence for each in findings(unknown)}
+    assert compiling in told["kernels.unfused"]
+    assert fusing in told["kernels.optimizer-unfused"]
 
 
 def test_the_first_profile_that_ran_is_told_by_its_own_rows():
@@ -369,7 +417,7 @@ def test_softmax_is_held_against_the_scores_of_forward_and_a_copy():
     others = [replace(each, phase="backward", main_ms=9.0) for each in pieces]
     product_first = CeilingRow(operation="matmul", precision="fp32", gb_s=1.0)
     found = figures(PROFILE, *pieces, *others, product_first, COPY)["kernels.softmax"]
-    assert found == {"fewer_flop": 40.0, "faster": 0.5, "gb_s": 60.0, "of_copy": 0.6}
+    assert found == {"fewer_flop": 40.0, "faster": 0.5, "is_memory_bound": True, "gb_s": 60.0, "of_copy": 0.6}
     assert "of_copy" not in figures(PROFILE, *pieces, product_first)["kernels.softmax"]
     assert "of_copy" in figures(PROFILE, pieces[0], replace(pieces[1], main_tflop=1.5), COPY)["kernels.softmax"]
     unknown = [replace(pieces[0], main_gb_s=None), pieces[1]]

@@ -107,7 +107,7 @@ def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> di
         is_block = event["action"] in ("alloc", *FREES) and event["addr"] in alive
         trace.append(event | alive[event["addr"]] if is_block else event)
     traces = list(snapshot["device_traces"])
-    traces[device] = [*trace, _UNKNOWN_CATEGORY]
+    traces[device] = [*trace, dict(_UNKNOWN_CATEGORY)]
     segments = []
     for segment in snapshot["segments"]:
         blocks, address = [], segment["address"]
@@ -156,7 +156,7 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
             place = {"device": 0, "address": address, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
             segments.append({**place, **sizes, "frames": [], "blocks": [block]})
         address += rounded
-    return {"segments": segments, "device_traces": [[*trace, _UNKNOWN_CATEGORY]]}
+    return {"segments": segments, "device_traces": [[*trace, dict(_UNKNOWN_CATEGORY)]]}
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:

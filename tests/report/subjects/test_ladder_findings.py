@@ -1,0 +1,41 @@
+"""The ladder's rules: which ladder is meant, which changes are still there, and what came after a precision."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.test_findings import bf16, found, rung
+from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs
+
+BASELINE = rung("baseline", "baseline", step_ms=1000.0)
+
+
+def test_ladders_are_told_apart_by_how_they_begin():
+    rows = []
+    for workload, last in (("a", "bf16"), ("b", "tf32")):
+        rows += [rung("baseline", "baseline", case={"workload": workload}),
+                 rung("x", case={"workload": workload, "precision": last})]  # fmt: skip
+    assert list(climbs(rows)) == ["workload a", "workload b"]
+
+
+def test_a_change_of_two_settings_is_there_while_one_of_them_is():
+    first = rung("x", case={"precision": "tf32", "attention": "ours"})
+    later = bf16(case={"attention": "ours"})
+    assert changes([BASELINE, first, later]) == [(first, ["precision", "attention"]), (later, ["precision"])]
+    assert changes([BASELINE, first, bf16()]) == [(bf16(), ["precision", "attention"])]
+
+
+def test_what_came_after_a_precision_is_said_and_needs_both_times():
+    kept = [BASELINE, bf16(step_ms=200.0), bf16("fused", case={"optimizer": "adamw-fused"}, step_ms=100.0)]
+    assert after_precision(kept) == {"precision_rung": "bf16 autocast", "after_precision": 2.0}
+    (told,) = found(kept, "gain")
+    assert "(2.00× of it after bf16 autocast)" in told.sentence
+    untimed = [replace(each, times={}) for each in kept]
+    assert after_precision([*kept[:2], untimed[2]]) is after_precision([BASELINE, untimed[1], kept[2]]) is None
+
+
+def test_a_ratio_of_samples_needs_those_of_both():
+    slow, fast = rung("a", step_ms=100.0), rung("b", step_ms=50.0)
+    sampled = replace(slow, samples={"step": [90.0] * 8}), replace(fast, samples={"step": [30.0] * 8})
+    assert after(sampled[0], fast) == after(slow, sampled[1]) == after(slow, fast) == (2.0, None, None)
+    assert after(*sampled)[0] == pytest.approx(3.0)
