@@ -56,10 +56,11 @@ def attention(records: Sequence[Row]) -> Section | None:
         for shape, group in groups.items()
         if len({row.seq for row in group if row.status == "ok"}) > 1
     ]
+    checked = ", in all heads and rows," if any(row.error_share is not None for row in rows) else ""
     lead = (
-        "Every case is checked against float64 in all heads and rows before it is timed. Times are medians, the cache "
-        "overwritten before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards: five "
-        "products against two, one of which computes the scores again."
+        f"Every case is checked against float64{checked} before it is timed. Times are medians, the cache overwritten "
+        "before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards: five products against "
+        "two, one of which computes the scores again."
     )
     table = make_table(ATTENTION, rows, "page")
     return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, table])
