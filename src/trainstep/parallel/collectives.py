@@ -74,7 +74,8 @@ def reduce_scatter_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> d
 
 def all_gather_slices(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """In every tensor, `slice_of` each rank becomes what that rank has there."""
-    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
+    rank, size = group.rank(), group.size()
+    parts = [slice_of(tensor, rank, size) for tensor in tensors]
     if tensors[0].device.type == "cpu":
         return _packed_gather(tensors, parts, group)
     return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], parts)
@@ -235,12 +236,13 @@ def _packed_gather(tensors: Sequence[Tensor], parts: Sequence[Tensor], group: di
     it within 20,000 calls; see docs/lab-log.md).
     """
     packed = torch.cat(list(parts))
-    gathered = packed.new_empty(group.size() * packed.numel())
+    size = group.size()
+    gathered = packed.new_empty(size * packed.numel())
 
     def unpack() -> None:
-        for rank, row in enumerate(gathered.view(group.size(), -1)):
+        for rank, row in enumerate(gathered.view(size, -1)):
             for tensor, part in zip(tensors, row.split([part.numel() for part in parts]), strict=True):
-                slice_of(tensor, rank, group.size()).copy_(part)
+                slice_of(tensor, rank, size).copy_(part)
 
     return Pending(work=group._allgather_base(gathered, packed), then=unpack)
 
@@ -255,7 +257,8 @@ def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: 
 def _reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = operation, True
-    parts = [slice_of(tensor, group.rank(), group.size()) for tensor in tensors]
+    rank, size = group.rank(), group.size()
+    parts = [slice_of(tensor, rank, size) for tensor in tensors]
     return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
 
 

@@ -68,9 +68,8 @@ class GradientBucket:
         self._work.wait()
         sent, means = self._sent, self._gradients
         if self.scattered:
-            sent, means = (
-                [slice_of(each, group.rank(), group.size()) for each in tensors] for tensors in (sent, means)
-            )
+            rank, size = group.rank(), group.size()  # once: asking takes as long as slicing
+            sent, means = ([slice_of(each, rank, size) for each in tensors] for tensors in (sent, means))
         if self._sent is not self._gradients:
             torch._foreach_copy_(means, sent)
         return means

@@ -97,9 +97,10 @@ class ParameterBucket:
     def update(self, process_group: dist.ProcessGroup) -> None:
         if self.optimizer is None:
             return
+        rank, size = process_group.rank(), process_group.size()
         for parameter, mine in self.slices():
             if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
-                mine.grad = slice_of(parameter.grad, process_group.rank(), process_group.size())
+                mine.grad = slice_of(parameter.grad, rank, size)
         self.optimizer.step()
         for _, mine in self.slices():
             mine.grad = None  # a view of the whole gradient, which would live on with it
