@@ -202,6 +202,25 @@ def test_a_sustained_window_checks_the_clocks():
         time_window(two_phase_step(device), device=device, warmup=0, steps=3, clock=device.clock)
 
 
+@pytest.mark.parametrize(("factor", "is_told"), [(1.0, False), (1.009, False), (1.02, True), (1.4, True)])
+def test_the_clocks_of_a_sustained_window_are_compared_from_its_first_step_to_its_end(factor, is_told):
+    class Fast(FakeDevice):
+        def elapsed_ms(self, start: float, end: float) -> float:
+            return factor * (end - start)
+
+    device = Fast()
+    device.now_ms = 5000.0  # a window does not begin when the clock does
+
+    def timed():
+        return time_window(two_phase_step(device), device=device, warmup=0, steps=3, clock=device.clock)
+
+    if is_told:
+        with pytest.raises(ClockDisagreement, match="cannot be trusted"):
+            timed()
+    else:
+        assert sum(each.device_ms for each in timed().steps) == pytest.approx(factor * 180, abs=2 * factor * ISSUE_MS)
+
+
 def test_as_many_steps_as_announced_and_warmup_kept_apart():
     device, calls = FakeDevice(), []
 
