@@ -34,7 +34,7 @@ def verdict_on(judge, planted):
 
 @pytest.mark.parametrize("name", [*WRONG][::3])
 def test_a_planted_wrong_is_caught(judge, name):
-    """`python -m tests.planted` runs all of them in both precisions."""
+    """A third of them; all were run when the table was written."""
     found = verdict_on(judge, WRONG[name] if name in WITHIN_ROUNDING else in_bf16_alone(WRONG[name]))
     assert not found.is_right
     assert str(found)

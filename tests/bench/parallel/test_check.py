@@ -23,12 +23,12 @@ LATE = "learning rate × 1.003 from the fourth step"
 
 @pytest.fixture(scope="module")
 def wrong(two):
-    """Every second of them, by precision; all are in the table of docs/trust.md."""
-    names = {"fp32": [*list(WRONG)[::2], LATE], "bf16": [*list(WRONG)[1::2], *PARTS, *ONE_PASS]}
+    """Every fifth of them, by precision; `judge_wrong` takes them all."""
+    names = {"fp32": [*list(WRONG)[::5], LATE], "bf16": [*list(WRONG)[1::5], *PARTS, *ONE_PASS]}
     found = {}
     for precision, each in names.items():
         planted = [name for name in dict.fromkeys(each) if precision in WRONG[name].only_in]
-        assert len(planted) > 12
+        assert len(planted) > 5
         found[precision], nothing = two.run(judge_wrong, precision, planted, DRAWS)
         assert set(nothing.values()) == {None}, "only the first rank has what is wanted"
     return found
@@ -58,7 +58,7 @@ def test_each_part_finds_what_the_others_cannot(wrong):
 
 @pytest.mark.distributed
 def test_unusual_right_schemes_are_found_right(two):
-    names = list(RIGHT)[::5]
+    names = list(RIGHT)[::8]
     found = two.run(judge_right, names)[0]
     assert {name: str(each) for name, each in found.items() if not getattr(each, "holds", False)} == {}
 
