@@ -437,6 +437,7 @@ def test_what_the_optimizer_takes_is_of_what_is_known(gb, told):
         ({"parameters": 0.3, "activations": 0.51}, ("activations",), None),
         ({"activations": 0.4, "activations/the loss": 0.39, "parameters": 0.3}, ("activations", "parameters"), None),
         ({"batch": 0.0, "activations": 0.6}, ("activations",), None),
+        ({"activations": 0.6, "batch": 0.0, "unknown": 0.0}, ("activations",), None),
         ({"activations": 0.5, "batch": None}, ("activations",), None),
         ({"activations": 0.4, "batch": 0.0, "unknown": 0.0}, ("activations", "batch", "unknown"), None),
         ({"batch": 0.7}, ("batch",), ("a smaller batch",)),
