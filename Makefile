@@ -10,7 +10,7 @@ analyze: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(ARGS)
-	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 12)
+	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 6)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py $(ARGS)

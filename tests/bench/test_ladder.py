@@ -98,9 +98,8 @@ def test_smaller_is_by_more_than_runs_differ(monkeypatch, peak, kept):
 
 @pytest.mark.parametrize(
     "name",
-    ["embedding.weight", "blocks.0.attention.key.weight", "blocks.1.feed_forward.down.weight",
-     "blocks.1.attention_norm.weight", "norm.weight", "head.weight"],
-)  # fmt: skip
+    ["embedding.weight", "blocks.1.attention_norm.weight", "head.weight"],
+)
 def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
     """Forward and loss are right; of all gradients one is a thousandth too large."""
 
