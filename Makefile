@@ -9,7 +9,7 @@ analyze: $(READY)
 	@$(BIN)/trainstep analyze $(ARGS)
 
 test: $(READY) lint
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 6)
 
 mutants: $(READY)
