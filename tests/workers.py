@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -48,15 +48,23 @@ class Workers:
         device: cpu (Gloo) or cuda (NCCL, one GPU per worker).
         timeout_s: of a collective.
         limit_s: of a function; a worker that takes longer is killed and reported.
+        preload: modules that the server of all workers imports besides, if it has not started yet.
     """
 
     def __init__(
-        self, world_size: int, *, device: str = "cpu", timeout_s: float = 60.0, limit_s: float = 240.0
+        self,
+        world_size: int,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 60.0,
+        limit_s: float = 240.0,
+        preload: Sequence[str] = (),
     ) -> None:
         self.world_size = world_size
         self._device = device
         self._timeout_s = timeout_s
         self._limit_s = limit_s
+        self._preload = [*PRELOADED, *preload]
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
@@ -115,7 +123,7 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(self._preload)
         self._folder = Path(tempfile.mkdtemp(prefix="trainstep-workers-"))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
