@@ -1,7 +1,7 @@
 """Train every odd model (tests/parallel/odd_models.py) under our wrappers and torch's: docs/results/cpu-limits.json.
 
-    python docs/measure_limits.py                    # all of them: minutes, on the CPU
-    python docs/measure_limits.py "torch's clip" …   # only print these
+python docs/measure_limits.py                    # all of them: minutes, on the CPU
+python docs/measure_limits.py "torch's clip" …   # only print these
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-
-from tables import RESULTS
 from tests.parallel.odd_models import SCENARIOS
 from tests.parallel.odd_runs import OURS, PEERS, outcome_of
 from tests.workers import Workers
+
+from tables import RESULTS
 from trainstep.measure.environment import describe
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel.odd_runs import STEPS, WIDTH, Run, Scenario, mean_loss, sgd, three_steps, to_target
+from tests.parallel.odd_runs import STEPS, WIDTH, Run, Scenario, batch, mean_loss, sgd, three_steps, to_target
 
 Pair = namedtuple("Pair", ("output", "extra"))
 
@@ -56,7 +56,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(self.block() for _ in range(self.count))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.rank = 0
+        self.rank = self.step = 0
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -159,7 +159,9 @@ class BlockReadsRoot(Net):
         self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
         root = self.__dict__
         for block in self.blocks:
-            block.__dict__["other"] = SimpleNamespace(down=SimpleNamespace(weight=torch.eye(WIDTH)), up=SimpleNamespace())
+            block.__dict__["other"] = SimpleNamespace(
+                down=SimpleNamespace(weight=torch.eye(WIDTH)), up=SimpleNamespace()
+            )
             block.__dict__["other"] = _Late(root)
 
 
@@ -181,13 +183,26 @@ class ReadInCheckpoint(TiedByReading):
         return checkpoint(lambda x: F.linear(x, self.first.weight), x, use_reentrant=False)
 
 
-class FirstRowChanges(Net):
-    """An in-place change of a weight in forward, as of embeddings that are kept at norm 1."""
+class ChangesAnother(Net):
+    """An in-place change of another module's weight in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.head.weight.mul_(0.99)
+            self.head.weight.clamp_(-0.2, 0.2)
         return super().forward(x)
+
+
+class ClampingBlock(Block):
+    """Changes its own weight in place in forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class ChangesItself(Net):
+    block = ClampingBlock
 
 
 class KeptTranspose(Net):
@@ -284,18 +299,16 @@ class AuxWithoutInput(AuxOnly):
 
 
 def aux_apart(run: Run) -> None:
-    """The auxiliary losses have a backward of their own, before or after the other."""
-    for step in range(STEPS):
-        from tests.parallel.odd_runs import RANKS, batch
+    """The auxiliary losses have a backward of their own before the other."""
 
-        for rank in range(RANKS) if run.scheme == "alone" else [run.rank]:
-            x = batch(step, rank)
-            scale = 1 / RANKS if run.scheme == "alone" else 1
-            loss = mean_loss(run, x) * scale
-            aux = sum(block.aux for block in run.inner.blocks) * scale
-            with run.no_sync():
-                aux.backward(retain_graph=True)
-            loss.backward()
+    def apart(x: Tensor) -> None:
+        loss = mean_loss(run, x)
+        with run.no_sync():
+            sum(block.aux for block in run.inner.blocks).backward(retain_graph=True)
+        loss.backward()
+
+    for step in range(STEPS):
+        run.each_rank(step, apart)
         run.finish()
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -309,19 +322,10 @@ class PlainAux(Net):
 
 
 class MoE(Net):
-    """One expert per rank's share, drawn by step: the same on all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    """Another block in every other step."""
 
     def body(self, x: Tensor) -> Tensor:
-        from tests.parallel.odd_runs import RANKS
-
-        per_step = RANKS if getattr(self, "alone", False) else 1
-        step = self.calls // per_step
-        self.calls += 1
-        for index in [0, 1 + step % 2, 3]:
+        for index in [0, 1 + self.step % 2, 3]:
             x = self.blocks[index](x)
         return x
 
@@ -364,15 +368,10 @@ class OrderByRank(Net):
 
 
 class LateOrderByRank(OrderByRank):
-    """After a first step in one order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    """After two steps in one order."""
 
     def body(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().body(x) if self.calls > 2 else Net.body(self, x)
+        return super().body(x) if self.step > 1 else Net.body(self, x)
 
 
 class SkippedOnOneRank(Net):
@@ -391,13 +390,8 @@ class OddSizes(SkippedOnOneRank):
 
 
 class LateSkip(SkippedOnOneRank):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def body(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().body(x) if self.calls > 2 else Net.body(self, x)
+        return super().body(x) if self.step > 1 else Net.body(self, x)
 
 
 class UnusedModule(Net):
@@ -559,17 +553,17 @@ class KeywordArguments(Net):
         return x
 
 
-class InPlaceBlock(Block):
-    def forward(self, x: Tensor) -> Any:
-        x += self.down(torch.tanh(self.up(self.norm(x))))
-        return x
-
-
 class InPlace(Net):
-    block = InPlaceBlock
+    """A block that changes its input in place."""
 
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x * 1)
+    class block(Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            x.add_(self.shift)
+            return super().forward(x)
 
 
 class NoGradBlock(Net):
@@ -646,17 +640,6 @@ class Strided(Net):
         return super().forward(torch.tanh(x @ self.weight) @ self.weight.t())
 
 
-class Expanded(Net):
-    """A parameter whose rows share memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(1, WIDTH).expand(4, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.shift[: x.shape[0]])
-
-
 class Wide(Net):
     """One layer in float64."""
 
@@ -715,6 +698,7 @@ class SpectralNormed(Net):
     def __init__(self) -> None:
         super().__init__()
         parametrizations.spectral_norm(self.blocks[1].up)
+        self.blocks[1].up.parametrizations.eval()  # no power iteration, which counts calls
 
 
 class OldWeightNormed(Net):
@@ -746,7 +730,7 @@ class TorchEncoder(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2)
-        self.rank = 0
+        self.rank = self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x[None])[0]
@@ -774,7 +758,7 @@ class RootParameter(Net):
 class NoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rank = 0
+        self.rank = self.step = 0
         self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -840,7 +824,7 @@ class ParameterHooks(Net):
 
 def _clamp(parameter: Tensor) -> None:
     assert parameter.grad is not None
-    parameter.grad.clamp_(-0.01, 0.01)
+    parameter.grad.div_(10)
 
 
 class ModuleHooks(Net):
@@ -901,10 +885,10 @@ class GradientPenalty(Net):
     """The loss has a gradient in it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
+        x = x.clone().requires_grad_()
         y = super().forward(x)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope.pow(2).sum()
+        return y + 0.01 * slope.pow(2).sum()
 
 
 class FunctionalCall(Net):
@@ -920,18 +904,6 @@ class FunctionalCall(Net):
 
 
 # Odd ways to train.
-
-
-def _losses(run: Run, step: int, loss: Any) -> None:
-    """Backward of `loss(x)` on this rank; alone, on every rank in turn."""
-    from tests.parallel.odd_runs import RANKS, batch
-
-    if run.scheme != "alone":
-        loss(batch(step, run.rank)).backward()
-        return
-    for rank in range(RANKS):
-        run.inner.rank = rank  # type: ignore[assignment]
-        (loss(batch(step, rank)) / RANKS).backward()
 
 
 def _steps(change: Any = None, *, optimizer_first: bool = False, finish: bool = True, zero: bool = True) -> Any:
@@ -1097,14 +1069,15 @@ def step_twice(run: Run) -> None:
 
 def two_backwards(run: Run) -> None:
     """The same graph differentiated twice."""
-    from tests.parallel.odd_runs import RANKS, batch
+
+    def twice(x: Tensor) -> None:
+        loss = mean_loss(run, x)
+        with run.no_sync():
+            loss.backward(retain_graph=True)
+        loss.backward()
 
     for step in range(STEPS):
-        for rank in range(RANKS) if run.scheme == "alone" else [run.rank]:
-            loss = mean_loss(run, batch(step, rank)) / (RANKS if run.scheme == "alone" else 1)
-            with run.no_sync():
-                loss.backward(retain_graph=True)
-            loss.backward()
+        run.each_rank(step, twice)
         run.finish()
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -1124,8 +1097,6 @@ def forward_without_gradients(run: Run, x: Tensor) -> Tensor:
 
 
 def evaluate_between(run: Run) -> None:
-    from tests.parallel.odd_runs import batch
-
     for step in range(STEPS):
         run.backward(step)
         run.finish()
@@ -1204,16 +1175,14 @@ def two_optimizers(run: Run) -> None:
 
 
 def added_parameter(run: Run) -> None:
-    run.inner.register_parameter("late", nn.Parameter(torch.ones(WIDTH, WIDTH) / 9))
+    run.inner.late = nn.Parameter(torch.ones(WIDTH, WIDTH) / 9)
     assert run.optimizer is not None
     _steps()(run)
 
 
 class WithLate(Net):
-    late: Any = None
-
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.late is None else x @ self.late)
+        return super().forward(x @ self.late if hasattr(self, "late") else x)
 
 
 def frozen_later(run: Run) -> None:
@@ -1286,9 +1255,9 @@ def scaled(run: Run) -> None:
         scaler.scale(torch.zeros(()))
         if step == 1:
             last = run.parameters()[0].grad
-            if last is not None and (run.scheme == "alone" or run.rank == 1):
-                with torch.no_grad():
-                    last.view(-1)[-1:].fill_(float("inf"))
+            whole = run.scheme in ("alone", "ddp", "torch ddp")  # where all ranks have it
+            if last is not None and (whole or run.rank == 1):
+                last.mul_(float("inf"))
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()
@@ -1340,14 +1309,15 @@ def _fail(*_: Any) -> None:
 
 def gradients_by_hand(run: Run) -> None:
     """autograd.grad in the place of backward."""
-    from tests.parallel.odd_runs import RANKS, batch
+    parameters = run.parameters()
+
+    def by_hand(x: Tensor) -> None:
+        gradients = torch.autograd.grad(mean_loss(run, x), parameters, allow_unused=True)
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient if each.grad is None or gradient is None else each.grad + gradient
 
     for step in range(STEPS):
-        parameters = run.parameters()
-        for rank in range(RANKS) if run.scheme == "alone" else [run.rank]:
-            loss = mean_loss(run, batch(step, rank)) / (RANKS if run.scheme == "alone" else 1)
-            for each, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-                each.grad = gradient if each.grad is None else each.grad + gradient
+        run.each_rank(step, by_hand)
         run.finish()
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -1355,14 +1325,13 @@ def gradients_by_hand(run: Run) -> None:
 
 def backward_on_one_rank(run: Run) -> None:
     """In the second step only rank 0 has a loss."""
-    for step in range(STEPS):
-        if step != 1 or run.rank == 0:
-            if run.scheme == "alone" and step == 1:
-                from tests.parallel.odd_runs import RANKS, batch
 
-                (mean_loss(run, batch(step, 0)) / RANKS).backward()
-            else:
-                run.backward(step)
+    def maybe(x: Tensor) -> None:
+        if run.inner.step != 1 or run.inner.rank == 0:
+            mean_loss(run, x).backward()
+
+    for step in range(STEPS):
+        run.each_rank(step, maybe)
         run.finish()
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -1450,7 +1419,8 @@ SCENARIOS: dict[str, Scenario] = {
     "block reads the root": Scenario("blocks that read a parameter of the whole model", BlockReadsRoot),
     "read in a checkpoint": Scenario("a weight read in a checkpointed function", ReadInCheckpoint),
     "kept transpose": Scenario("a transposed weight put aside", KeptTranspose),
-    "changed in forward": Scenario("a weight changed in place in forward", FirstRowChanges),
+    "changed by another": Scenario("a weight changed in place by another module's forward", ChangesAnother),
+    "changed by itself": Scenario("a weight changed in place by its own block's forward", ChangesItself),
     "penalty in the loss": Scenario("Σ p² of the wrapper's parameters in the loss", Net, loss=penalty_of_parameters),
     "norms in the loss": Scenario("Σ ‖p‖ of the wrapper's parameters in the loss", Net, loss=norm_of_parameters),
     "inner norms in the loss": Scenario("Σ ‖p‖ of the module's parameters in the loss", Net, loss=norm_of_inner),
@@ -1501,7 +1471,6 @@ SCENARIOS: dict[str, Scenario] = {
     "scalar": Scenario("a parameter without dimensions", Scalar),
     "sparse": Scenario("nn.Embedding(sparse=True)", SparseGradient),
     "transposed": Scenario("a parameter that is a transposed view", Strided),
-    "expanded": Scenario("a parameter whose rows share memory", Expanded),
     "float64": Scenario("a layer in float64", Wide),
     "integers": Scenario("a parameter of integers", Integers),
     "one row": Scenario("a weight of one row", OneRow),
@@ -1568,7 +1537,9 @@ SCENARIOS: dict[str, Scenario] = {
     "zeroed by the wrapper": Scenario("zero_grad of the wrapper", Net, train=zero_by_module),
     "zeroed by the module": Scenario("zero_grad of the module", Net, train=zero_by_inner),
     "zeros": Scenario("zero_grad(set_to_none=False)", Net, train=zero_to_zeros),
-    "discarded by the optimizer": Scenario("gradients thrown away by optimizer.zero_grad", Net, train=discarded("optimizer")),
+    "discarded by the optimizer": Scenario(
+        "gradients thrown away by optimizer.zero_grad", Net, train=discarded("optimizer")
+    ),
     "discarded by the wrapper": Scenario("by the wrapper's zero_grad", Net, train=discarded("module")),
     "discarded by the module": Scenario("by the module's zero_grad", Net, train=discarded("inner")),
     "step twice": Scenario("two steps on the same gradients", Net, train=step_twice),
@@ -1577,7 +1548,9 @@ SCENARIOS: dict[str, Scenario] = {
     "no_grad between": Scenario("a forward without gradients before backward", Net, loss=forward_without_gradients),
     "evaluation": Scenario("evaluation between steps", Net, train=evaluate_between),
     "autograd.grad": Scenario("torch.autograd.grad in the place of backward", Net, train=gradients_by_hand),
-    "no loss on one rank": Scenario("a step in which one rank has no loss", Net, train=backward_on_one_rank, settings=UNUSED),
+    "no loss on one rank": Scenario(
+        "a step in which one rank has no loss", Net, train=backward_on_one_rank, settings=UNUSED
+    ),
     "failed forward": Scenario("a forward that raises on all ranks, and is repeated", Net, train=failed_forward),
     "uneven shares": Scenario("other numbers of rows on other ranks", Net, loss=uneven_shares),
     # weights and state changed by hand

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from tests.workers import WorkerError, Workers
 from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.training_step import recipe
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 4, 8
 OURS = ("ddp", "sharded optimizer", "fsdp")
@@ -91,7 +91,13 @@ class Run:
         return self._optimizer
 
     def backward(self, step: int, micro: int = 0, scale: float = 1.0) -> None:
-        (self.scenario.loss(self, batch(step, self.rank, micro)) * scale).backward()
+        """Backward of this rank's loss; alone: of every rank's in turn."""
+        self.each_rank(step, lambda x: (self.scenario.loss(self, x) * scale).backward(), micro)
+
+    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
+        """`call(x)` on this rank's share of a step; alone: on every rank's, then `.grad` has the mean of theirs."""
+        self.inner.step = step  # type: ignore[assignment]
+        call(batch(step, self.rank, micro))
 
     def finish(self) -> None:
         """Wait for the gradients' means."""
@@ -109,10 +115,20 @@ class Run:
 class Alone(Run):
     scheme = "alone"
 
-    def backward(self, step: int, micro: int = 0, scale: float = 1.0) -> None:
+    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
+        self.inner.step = step  # type: ignore[assignment]
+        before = {each: each.grad for each in self.inner.parameters()}
+        sums: dict[Tensor, Tensor] = {}
         for rank in range(RANKS):
             self.inner.rank = rank  # type: ignore[assignment]
-            (self.scenario.loss(self, batch(step, rank, micro)) * (scale / RANKS)).backward()
+            self.inner.zero_grad()
+            call(batch(step, rank, micro))
+            for each in self.inner.parameters():
+                if each.grad is not None:
+                    sums[each] = sums.get(each, 0) + each.grad / RANKS
+        for each in self.inner.parameters():
+            had, has = before.get(each), sums.get(each)
+            each.grad = had if has is None else has if had is None else had + has
 
 
 class Ddp(Run):
@@ -135,17 +151,17 @@ class Sharded(Ddp):
     scheme = "sharded optimizer"
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        made = self.scenario.optimizer([nn.Parameter(torch.zeros(2, 2))])
-        options = {name: made.defaults[name] for name in ("lr", "momentum", "weight_decay") if name in made.defaults}
-        return ShardedOptimizer(self.parameters(), type(made), ddp=self.module, **options)
+        made = self.scenario.optimizer(self.parameters())
+        groups, options = recipe(made)
+        return ShardedOptimizer(groups, type(made), ddp=self.module, **options)
 
     def clip(self, max_norm: float) -> Tensor:
         assert isinstance(self.optimizer, ShardedOptimizer)
         return self.optimizer.clip_grad_norm_(max_norm)
 
-    def backward(self, step: int, micro: int = 0, scale: float = 1.0) -> None:
+    def each_rank(self, step: int, call: Callable[[Tensor], object], micro: int = 0) -> None:
         assert self.optimizer is not None  # it is there before backward, so that gradients are scattered
-        super().backward(step, micro, scale)
+        super().each_rank(step, call, micro)
 
 
 class Fsdp(Run):
@@ -238,7 +254,10 @@ def outcome_of(name: str, scheme: str, workers: Workers) -> Outcome:
 
 def _of_failures(failures: dict[int, str]) -> Outcome:
     last = [text.strip().splitlines() for text in failures.values()]
-    lines = [next((line for line in reversed(each) if re.match(r"^[\w.]+(Error|Exception)\b", line)), each[-1]) for each in last]
+    lines = [
+        next((line for line in reversed(each) if re.match(r"^[\w.]+(Error|Exception)\b", line)), each[-1])
+        for each in last
+    ]
     ours = [line for line in lines if re.match(r"trainstep\.errors\.", line)]
     said = [line for line in lines if not re.search(r"no answer in time|imed out|timeout", line)]
     if ours:
@@ -273,7 +292,7 @@ def scenario_weights(name: str) -> dict[str, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     inner = SCENARIOS[name].model()
     before = {key: parameter.detach().clone() for key, parameter in inner.named_parameters()}
-    alone = Alone(SCENARIOS[name], copy.deepcopy(inner), 0)
+    alone = Alone(SCENARIOS[name], inner, 0)
     SCENARIOS[name].train(alone)
     after = alone.weights()
     return {key: (before.get(key, after[key]), after[key]) for key in after}
@@ -282,8 +301,10 @@ def scenario_weights(name: str) -> dict[str, tuple[Tensor, Tensor]]:
 def difference(weights: dict[str, Tensor], reference: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
     worst, words = 0.0, "no weight differs"
     for name, (before, after) in reference.items():
+        kind = torch.complex128 if after.is_complex() else torch.float64
+        before, after, found = (each.to(kind) for each in (before, after, weights[name]))
         moved = (after - before).norm().item() + 1e-6 * after.norm().item() + 1e-12
-        off = (weights[name].to(after.dtype) - after).norm().item() / moved
+        off = (found - after).norm().item() / moved
         off = off if off == off else float("inf")
         if off > worst:
             worst, words = off, f"{name} by {100 * off:.2g} % of its movement"

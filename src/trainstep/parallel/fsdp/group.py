@@ -23,9 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.fsdp.transport import Collectives, Start, Transport, padded
+
+Complete = Callable[[], tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]]
+"""Attaches gradients when they are there: which it attached, and those that are attached if another rank has any."""
 
 
 class GatherGroup:
@@ -37,12 +41,15 @@ class GatherGroup:
         process_group: dist.ProcessGroup,
         compute_dtype: torch.dtype | None,
         device: torch.device,
+        name: str = "",
     ) -> None:
-        self.parameters, self._process_group = parameters, process_group
+        self.parameters, self._process_group, self.name = parameters, process_group, name
         self.users = 0  # calls that are running in forward
         self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
+        self.unwatched: WeakSet[object] = WeakSet()  # calls that backward comes through, and is not seen leaving
         self.arrived: set[ShardedParameter] = set()  # whose gradient backward has brought since the last were sent
         self._pending: Pending | None = None
+        self._is_installed = False  # whether the module sees the full parameters
         self._all_gather: Start | None = None
         self._trainable = [parameter for parameter in parameters if parameter.trainable]
         self._lay_out(compute_dtype, device)
@@ -82,6 +89,21 @@ class GatherGroup:
         return self._storage.nbytes() > 0
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the values are there, too, for the current stream."""
+        return self._pending is None and self._storage.nbytes() > 0
+
+    def is_part_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with the full parameters."""
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        return plain and tensor.untyped_storage()._cdata == self._storage._cdata
+
+    @property
+    def communicates(self) -> bool:
+        """Whether gathering it takes a collective."""
+        return self._all_gather is not None
+
+    @property
     def slice_bytes(self) -> int:
         """Of this rank's slices in a gather, each as a transport lays it out."""
         return sum(padded(region.nbytes // self._process_group.size()) for region in self._gathered_bytes)
@@ -107,18 +129,26 @@ class GatherGroup:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if not self._is_installed:
+            self._is_installed = True
             for parameter in self.parameters:
                 parameter.install_full()
 
+    def hide(self) -> None:
+        """Let the module see placeholders, so that whoever reads them is noticed."""
+        if self._is_installed:
+            self._is_installed = False
+            for parameter in self.parameters:
+                parameter.install_placeholder()
+
     def free(self) -> None:
-        """Give the full parameters' memory back, and the module its shards."""
+        """Give the full parameters' memory back, and the module its placeholders."""
         if not self.is_gathered:
             return
         if self._pending is not None:  # gathered ahead, and not used
             self._pending.wait()
             self._pending = None
-        for parameter in self.parameters:
-            parameter.install_shard()
+        self.hide()
         self._storage.resize_(0)
 
     def take_gradient(self, parameter: ShardedParameter, *, accumulate: bool) -> Tensor | None:
@@ -126,6 +156,8 @@ class GatherGroup:
         assert parameter.full is not None
         gradient, parameter.full.grad = parameter.full.grad, None
         assert gradient is not None, f"{parameter.name}: called without a gradient"
+        if gradient.layout != torch.strided:
+            raise UsageError(f"{parameter.name} has a sparse gradient; only dense ones can be averaged")
         self.arrived.add(parameter)
         if parameter.rows is None:
             return gradient
@@ -184,11 +216,11 @@ class GradientBuffer:
     def discard(self) -> None:
         self.send, self._written = None, set()
 
-    def launch(self, stream: SideStream) -> Callable[[], list[tuple[ShardedParameter, Tensor]]]:
+    def launch(self, stream: SideStream) -> Complete:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros.
 
-        What is returned waits for the mean of this rank's rows over the ranks, attaches what this rank had a gradient
-        of, and returns what it sent zeros for, to be decided later.
+        What is returned waits for the mean of this rank's rows over the ranks and attaches what this rank had a
+        gradient of. It returns those parameters, and what it sent zeros for, to be decided later.
         """
         assert self.send is not None
         send, written = self.send, self._written
@@ -206,15 +238,15 @@ class GradientBuffer:
             exchange, receive, dtype = self.transport.exchange, self.transport.receive_buffer(send), self._dtype
             add_up = partial(torch.mean, receive, dim=0, dtype=dtype, out=result)
             pending = stream.run(lambda: exchange(receive, send), after=add_up)
-        starts = [(each, place.start, each.shard.numel()) for each, place in self._places.items()]
-        rows = [(each, result[start : start + size].view(each.shard.shape)) for each, start, size in starts]
+        starts = [(each, each.shard, place.start) for each, place in self._places.items()]
+        rows = [(each, result.as_strided(shard.shape, shard.stride(), start)) for each, shard, start in starts]
 
-        def complete() -> list[tuple[ShardedParameter, Tensor]]:
+        def complete() -> tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]:
             pending.wait()
             for each, gradient in rows:
                 if each in written:
                     each.attach_gradient(gradient)
-            return [row for row in rows if row[0] not in written]
+            return list(written), [row for row in rows if row[0] not in written]
 
         return complete
 

@@ -11,8 +11,11 @@ collectives in the same order as long as they call the same modules.
 A unit's class is replaced by a subclass whose `__call__` goes through a `Boundary`: outside of what `module.compile()`
 compiles and of the module's hooks, and there whenever the module is called. Code that runs a unit's `forward` without
 calling it (activation checkpointing of several blocks together, or computing one again) meets the same boundary there.
-In backward, a hook on the call's outputs runs before backward enters the call; an identity node on its inputs runs
-after backward has left it.
+In backward, a hook on the call's outputs, and on what it left in attributes, runs before backward enters the call; an
+identity node on its inputs runs after backward has left it.
+
+The module has its full parameters while a call that owns them is running, and in backward. At other times it has
+placeholders: a read of one gathers the group and *holds* it until gradients have been synchronised.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from trainstep.errors import UsageError
 from trainstep.parallel.collectives import SideStream, weak_hook
-from trainstep.parallel.fsdp.group import GatherGroup, ReplicatedGradients
+from trainstep.parallel.fsdp.agreement import Agreement
+from trainstep.parallel.fsdp.group import Complete, GatherGroup, ReplicatedGradients
+from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors
 from trainstep.parallel.fsdp.shards import ShardedParameter
 
 
@@ -56,6 +62,11 @@ class Call:
     groups: Sequence[GatherGroup]
     recorded_in: Pass | None  # None for a call during backward, which computes activations again
     positions: list[int]
+    is_watched: bool = False  # whether backward is seen leaving it
+
+
+class Hold:
+    """What stands among the calls that a group awaits when something outside of calls uses it."""
 
 
 class Schedule:
@@ -66,12 +77,19 @@ class Schedule:
     ) -> None:
         self.groups = groups
         self.synchronise = True
+        self.passes_running = 0  # forwards of the wrapper
+        names = [group.name for group in groups]
+        self.agreement = Agreement(process_group, names, at_once=device.type == "cpu")
+        self._numbers = {group: number for number, group in enumerate(groups)}
+        self._held: dict[GatherGroup, Hold] = {}
+        self._held_for_backward: set[GatherGroup] = set()
+        self._first_attached: ShardedParameter | None = None  # since gradients were last complete
         self._prefetch, self._device = prefetch, device
         self._gathers, self._reductions = SideStream(device), SideStream(device)
         self._recorded: dict[bool, list[GatherGroup]] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
-        self._under_way: list[Callable[[], list[tuple[ShardedParameter, Tensor]]]] = []
+        self._under_way: list[Complete] = []
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._members = [(group, parameter) for group in groups for parameter in group.parameters]
@@ -81,11 +99,20 @@ class Schedule:
                 assert parameter.full is not None
                 parameter.full.register_post_accumulate_grad_hook(weak_hook(self._on_gradient, number))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no gradient has come since gradients were last synchronised."""
+        return not self._used
+
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
         if in_backward():
             return  # the forward is being computed again
+        self.agreement.compare()
+        held = [group for group in self._held if group in self._held_for_backward]
         self._free_all()
+        for group in held:  # an earlier forward's graph may need it
+            self.hold(group)
         if self._pass.uses:
             self._recorded[self._with_gradients] = self._pass.uses
         self._with_gradients = torch.is_grad_enabled()
@@ -103,9 +130,22 @@ class Schedule:
     def gather(self, groups: Sequence[GatherGroup], ahead: Iterable[GatherGroup] = ()) -> None:
         """Gather groups, and start with those that are needed next."""
         for group in (*groups, *ahead):
-            group.gather(self._gathers)
+            if not group.is_gathered:
+                if group.communicates:
+                    self.agreement.announce("gather", self._numbers[group])
+                group.gather(self._gathers)
         for group in groups:
             group.wait()
+
+    def hold(self, group: GatherGroup) -> None:
+        """Gather a group for something outside of its units' calls, and keep it until gradients are synchronised."""
+        self.gather([group])
+        if torch.is_grad_enabled():
+            self._held_for_backward.add(group)
+        if group not in self._held:
+            self._held[group] = Hold()
+            group.awaiting.add(self._held[group])
+            group.users += 1
 
     def leave(self, call: Call, *, needs_backward: bool) -> None:
         """The call has ended: free its groups, unless backward needs them first of all or has begun."""
@@ -117,7 +157,13 @@ class Schedule:
             if needs_backward:
                 call.recorded_in.with_backward.add(position)
             among_last = predicted is not None and position >= len(predicted) - 1 - self._prefetch
-            if group.users == 0 and not (among_last and needs_backward):
+            if needs_backward and not call.is_watched:
+                group.unwatched.add(call)
+            if group.users > 0:
+                continue
+            if among_last and needs_backward:
+                group.hide()
+            else:
                 group.free()
 
     def abandon(self, call: Call) -> None:
@@ -132,21 +178,32 @@ class Schedule:
     def after_backward(self, call: Call) -> None:
         for group in call.groups:
             group.awaiting.discard(call)
-            if not group.awaiting:
+            if not group.awaiting and not group.unwatched:
                 self._settle(group)
 
     def finish(self) -> None:
         """Send what has not been sent, and wait until every shard has its gradient (on a GPU, the stream waits)."""
+        if not self._used:
+            raise UsageError(
+                "no gradient came since the last step; call backward(), on a loss made from this wrapper's output, "
+                "before finish_gradient_synchronization()"
+            )
+        if self._first_attached is not None and self._first_attached.shard.grad is None:
+            raise UsageError(
+                "gradients were set to None between backward and finish_gradient_synchronization(), while others were "
+                "on their way; to throw gradients away, call zero_grad() of FullyShardedDataParallel"
+            )
+        self.agreement.announce("finish")
         for group in reversed(self.groups):
             self._send(group)
         self._complete()
-        if self._used:
-            used = self._replicated.reduce(self._used, self._device)
-            for parameter, gradient in self._undecided:
-                if parameter in used:
-                    parameter.attach_gradient(gradient)
-        self._used, self._undecided = set(), []
+        used = self._replicated.reduce(self._used, self._device)
+        for parameter, gradient in self._undecided:
+            if parameter in used:
+                parameter.attach_gradient(gradient)
+        self._used, self._undecided, self._first_attached = set(), [], None
         self._free_all()
+        self.agreement.end_pass()
 
     def discard(self) -> None:
         self._complete()
@@ -154,7 +211,7 @@ class Schedule:
             for buffer in group.buffers:
                 buffer.discard()
         self._replicated.discard()
-        self._used, self._undecided = set(), []
+        self._used, self._undecided, self._first_attached = set(), [], None
         self._free_all()
 
     def _upcoming(self, call: Call) -> Iterator[GatherGroup]:
@@ -171,6 +228,12 @@ class Schedule:
 
     def _on_gradient(self, number: int) -> None:
         group, parameter = self._members[number]
+        if not group.is_ready:
+            raise UsageError(
+                f"backward came to {parameter.name} and had not gone through the output of the module that owns it, so "
+                "its values were not there. A tensor that a module leaves elsewhere (in a closure, a global list) "
+                "cannot be differentiated: return it, or keep it in an attribute of the module"
+            )
         self._used.add(parameter)
         replicated = group.take_gradient(parameter, accumulate=not self.synchronise)
         if replicated is not None:
@@ -181,6 +244,7 @@ class Schedule:
     def _settle(self, group: GatherGroup) -> None:
         """All of a group's gradients are there, or all of its calls are behind us in backward."""
         if not group.awaiting:
+            group.unwatched.clear()
             group.free()
         if group.arrived:
             group.arrived.clear()
@@ -191,18 +255,25 @@ class Schedule:
         """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
         ready = [buffer for buffer in group.buffers if buffer.send is not None]
         if ready:
+            self.agreement.announce("send", self._numbers[group])
             self._complete()
             self._under_way = [buffer.launch(self._reductions) for buffer in ready]
 
     def _complete(self) -> None:
         for complete in self._under_way:
-            self._undecided += complete()
+            attached, undecided = complete()
+            self._undecided += undecided
+            if self._first_attached is None and attached:
+                self._first_attached = attached[0]
         self._under_way = []
 
     def _free_all(self) -> None:
+        self._held.clear()
+        self._held_for_backward.clear()
         for group in self.groups:
             group.users = 0
             group.arrived.clear()
+            group.unwatched.clear()
             group.free()
 
 
@@ -214,13 +285,14 @@ def in_backward() -> bool:
 class Boundary:
     """Around the calls of one unit, which need `groups`."""
 
-    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup]) -> None:
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup], unit: nn.Module) -> None:
         self._schedule, self._groups = schedule, groups
+        self._leavings = Leavings(unit)
         self.is_open = False  # whether a call is running inside, so that its `forward` needs no boundary of its own
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
-        call, args, kwargs = self._enter(args, kwargs)
+        call, first_node, args, kwargs = self._enter(args, kwargs)
         was_open, self.is_open = self.is_open, True
         try:
             output = function(*args, **kwargs)
@@ -229,7 +301,7 @@ class Boundary:
             raise
         finally:
             self.is_open = was_open
-        self._leave(call, output)
+        self._leave(call, first_node, output, (args, kwargs))
         return output
 
     def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,32 +315,40 @@ class Boundary:
             self.is_open = was_open
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-        call = self._schedule.enter(self._groups)
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, int, Any, Any]:
+        call, first_node = self._schedule.enter(self._groups), torch.autograd._get_sequence_nr()
         if not torch.is_grad_enabled():
-            return call, args, kwargs
+            return call, first_node, args, kwargs
         leaves, structure = _pytree.tree_flatten((args, kwargs))
         watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not watched:
-            return call, args, kwargs
-        for group in self._groups:
-            group.awaiting.add(call)
+            return call, first_node, args, kwargs
+        if not any(tensor.requires_grad for leaf in leaves for tensor in hidden_tensors(leaf)):
+            call.is_watched = True
+            for group in self._groups:
+                group.awaiting.add(call)
         inputs = [leaves[index] for index in watched]
         passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
         for index, tensor in zip(watched, passed, strict=True):
             leaves[index] = tensor
         args, kwargs = _pytree.tree_unflatten(leaves, structure)
-        return call, args, kwargs
+        return call, first_node, args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, call: Call, output: Any) -> None:
-        needs_backward = False
-        if torch.is_grad_enabled():
-            for leaf in _pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(lambda _: self._schedule.before_backward(call))
-                    needs_backward = True
-        self._schedule.leave(call, needs_backward=needs_backward)
+    def _leave(self, call: Call, first_node: int, output: Any, inputs: Any) -> None:
+        returned = [output] if isinstance(output, Tensor) else list(all_tensors(output))
+        enters = [tensor for tensor in returned if tensor.grad_fn is not None]  # where backward may enter the call
+        left = list(self._leavings.tensors(inputs))
+        for group in call.groups:
+            if any(group.is_part_of(tensor) for tensor in (*returned, *left)):
+                self._schedule.hold(group)  # a parameter, or a view of one, goes outside
+        if not torch.is_grad_enabled():
+            enters = []
+        elif left:
+            enters += [each for each in left if each.grad_fn is not None and each.grad_fn._sequence_nr() >= first_node]
+        for tensor in enters:
+            tensor.register_hook(lambda _: self._schedule.before_backward(call))
+        self._schedule.leave(call, needs_backward=bool(enters))
 
 
 class _AfterBackward(torch.autograd.Function):

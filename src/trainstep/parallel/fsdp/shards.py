@@ -15,23 +15,20 @@ ranks draw the same random numbers), and cut before the next module's are made.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainstep.blocks import find_blocks, is_called
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
+from trainstep.parallel.fsdp.placeholder import Placeholder
 
 Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module has itself, not those of the modules inside it."""
@@ -55,9 +52,13 @@ class ShardedParameter:
     padded_shape: torch.Size  # of the full parameter with as many rows as make the shards equal
     rows: slice | None  # the shard's in the full parameter, or None if it is replicated
     full: nn.Parameter | None = None  # the whole in the dtype it is computed with; its storage comes and goes
+    placeholder: Placeholder | None = None  # in the module while no call that owns it is running
+    mark: Callable[[Tensor], Tensor] | None = None  # makes a gradient of rows one that is not taken for a whole
 
     def __post_init__(self) -> None:
         self.trainable = self.shard.requires_grad
+        if self.trainable:
+            self.shard.register_post_accumulate_grad_hook(functools.partial(_refuse_gradient, self.names[0]))
 
     @property
     def name(self) -> str:
@@ -83,32 +84,46 @@ class ShardedParameter:
         self.shard.copy_(value)
 
     def install_full(self) -> None:
+        """Let the module compute with the whole."""
         assert self.full is not None
         if self.shard.requires_grad != self.trainable:
-            raise UsageError(
-                f"requires_grad of {self.name} was {self.trainable} when it was sharded and is "
-                f"{self.shard.requires_grad} now; freeze or unfreeze before FullyShardedDataParallel is built"
-            )
+            raise UsageError(self.frozen_message(self.shard.requires_grad))
         self._install(self.full)
 
-    def install_shard(self) -> None:
-        self._install(self.shard)
+    def install_placeholder(self) -> None:
+        """Let the module have what stands for the whole."""
+        assert self.full is not None, "before the first gather"
+        assert self.placeholder is not None, "before the first gather"
+        if self.full._version != 0:
+            raise UsageError(
+                f"{self.name} was changed in place while it was gathered, which is lost when it is freed; change the "
+                "parameters of FullyShardedDataParallel, element by element, between steps"
+            )
+        self._install(self.placeholder)
 
-    def _install(self, parameter: nn.Parameter) -> None:
+    def frozen_message(self, requires_grad: bool) -> str:
+        return (
+            f"requires_grad of {self.name} was {self.trainable} when it was sharded and is {requires_grad} now; freeze "
+            "or unfreeze before FullyShardedDataParallel is built"
+        )
+
+    def _install(self, parameter: Tensor) -> None:
         for module, attribute in self.slots:
             there = module._parameters.get(attribute)
-            if there is not self.shard and there is not self.full:
+            if there is not self.placeholder and there is not self.full and there is not self.shard:
                 raise UsageError(
                     f"{self.name} was replaced or removed after the module was sharded; change parameters in place, "
                     "through load_state_dict, or before FullyShardedDataParallel is built"
                 )
-            module._parameters[attribute] = parameter
+            module._parameters[attribute] = parameter  # type: ignore[assignment]
 
     def attach_gradient(self, gradient: Tensor) -> None:
-        if self.shard.grad is None:
-            self.shard.grad = gradient
-        else:
-            self.shard.grad.add_(gradient)
+        """Give the shard its part of a mean gradient, or add it to what it has."""
+        if self.shard.grad is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.shard.grad.add_(gradient)
+            gradient = getattr(self.shard.grad, "plain", self.shard.grad)
+        self.shard.grad = gradient if self.mark is None else self.mark(gradient)
 
 
 @dataclass(eq=False)
@@ -184,26 +199,6 @@ def shard_parameters(
     return sharded
 
 
-def refuse_retired_parameters(owner: object, parameters: Mapping[str, nn.Parameter]) -> None:
-    """As long as `owner` lives, let the step of an optimizer that has one of `parameters` fail, as it would do nothing.
-
-    The parameters are not kept alive.
-    """
-    retired: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-    for name, parameter in parameters.items():
-        retired[parameter] = name
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups if retired):
-            if parameter in retired:
-                raise UsageError(
-                    f"the optimizer has {retired[parameter]} as it was before sharding; build the optimizer after "
-                    "FullyShardedDataParallel, from its parameters()"
-                )
-
-    weakref.finalize(owner, register_optimizer_step_pre_hook(check).remove)
-
-
 def _checked(root: nn.Module, chosen: Iterable[nn.Module] | None) -> set[nn.Module]:
     if chosen is None:
         return set(find_blocks(root))
@@ -237,6 +232,14 @@ def _units(root: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, nn.Module
 
     visit(root, root, False)
     return units
+
+
+def _refuse_gradient(name: str, shard: Tensor) -> None:
+    """Backward has come to a shard itself."""
+    raise UsageError(
+        f"{name} from FullyShardedDataParallel's parameters() was used in the loss: it is this rank's part, so the "
+        "loss is another one on every rank. Compute with weights in a forward of the module, where they are whole"
+    )
 
 
 def _materialise(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -15,15 +16,11 @@ from torch.utils import _pytree
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
 from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.fsdp.schedule import Boundary, Schedule, Unit, in_backward, install
-from trainstep.parallel.fsdp.shards import (
-    Initialize,
-    ShardedParameter,
-    plan_groups,
-    refuse_retired_parameters,
-    shard_parameters,
-)
+from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
 from trainstep.parallel.fsdp.transport import TransportName, choose_transport
+from trainstep.parallel.partial import Known, RankGradient, before_optimizer_steps, is_elementwise
 from trainstep.parallel.process import check_ranks_agree, resolve_group
 
 MAX_PREFETCH = 2
@@ -86,8 +83,15 @@ class FullyShardedDataParallel(nn.Module):
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
         sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
         self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
+        module_names = {inner: name for name, inner in module.named_modules()}
         gather_groups = [
-            GatherGroup([sharded[entry] for entry in group.parameters], self.process_group, compute_dtype, self.device)
+            GatherGroup(
+                [sharded[entry] for entry in group.parameters],
+                self.process_group,
+                compute_dtype,
+                self.device,
+                " and ".join(module_names[unit] or "the model's own parameters" for unit in group.units),
+            )
             for group in plan
         ]
         slices = [group.slice_bytes for group in gather_groups]
@@ -98,15 +102,25 @@ class FullyShardedDataParallel(nn.Module):
             group.connect(carrier)
         self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
         self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
+        self._gradient_class = RankGradient.for_wrapper(self.process_group, _completeness_of(self._schedule))
+        for group in gather_groups:
+            for parameter in group.parameters:
+                parameter.placeholder = Placeholder.of(parameter, _reader(self._schedule, group, parameter))
+                parameter.install_placeholder()
+                if parameter.rows is not None and self.process_group.size() > 1:
+                    parameter.mark = self._gradient_class.mark
         needed: dict[nn.Module, list[GatherGroup]] = {}
         for planned_group, group in zip(plan, gather_groups, strict=True):
             for unit in planned_group.units:
                 needed.setdefault(unit, []).append(group)
         for unit, unit_groups in needed.items():
-            install(unit, Boundary(self._schedule, unit_groups))
+            install(unit, Boundary(self._schedule, unit_groups, unit))
         self.module = module
         self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
-        refuse_retired_parameters(self, {entry.names[0]: entry.parameter for entry in planned})
+        self._retired = Known({entry.names[0]: entry.parameter for entry in planned})
+        self._shards = Known({parameter.name: parameter.shard for parameter in self._sharded})
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        before_optimizer_steps(self, FullyShardedDataParallel._before_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating-point tensors among the arguments are cast to `compute_dtype`."""
@@ -115,13 +129,21 @@ class FullyShardedDataParallel(nn.Module):
         self._schedule.begin_pass()
         if self._compute_dtype is not None:
             args, kwargs = _pytree.tree_map(self._cast, (args, kwargs))
-        return self.module(*args, **kwargs)
+        self._schedule.passes_running += 1
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._schedule.passes_running -= 1
 
     def finish_gradient_synchronization(self) -> None:
         """After backward, before the optimizer's step: every shard's `.grad` is the mean over the ranks.
 
         It has the shard's shape and dtype. A parameter that no rank used has none. On a GPU the current stream waits,
         not the host.
+
+        Raises:
+            UsageError: no gradient came, gradients were thrown away behind the wrapper's back, or the ranks did not
+                call the same modules in the same order.
         """
         self._schedule.finish()
 
@@ -152,10 +174,15 @@ class FullyShardedDataParallel(nn.Module):
 
         Call it on every rank, after `finish_gradient_synchronization()`.
         """
+        self._check_complete("clip_grad_norm_()")
+        self._schedule.agreement.announce("clip")
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
         group, device = self.process_group, self.device
-        return clip_gradients_(sharded, replicated, max_norm=max_norm, norm_type=norm_type, group=group, device=device)
+        with torch._C.DisableTorchFunctionSubclass():
+            return clip_gradients_(
+                sharded, replicated, max_norm=max_norm, norm_type=norm_type, group=group, device=device
+            )
 
     @torch.no_grad()
     def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -164,6 +191,8 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             device: where to put them, one after another; by default where the shards are.
         """
+        self._schedule.agreement.announce("gather all")
+        self._schedule.agreement.compare(wait=True)
         full: dict[str, Tensor] = {}
         for parameter in self._sharded:
             rows, shard = parameter.rows, parameter.shard
@@ -196,8 +225,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         by_name, mesh = self._by_name(), self._mesh()
         return {
-            name: by_name[name].as_saved(mesh) if name in by_name else value
-            for name, value in self.module.state_dict().items()
+            name: by_name[name].as_saved(mesh) if name in by_name else _detached(value)
+            for name, value in self.module.state_dict(keep_vars=True).items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -232,6 +261,37 @@ class FullyShardedDataParallel(nn.Module):
         """All parameters, in the order of `parameters()`."""
         return self._sharded
 
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """What must hold before an optimizer with any of the shards steps; it gets gradients as plain tensors."""
+        if self._optimizers.get(optimizer) != len(optimizer.param_groups):
+            _put_shards_for_placeholders(optimizer)
+            self._optimizers[optimizer] = len(optimizer.param_groups)
+        if (retired := self._retired.first_in(optimizer)) is not None:
+            raise UsageError(
+                f"the optimizer has {retired} as it was before sharding; build the optimizer after "
+                "FullyShardedDataParallel, from its parameters()"
+            )
+        if self._shards.first_in(optimizer) is None:
+            return
+        self._check_complete(f"{type(optimizer).__name__}.step()")
+        if not is_elementwise(optimizer) and self.process_group.size() > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} is not known to treat each element alone, and a rank has only its rows of "
+                "the parameters. Use an elementwise optimizer of torch.optim (such as AdamW), or "
+                "DistributedDataParallel and ShardedOptimizer, which gives whole parameters to ranks. If it is your "
+                "own and elementwise, say so: is_elementwise = True in its class"
+            )
+        for parameter in self._sharded:
+            if type(gradient := parameter.shard.grad) is self._gradient_class:
+                parameter.shard.grad = gradient.plain
+
+    def _check_complete(self, before: str) -> None:
+        if not self._schedule.is_complete:
+            raise UsageError(
+                f"{before} before gradients were synchronised over the ranks; call finish_gradient_synchronization() "
+                "of FullyShardedDataParallel first, after the last backward"
+            )
+
     def _by_name(self) -> dict[str, ShardedParameter]:
         return {name: parameter for parameter in self._sharded for name in parameter.names}
 
@@ -260,6 +320,40 @@ class FullyShardedDataParallel(nn.Module):
                 "a sharded module was moved or cast; give FullyShardedDataParallel device= or compute_dtype= instead"
             )
         return self
+
+
+def _reader(schedule: Schedule, group: GatherGroup, parameter: ShardedParameter) -> Callable[[], nn.Parameter]:
+    """What gathers a parameter for a read outside of its module's calls."""
+
+    def read() -> nn.Parameter:
+        if not (schedule.passes_running or in_backward()):
+            raise UsageError(
+                f"{parameter.name} is sharded, and was read outside of forward, where a rank has only its rows; use "
+                "gather_full_parameters() of FullyShardedDataParallel, or read it in the module's forward"
+            )
+        schedule.hold(group)
+        assert parameter.full is not None
+        return parameter.full
+
+    return read
+
+
+def _completeness_of(schedule: Schedule) -> Callable[[], bool]:
+    return lambda: schedule.is_complete
+
+
+def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that was made from the module's own parameters() gets what the wrapper's would have given it."""
+    for group in optimizer.param_groups:
+        for index, each in enumerate(group["params"]):
+            if isinstance(each, Placeholder):
+                group["params"][index] = each.parameter.shard
+                if each in optimizer.state:
+                    optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:

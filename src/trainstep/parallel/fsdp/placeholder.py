@@ -1,0 +1,80 @@
+"""What stands in a module for a parameter while no call that owns it is running.
+
+Code outside of those calls may read it all the same: a position embedding added as a slice, a head tied by
+`F.linear(x, embedding.weight)`, a penalty on weights. Within a forward of the wrapper, reading it gathers its group,
+which then stays until gradients have been synchronised. Outside, ranks need not read alike, so it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from trainstep.errors import UsageError
+from trainstep.parallel.partial import StandIn, changes, name_of
+
+if TYPE_CHECKING:
+    from trainstep.parallel.fsdp.shards import ShardedParameter
+
+
+class Placeholder(StandIn):
+    """Has the full parameter's shape, and the dtype it is computed with. Its `grad` is that of the shard.
+
+    Attributes:
+        parameter: what it stands for.
+        read: gathers the parameter and returns it in full, or raises.
+    """
+
+    _is_param = True  # so that isinstance says nn.Parameter
+    parameter: ShardedParameter
+    read: Callable[[], nn.Parameter]
+
+    @classmethod
+    def of(cls, parameter: ShardedParameter, read: Callable[[], nn.Parameter]) -> Placeholder:
+        assert parameter.full is not None
+        made: Placeholder = cls.like(parameter.full)
+        made.__dict__.update(vars(parameter.shard))  # marks that users set on parameters
+        made.parameter, made.read = parameter, read
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.parameter.shard.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self.parameter.shard.grad = gradient
+
+    @classmethod
+    def use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        what = name_of(func)
+        first = next(each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Placeholder))
+        parameter = first.parameter
+        if what in ("requires_grad_", "requires_grad"):
+            asked = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if asked != parameter.trainable:
+                raise UsageError(parameter.frozen_message(asked))
+            return first
+        if what == "to" and first.is_unchanged_by(args[1:], kwargs):
+            return first
+        if what in ("__deepcopy__", "__reduce_ex__"):
+            raise UsageError(
+                f"{parameter.name} is sharded, and its module cannot be copied or pickled; use state_dict() or "
+                "gather_full_parameters() of FullyShardedDataParallel"
+            )
+        if what in ("to", "data") or changes(what):
+            raise UsageError(
+                f"{what} of {parameter.name}, which is sharded: what is changed outside of its module's forward would "
+                "be lost. Change the parameters of FullyShardedDataParallel element by element, or load_state_dict"
+            )
+        args, kwargs = _pytree.tree_map_only(Placeholder, lambda each: each.read(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def is_unchanged_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether `to` with these arguments changes nothing, as in `Module.cuda()` of a module that is there."""
+        shard = self.parameter.shard
+        moved = shard.detach().to(*args, **kwargs)
+        return (moved.dtype, moved.device) == (shard.dtype, shard.device)
