@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.workers import WorkerError, Workers
 from trainstep.blocks import find_blocks
-from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.training_step import recipe
 
@@ -125,7 +124,8 @@ class Alone(Run):
             call(batch(step, rank, micro))
             for each in self.inner.parameters():
                 if each.grad is not None:
-                    sums[each] = sums.get(each, 0) + each.grad / RANKS
+                    part = each.grad / RANKS
+                    sums[each] = sums[each] + part if each in sums else part
         for each in self.inner.parameters():
             had, has = before.get(each), sums.get(each)
             each.grad = had if has is None else has if had is None else had + has
@@ -235,11 +235,7 @@ class Outcome:
 
     what: str  # trains, wrong, raises, hangs, crashes
     detail: str = ""  # by how much it is wrong; the error
-
-    @property
-    def is_named(self) -> bool:
-        """An error of ours that says what is unsupported, or torch's that is one of its kinds."""
-        return self.what == "raises" and self.detail.startswith((UsageError.__name__, UnsupportedError.__name__))
+    is_named: bool = False  # whether the error is one of trainstep's, which say what to do
 
 
 def outcome_of(name: str, scheme: str, workers: Workers) -> Outcome:
@@ -258,10 +254,10 @@ def _of_failures(failures: dict[int, str]) -> Outcome:
         next((line for line in reversed(each) if re.match(r"^[\w.]+(Error|Exception)\b", line)), each[-1])
         for each in last
     ]
-    ours = [line for line in lines if re.match(r"trainstep\.errors\.", line)]
+    ours = [re.sub(r"^[\w.]*\.", "", line) for line in lines if line.startswith("trainstep.")]
     said = [line for line in lines if not re.search(r"no answer in time|imed out|timeout", line)]
     if ours:
-        return Outcome("raises", ours[0].removeprefix("trainstep.errors."))
+        return Outcome("raises", ours[0], is_named=True)
     if any(re.search(r"exit code -", line) for line in lines):
         return Outcome("crashes", next(line for line in lines if "exit code -" in line))
     lost = "Connection closed|Connection reset|connection|Broken pipe|recvVector"

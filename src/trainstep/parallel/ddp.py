@@ -34,7 +34,9 @@ from trainstep.parallel.collectives import (
     slice_of,
     weak_hook,
 )
+from trainstep.parallel.partial import Known, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.scattered import ScatteredGradient
 
 
 class GradientBucket:
@@ -48,6 +50,7 @@ class GradientBucket:
         self.waiting = set(self.numbers)  # those whose gradient has not come yet
         self._gradients: list[Tensor] = []
         self._sent: list[Tensor] = []
+        self.versions: list[int] = []  # of the gradients when they were sent
         self._work: dist.Work | None = None
 
     @property
@@ -127,11 +130,15 @@ class DistributedDataParallel(nn.Module):
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._names, self._trained = [name for name, _ in named], [parameter for _, parameter in named]
         self._slices: dict[int, nn.Parameter] = {}  # number → this rank's slice, where gradients are scattered
+        self._stand_ins: dict[int, ScatteredGradient] = {}  # for the same ones, what their `grad` is then
+        self._have_slices = False  # whether gradients were scattered since the last forward
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
         self._make_buckets(list(reversed(range(len(named)))))
         for number, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_came, number))
+        self._known = Known(dict(named))
+        before_optimizer_steps(self, DistributedDataParallel._before_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -141,7 +148,16 @@ class DistributedDataParallel(nn.Module):
                 "finish_gradient_synchronization() after backward, or use no_sync() for all but the last backward of a "
                 "step"
             )
+        if self._have_slices:
+            self._have_slices = False
+            self.drop_stale_slices()
         return self.module(*args, **kwargs)
+
+    def drop_stale_slices(self) -> None:
+        """Forget this rank's slices of gradients that were set to None."""
+        for number, own in self._slices.items():
+            if own.grad is not None and self._trained[number].grad is None:
+                own.grad = None
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks; starts the buckets that backward did not.
@@ -150,7 +166,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             UsageError: parameters got no gradient (their names are given), or were added, removed, frozen or replaced
-                since the module was wrapped.
+                since the module was wrapped; or gradients were changed while they were averaged.
         """
         try:
             self._check_unchanged()
@@ -163,10 +179,16 @@ class DistributedDataParallel(nn.Module):
             while self._next < len(self._buckets):
                 self._start_next()
             for bucket in self._buckets:
+                if bucket.versions != self._versions(bucket):
+                    raise UsageError(
+                        f"the gradient of {self._names[bucket.numbers[0]]}, or of one that is averaged with it, was "
+                        "changed between backward and finish_gradient_synchronization(), while it was being averaged; "
+                        "change gradients afterwards"
+                    )
                 means = bucket.wait(self.process_group)
                 if bucket.scattered:
                     for number, mean in zip(bucket.numbers, means, strict=True):
-                        self._slices[number].grad, self._trained[number].grad = mean, None
+                        self._keep_slice(number, mean)
             if self.allow_unused:
                 self._drop_where_unused_everywhere(absent)
             self._rebuild_buckets()
@@ -185,14 +207,28 @@ class DistributedDataParallel(nn.Module):
     def scatter_gradients(self, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
 
-        After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`) and
-        `param.grad` is None, since the rest of it would be no gradient of anything. For a `ShardedOptimizer`; `slices`
-        has the parameter that stands for this rank's slice of each, the same ones on every rank.
+        After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`), to
+        which later ones are added, and `param.grad` a `ScatteredGradient`: the rest of it would be no gradient of
+        anything. For a `ShardedOptimizer`; `slices` has the parameter that stands for this rank's slice of each, the
+        same ones on every rank.
         """
         assert not self._came, "called between backward and finish_gradient_synchronization()"
+        self._check_unchanged()
         numbers = {id(parameter): number for number, parameter in enumerate(self._trained)}
         self._slices = {numbers[id(parameter)]: own for parameter, own in slices.items()}
+        self._stand_ins = {
+            number: ScatteredGradient.of(self._trained[number], self._names[number], own)
+            for number, own in self._slices.items()
+        }
         self._make_buckets(self._order or list(reversed(range(len(self._trained)))))
+
+    def check_finished(self, before: str) -> None:
+        """Raise `UsageError` where gradients have come and not been averaged."""
+        if self._unfinished:
+            raise UsageError(
+                f"{before} before gradients were averaged over the ranks; call finish_gradient_synchronization() of "
+                "DistributedDataParallel first, after the last backward"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """A wrapper of its own around a copy of the module, in the same group. No communication."""
@@ -218,6 +254,8 @@ class DistributedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         self._came: dict[int, None] = {}  # in order; also those that came inside no_sync
+        self._unfinished = False  # whether any came outside
+        self._added: set[int] = set()  # scattered gradients that are added to slices that are there
         self._next = 0  # the bucket to start
         for bucket in self._buckets:
             bucket.reset()
@@ -226,6 +264,7 @@ class DistributedDataParallel(nn.Module):
         self._came[number] = None
         if not self._synchronizing:
             return
+        self._unfinished = True
         bucket = self._bucket_of[number]
         bucket.waiting.discard(number)
         if not self.overlap:
@@ -241,6 +280,7 @@ class DistributedDataParallel(nn.Module):
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
+        bucket.versions = self._versions(bucket)
         bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype, self.process_group)
         self._next += 1
 
@@ -249,9 +289,29 @@ class DistributedDataParallel(nn.Module):
         if gradient is None:
             when = "between backward and finish_gradient_synchronization()"
             raise UsageError(f"the gradient of {self._names[number]} is gone: it was set to None {when}")
+        if type(gradient) is ScatteredGradient:
+            self._added.add(number)
+            return gradient.take_local()
         if gradient.layout != torch.strided:
             raise UsageError(f"{self._names[number]} has a sparse gradient; only dense ones can be averaged")
-        return gradient.detach()
+        return gradient.data  # what the collective writes is no change of the gradient by its user
+
+    def _versions(self, bucket: GradientBucket) -> list[int]:
+        """Counts of changes by whoever has the gradients."""
+        gradients = [self._trained[number].grad for number in bucket.numbers]
+        return [-1 if gradient is None else gradient._version for gradient in gradients]
+
+    def _keep_slice(self, number: int, mean: Tensor) -> None:
+        own, self._have_slices = self._slices[number], True
+        if number in self._added and own.grad is not None:
+            own.grad.add_(mean)
+        else:
+            own.grad = mean
+        self._trained[number].grad = self._stand_ins[number]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._unfinished and self._known.first_in(optimizer) is not None:
+            self.check_finished(f"{type(optimizer).__name__}.step()")
 
     def _drop_where_unused_everywhere(self, absent: list[int]) -> None:
         used = torch.ones(len(self._trained), dtype=torch.uint8)
@@ -259,6 +319,8 @@ class DistributedDataParallel(nn.Module):
         used = used.to(self._trained[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group)
         for number in (used == 0).nonzero().flatten().tolist():
+            if number in self._added:
+                continue  # it has one of an earlier backward
             self._trained[number].grad = None
             if number in self._slices:
                 self._slices[number].grad = None

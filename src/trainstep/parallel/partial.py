@@ -57,7 +57,7 @@ _PROPERTIES = (
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "__len__"),
-    *("__hash__", "type", "register_post_accumulate_grad_hook", "is_same_size", "is_shared"),
+    *("__hash__", "type", "is_same_size", "is_shared"),
 )
 _FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_same_size", "is_signed", "result_type", "promote_types")
 METADATA = frozenset(
@@ -84,6 +84,7 @@ class StandIn(Tensor):
         raise NotImplementedError
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # what its owner does is not for a graph
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -93,10 +94,12 @@ class StandIn(Tensor):
         return cls.use(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return cls.use(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
@@ -122,8 +125,11 @@ class RankGradient(Tensor):
         marked.plain = rows
         return marked
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -132,8 +138,8 @@ class RankGradient(Tensor):
         if not (overflow_check or _is_local(func)):
             raise UsageError(
                 f"{name} of a sharded parameter's gradient: a rank has only its rows of it, so the result "
-                "would be another one on every rank. Clip with clip_grad_norm_ of FullyShardedDataParallel, which takes "
-                "the norm over all ranks; for this rank's rows as they are, gradient.as_subclass(torch.Tensor)"
+                "would be another one on every rank. Clip with clip_grad_norm_ of FullyShardedDataParallel, which "
+                "takes the norm over all ranks; for this rank's rows as they are, gradient.as_subclass(torch.Tensor)"
             )
         if changes(name) and name != "requires_grad_" and not cls._is_complete():
             raise UsageError(
@@ -234,6 +240,7 @@ _LOCAL = frozenset(
     ]
 )
 """Besides arithmetic, what mixes no elements."""
+_SAME = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad"))
 
 
 @functools.cache
@@ -242,7 +249,7 @@ def _is_local(func: Callable[..., Any]) -> bool:
     if func in METADATA:
         return True
     name = name_of(func)
-    if name in _LOCAL or func in (Tensor.data.__get__, Tensor.grad.__get__):  # type: ignore[attr-defined]
+    if name in _LOCAL or func in _SAME:
         return True
     name = _OPERATORS.get(name, name).removeprefix("_foreach_").rstrip("_")
     packet = getattr(torch.ops.aten, name, None)

@@ -308,7 +308,7 @@ def _clip_by_the_largest(process):
     sharded = FullyShardedDataParallel(nn.Linear(3, 2))
     sharded(torch.ones(4, 3)).square().sum().backward()
     sharded.finish_gradient_synchronization()
-    rows = sharded.module.weight.shape[0]
+    rows = next(sharded.parameters()).shape[0]
     return rows, sharded.clip_grad_norm_(1e6, float("inf")).item()
 
 
@@ -334,7 +334,7 @@ def _scale(process):
         loss.backward()
         sharded.finish_gradient_synchronization()
         if step == 0 and process.rank == 1:
-            next(p for p in sharded.parameters() if p.numel() > 0).grad[0] = float("inf")
+            next(p for p in sharded.parameters() if p.numel() > 0).grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -17,6 +17,7 @@ The schedule of a step, for a model of blocks b0 … bn:
 On a GPU nothing of this makes the host wait.
 
 In reading order: `shards` decides what is gathered together and cuts it; `group` gathers and frees, and sends gradients
-and adds them up; `transport` carries both; `schedule` decides when, and meets the modules' calls; `wrapper` puts them
-around a module; `checkpoint` writes and reads.
+and adds them up; `transport` carries both; `schedule` decides when; `boundary` meets the modules' calls, and `leavings`
+what they leave; `placeholder` stands in modules for what is not gathered; `agreement` holds the ranks together;
+`wrapper` puts them around a module, with its `checks`; `checkpoint` writes and reads.
 """

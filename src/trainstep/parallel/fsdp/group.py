@@ -80,6 +80,8 @@ class GatherGroup:
             # .data: gathering must not count as a change of what autograd saved
             full = whole.data if rows is None else whole.data[: parameter.shape[0]]
             parameter.full = nn.Parameter(full, requires_grad=parameter.trainable)
+            for register, hook in parameter.hooks:
+                getattr(parameter.full, register)(hook)
         self._storage = memory.untyped_storage()
         self._storage.resize_(0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -41,7 +42,7 @@ class Placeholder(StandIn):
         return made
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         return self.parameter.shard.grad
 
     @grad.setter
@@ -65,6 +66,9 @@ class Placeholder(StandIn):
                 f"{parameter.name} is sharded, and its module cannot be copied or pickled; use state_dict() or "
                 "gather_full_parameters() of FullyShardedDataParallel"
             )
+        if what == "copy_" and first is args[0] and not torch.is_grad_enabled() and parameter.fits(args[1]):
+            parameter.load(args[1], None)  # as Module.load_state_dict does
+            return first
         if what in ("to", "data") or changes(what):
             raise UsageError(
                 f"{what} of {parameter.name}, which is sharded: what is changed outside of its module's forward would "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from trainstep.blocks import find_blocks, is_called
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.fsdp.placeholder import Placeholder
+from trainstep.parallel.partial import StandIn
 
 Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module has itself, not those of the modules inside it."""
@@ -53,6 +55,7 @@ class ShardedParameter:
     rows: slice | None  # the shard's in the full parameter, or None if it is replicated
     full: nn.Parameter | None = None  # the whole in the dtype it is computed with; its storage comes and goes
     placeholder: Placeholder | None = None  # in the module while no call that owns it is running
+    hooks: Sequence[tuple[str, Callable[..., Any]]] = ()  # a user's, by the method that registers them
     mark: Callable[[Tensor], Tensor] | None = None  # makes a gradient of rows one that is not taken for a whole
 
     def __post_init__(self) -> None:
@@ -75,10 +78,14 @@ class ShardedParameter:
         stride, own = torch.empty(self.shape, device="meta").stride(), self.shard.detach()
         return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride)
 
-    def load(self, value: Tensor, mesh: DeviceMesh) -> None:
-        """Copy a value of the full parameter's shape, a DTensor or a plain tensor, into the shard."""
-        if self.rows is not None and isinstance(value, DTensor):
-            value = value.redistribute(mesh, [Shard(0)]).to_local()
+    def fits(self, value: Any) -> bool:
+        """Whether it is a plain tensor of the full parameter's shape."""
+        return isinstance(value, Tensor) and not isinstance(value, (DTensor, StandIn)) and value.shape == self.shape
+
+    def load(self, value: Tensor, mesh: DeviceMesh | None) -> None:
+        """Copy a value of the full parameter's shape into the shard: a plain tensor or, with the mesh, a DTensor."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor() if self.rows is None else value.redistribute(mesh, [Shard(0)]).to_local()
         elif self.rows is not None:
             value = value[self.rows]
         self.shard.copy_(value)
@@ -109,7 +116,7 @@ class ShardedParameter:
 
     def _install(self, parameter: Tensor) -> None:
         for module, attribute in self.slots:
-            there = module._parameters.get(attribute)
+            there: Tensor | None = module._parameters.get(attribute)
             if there is not self.placeholder and there is not self.full and there is not self.shard:
                 raise UsageError(
                     f"{self.name} was replaced or removed after the module was sharded; change parameters in place, "
@@ -277,6 +284,9 @@ def _shard(
         values = values[rows]
     shard = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
     shard.__dict__.update(vars(entry.parameter))  # marks that users set on parameters
+    hooks = [("register_hook", hook) for hook in (entry.parameter._backward_hooks or {}).values()]
+    accumulated = entry.parameter._post_accumulate_grad_hooks or {}
+    hooks += [("register_post_accumulate_grad_hook", hook) for hook in accumulated.values()]
     if not entry.parameter.is_meta:
         entry.parameter.data = entry.parameter.data.new_empty(0)
-    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows)
+    return ShardedParameter(entry.names, entry.slots, shard, shape, padded_shape, rows, hooks=hooks)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
-from trainstep.errors import UnsupportedError, UsageError
+from trainstep.errors import UsageError
 from trainstep.parallel.collectives import all_gather_slices, clip_gradients_
+from trainstep.parallel.fsdp.boundary import Boundary, install
+from trainstep.parallel.fsdp.checks import MAX_PREFETCH, StepCheck, check_arguments
 from trainstep.parallel.fsdp.group import GatherGroup
 from trainstep.parallel.fsdp.placeholder import Placeholder
-from trainstep.parallel.fsdp.schedule import Boundary, Schedule, Unit, in_backward, install
+from trainstep.parallel.fsdp.schedule import Schedule, in_backward
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
 from trainstep.parallel.fsdp.transport import TransportName, choose_transport
-from trainstep.parallel.partial import Known, RankGradient, before_optimizer_steps, is_elementwise
+from trainstep.parallel.partial import RankGradient, before_optimizer_steps
 from trainstep.parallel.process import check_ranks_agree, resolve_group
 
-MAX_PREFETCH = 2
+
+class _NotHereError(UsageError, AttributeError):
+    """So that `hasattr` says no."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -70,7 +73,7 @@ class FullyShardedDataParallel(nn.Module):
         transport: TransportName = "auto",
     ) -> None:
         super().__init__()
-        _check_arguments(module, compute_dtype, prefetch, transport)
+        check_arguments(module, compute_dtype, prefetch, transport)
         self.process_group = resolve_group(process_group)
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
@@ -117,9 +120,8 @@ class FullyShardedDataParallel(nn.Module):
             install(unit, Boundary(self._schedule, unit_groups, unit))
         self.module = module
         self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
-        self._retired = Known({entry.names[0]: entry.parameter for entry in planned})
-        self._shards = Known({parameter.name: parameter.shard for parameter in self._sharded})
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        retired = {entry.names[0]: entry.parameter for entry in planned}
+        self._step_check = StepCheck(self._sharded, retired, self.process_group, self._gradient_class)
         before_optimizer_steps(self, FullyShardedDataParallel._before_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,33 +259,25 @@ class FullyShardedDataParallel(nn.Module):
             "a sharded module cannot be copied; build another one and give its load_state_dict this one's state_dict()"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" in self._modules and hasattr(self.module, name):
+                raise _NotHereError(
+                    f"FullyShardedDataParallel has no {name!r}; its module has: .module.{name}. (torch's "
+                    "get_state_dict and set_state_dict do not know this wrapper: use save_checkpoint, load_checkpoint)"
+                ) from None
+            raise
+
     def sharded_parameters(self) -> list[ShardedParameter]:
         """All parameters, in the order of `parameters()`."""
         return self._sharded
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """What must hold before an optimizer with any of the shards steps; it gets gradients as plain tensors."""
-        if self._optimizers.get(optimizer) != len(optimizer.param_groups):
-            _put_shards_for_placeholders(optimizer)
-            self._optimizers[optimizer] = len(optimizer.param_groups)
-        if (retired := self._retired.first_in(optimizer)) is not None:
-            raise UsageError(
-                f"the optimizer has {retired} as it was before sharding; build the optimizer after "
-                "FullyShardedDataParallel, from its parameters()"
-            )
-        if self._shards.first_in(optimizer) is None:
-            return
-        self._check_complete(f"{type(optimizer).__name__}.step()")
-        if not is_elementwise(optimizer) and self.process_group.size() > 1:
-            raise UsageError(
-                f"{type(optimizer).__name__} is not known to treat each element alone, and a rank has only its rows of "
-                "the parameters. Use an elementwise optimizer of torch.optim (such as AdamW), or "
-                "DistributedDataParallel and ShardedOptimizer, which gives whole parameters to ranks. If it is your "
-                "own and elementwise, say so: is_elementwise = True in its class"
-            )
-        for parameter in self._sharded:
-            if type(gradient := parameter.shard.grad) is self._gradient_class:
-                parameter.shard.grad = gradient.plain
+        if self._step_check.concerns(optimizer):
+            self._check_complete(f"{type(optimizer).__name__}.step()")
+            self._step_check.make_ready(optimizer)
 
     def _check_complete(self, before: str) -> None:
         if not self._schedule.is_complete:
@@ -342,39 +336,8 @@ def _completeness_of(schedule: Schedule) -> Callable[[], bool]:
     return lambda: schedule.is_complete
 
 
-def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that was made from the module's own parameters() gets what the wrapper's would have given it."""
-    for group in optimizer.param_groups:
-        for index, each in enumerate(group["params"]):
-            if isinstance(each, Placeholder):
-                group["params"][index] = each.parameter.shard
-                if each in optimizer.state:
-                    optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
-    if compute_dtype is not None and not compute_dtype.is_floating_point:
-        raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
-    if prefetch not in range(MAX_PREFETCH + 1):
-        raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
-    if transport not in get_args(TransportName):
-        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
-    if any(isinstance(inner, Unit) for inner in module.modules()):
-        raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
-    if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:
-        raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
-    for name, inner in module.named_modules():
-        if isinstance(inner, nn.RNNBase):
-            raise UnsupportedError(
-                f"{name or 'the module'} is an nn.{type(inner).__name__}, which keeps a list of its parameters beside "
-                "them and cannot be sharded; use DistributedDataParallel"
-            )
 
 
 def _device_for(

@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
+from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
 from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.scattered import ScatteredGradient
 from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"]
-)
-"""Optimizers that treat each element alone, so that slices can be updated. What a subclass changes is not known."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -37,8 +33,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             other is given whole parameters. LBFGS is refused: it couples all parameters.
         process_group: the ranks; by default all, or those of `ddp`.
         ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
-            `finish_gradient_synchronization()` a sliced parameter's `grad` is None, and clipping is done by
-            `clip_grad_norm_` of this optimizer.
+            `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
+            clipping is done by `clip_grad_norm_` of this optimizer.
         shard: "slices" or "parameters" to choose; "auto" takes slices for elementwise optimizers.
         exchange_mb: megabytes (10^6 bytes) of parameters that are updated and gathered at a time.
         **kwargs: passed to `optimizer_cls`.
@@ -128,11 +124,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, also those that were reduce-scattered."""
         super().zero_grad(set_to_none)
-        for _, mine in self._slices():
-            mine.grad = None
+        for parameter, mine in self._slices():
+            if parameter.grad is None:
+                mine.grad = None
 
     def local_gradients(self) -> list[Tensor]:
         """The gradients that this rank updates its part with: slices, and of undivided parameters its own ones."""
+        if self._ddp is not None:
+            self._ddp.drop_stale_slices()
         parts = [piece.mine for piece in self._all_pieces() if piece.mine is not None]
         return [part.grad for part in parts if part.grad is not None]
 
@@ -144,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ddp is None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        self._ddp.check_finished("clip_grad_norm_()")
         group, device = self.process_group, self.param_groups[0]["params"][0].device
         own = self.local_gradients()
         return clip_gradients_(own, [], max_norm=max_norm, norm_type=norm_type, group=group, device=device)
@@ -239,7 +239,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"parameter number {piece.number} was moved or cast since this optimizer was made; make the "
                         "optimizer afterwards"
                     )
-                if self._ddp is not None and piece.parameter.grad is not None:
+                scattered = piece.parameter.grad is None or isinstance(piece.parameter.grad, ScatteredGradient)
+                if self._ddp is not None and not scattered:
                     raise UsageError("step() before gradients were averaged; call finish_gradient_synchronization()")
         for number, parameter in enumerate(parameter for group in self.param_groups for parameter in group["params"]):
             if id(parameter) not in divided and parameter.grad is not None:
@@ -267,13 +268,13 @@ def _may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:
         raise UsageError("LBFGS couples all parameters, so its work cannot be divided; use it undivided")
     if shard not in ("auto", "slices", "parameters"):
         raise UsageError(f"shard is {shard!r}; expected auto, slices or parameters")
-    if shard == "slices" and optimizer_cls not in ELEMENTWISE:
+    if shard == "slices" and not is_elementwise(optimizer_cls):
         names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise UsageError(
             f"{optimizer_cls.__name__} is not known to treat each element alone (as {names} do), so it needs whole "
-            "parameters; use shard='parameters'"
+            "parameters; use shard='parameters', or if it does, say is_elementwise = True in its class"
         )
-    return optimizer_cls in ELEMENTWISE and shard != "parameters"
+    return is_elementwise(optimizer_cls) and shard != "parameters"
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, flat, slice_of
+from trainstep.parallel.scattered import ScatteredGradient
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ class ParameterBucket:
             return
         rank, size = process_group.rank(), process_group.size()
         for parameter, mine in self.slices():
-            if parameter.grad is not None:  # else it was reduce-scattered straight into the slice's
-                mine.grad = slice_of(parameter.grad, rank, size)
+            if not isinstance(parameter.grad, ScatteredGradient):  # else the slice's is there
+                mine.grad = None if parameter.grad is None else slice_of(parameter.grad, rank, size)
         self.optimizer.step()
-        for _, mine in self.slices():
-            mine.grad = None  # a view of the whole gradient, which would live on with it
+        for parameter, mine in self.slices():
+            if not isinstance(parameter.grad, ScatteredGradient):
+                mine.grad = None  # a view of the whole gradient, which would live on with it
 
     def exchange(self, process_group: dist.ProcessGroup) -> list[Waitable]:
         """Start giving every rank the new parameters."""

@@ -1,0 +1,136 @@
+"""Where a module's calls tell the schedule that they begin and end, in forward and in backward.
+
+A unit's class is replaced by a subclass whose `__call__` goes through a `Boundary`: outside of what `module.compile()`
+compiles and of the module's hooks, and there whenever the module is called. Code that runs a unit's `forward` without
+calling it (activation checkpointing of several blocks together, or computing one again) meets the same boundary there.
+In backward, a hook on the call's outputs, and on what it left in attributes, runs before backward enters the call; an
+identity node on its inputs runs after backward has left it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from trainstep.errors import UsageError
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.fsdp.leavings import Leavings, all_tensors, hidden_tensors
+from trainstep.parallel.fsdp.schedule import Call, Schedule, in_backward
+
+
+class Boundary:
+    """Around the calls of one unit, which need `groups`."""
+
+    def __init__(self, schedule: Schedule, groups: Sequence[GatherGroup], unit: nn.Module) -> None:
+        self._schedule, self._groups = schedule, groups
+        self._leavings = Leavings(unit)
+        self.is_open = False  # whether a call is running inside, so that its `forward` needs no boundary of its own
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)` with the groups gathered, in forward and when backward comes through it."""
+        call, first_node, args, kwargs = self._enter(args, kwargs)
+        was_open, self.is_open = self.is_open, True
+        try:
+            output = function(*args, **kwargs)
+        except BaseException as error:
+            self._schedule.abandon(call)
+            if "_AfterBackward is a view and is being modified inplace" in str(error):
+                what = f"{call.groups[0].name} changes its input in place, which a sharded module cannot"
+                raise UsageError(f"{what}; let it work on a clone") from error
+            raise
+        finally:
+            self.is_open = was_open
+        self._leave(call, first_node, output, (args, kwargs))
+        return output
+
+    def run_again(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, computed again in backward; the marks for backward are in the graph from the first time."""
+        for group in self._groups:
+            self._schedule.gather([group])
+        was_open, self.is_open = self.is_open, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_open = was_open
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, int, Any, Any]:
+        call, first_node = self._schedule.enter(self._groups), torch._C._autograd._get_sequence_nr()
+        if not torch.is_grad_enabled():
+            return call, first_node, args, kwargs
+        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        watched = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not watched:
+            return call, first_node, args, kwargs
+        if not any(tensor.requires_grad for leaf in leaves for tensor in hidden_tensors(leaf)):
+            call.is_watched = True
+            for group in self._groups:
+                group.awaiting.add(call)
+        inputs = [leaves[index] for index in watched]
+        passed = _AfterBackward.apply(self._schedule, call, *inputs)  # type: ignore[no-untyped-call]
+        for index, tensor in zip(watched, passed, strict=True):
+            leaves[index] = tensor
+        args, kwargs = _pytree.tree_unflatten(leaves, structure)
+        return call, first_node, args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, call: Call, first_node: int, output: Any, inputs: Any) -> None:
+        returned = [output] if isinstance(output, Tensor) else list(all_tensors(output))
+        enters = [tensor for tensor in returned if tensor.grad_fn is not None]  # where backward may enter the call
+        left = list(self._leavings.tensors(inputs))
+        for group in call.groups:
+            if any(group.is_part_of(tensor) for tensor in (*returned, *left)):
+                self._schedule.hold(group)  # a parameter, or a view of one, goes outside
+        if not torch.is_grad_enabled():
+            enters = []
+        elif left:
+            enters += [each for each in left if each.grad_fn is not None and each.grad_fn._sequence_nr() >= first_node]
+        for tensor in enters:
+            tensor.register_hook(lambda _: self._schedule.before_backward(call))
+        self._schedule.leave(call, needs_backward=bool(enters))
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a call's inputs; its backward runs when backward has left the call."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.schedule, ctx.call = schedule, call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.schedule.after_backward(ctx.call)
+        return None, None, *gradients
+
+
+class Unit(nn.Module):
+    """What a unit's class is mixed with: its calls go through a boundary."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.__dict__.get("forward"), "hands_on", False):  # see trainstep.blocks
+            return super().__call__(*args, **kwargs)
+        return self.__dict__["boundary"].run(super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        boundary = self.__dict__["boundary"]
+        if boundary.is_open:
+            return super().forward(*args, **kwargs)
+        run = boundary.run_again if in_backward() else boundary.run
+        return run(super().forward, args, kwargs)
+
+
+@functools.cache
+def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (Unit, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def install(unit: nn.Module, boundary: Boundary) -> None:
+    unit.__dict__["boundary"] = boundary
+    unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]

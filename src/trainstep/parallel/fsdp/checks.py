@@ -1,0 +1,125 @@
+"""What is checked when the wrapper is built, and before an optimizer steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.parallel.fsdp.boundary import Unit
+from trainstep.parallel.fsdp.placeholder import Placeholder
+from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.fsdp.transport import TransportName
+from trainstep.parallel.partial import Known, RankGradient, is_elementwise
+
+MAX_PREFETCH = 2
+_REPLICATED = "DistributedDataParallel"
+
+
+class StepCheck:
+    """Of optimizers that have any of one wrapper's parameters.
+
+    Args:
+        sharded: the wrapper's.
+        retired: the parameters that shards took the place of, by name.
+        gradient_class: that gradients of shards have.
+    """
+
+    def __init__(
+        self,
+        sharded: Sequence[ShardedParameter],
+        retired: Mapping[str, nn.Parameter],
+        process_group: dist.ProcessGroup,
+        gradient_class: type[RankGradient],
+    ) -> None:
+        self._sharded, self._process_group, self._gradient_class = sharded, process_group, gradient_class
+        self._retired, self._shards = Known(retired), Known({each.name: each.shard for each in sharded})
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has any of the shards. One made from the module's own parameters() is given them.
+
+        Raises:
+            UsageError: it has parameters as they were before sharding.
+        """
+        if self._seen.get(optimizer) != len(optimizer.param_groups):
+            _put_shards_for_placeholders(optimizer)
+            self._seen[optimizer] = len(optimizer.param_groups)
+        if (retired := self._retired.first_in(optimizer)) is not None:
+            raise UsageError(
+                f"the optimizer has {retired} as it was before sharding; build the optimizer after "
+                "FullyShardedDataParallel, from its parameters()"
+            )
+        return self._shards.first_in(optimizer) is not None
+
+    def make_ready(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that it may be given shards, and give it gradients as plain tensors.
+
+        Raises:
+            UsageError: it is not known to be elementwise, or has the state of whole parameters.
+        """
+        if self._process_group.size() > 1 and not is_elementwise(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} is not known to treat each element alone, and a rank has only its rows of "
+                "the parameters. Use an elementwise optimizer of torch.optim (such as AdamW), or "
+                f"{_REPLICATED} and ShardedOptimizer, which gives whole parameters to ranks. If it is your "
+                "own and elementwise, say so: is_elementwise = True in its class"
+            )
+        cut = next((each for each in self._sharded if each.shard.shape != each.shape), None)  # it tells for all
+        state = {} if cut is None or cut.shard not in optimizer.state else optimizer.state[cut.shard]
+        for key, value in state.items():
+            if cut is not None and isinstance(value, Tensor) and value.dim() > 0 and value.shape == cut.shape:
+                raise UsageError(
+                    f"the optimizer's {key} of {cut.name} has shape {tuple(value.shape)}, that of the whole parameter; "
+                    f"this rank's shard has {tuple(cut.shard.shape)}. State is loaded by load_checkpoint of "
+                    "trainstep.parallel"
+                )
+        for parameter in self._sharded:
+            if type(gradient := parameter.shard.grad) is self._gradient_class:
+                parameter.shard.grad = gradient.plain
+
+
+def _put_shards_for_placeholders(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that was made from the module's own parameters() gets what the wrapper's would have given it."""
+    for group in optimizer.param_groups:
+        for index, each in enumerate(group["params"]):
+            if isinstance(each, Placeholder):
+                group["params"][index] = each.parameter.shard
+                if each in optimizer.state:
+                    optimizer.state[each.parameter.shard] = optimizer.state.pop(each)
+
+
+def check_arguments(module: object, compute_dtype: torch.dtype | None, prefetch: int, transport: str) -> None:
+    """Raise `UsageError` or `UnsupportedError` where the wrapper cannot be built as asked."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"module is a {type(module).__name__}; expected an nn.Module")
+    if compute_dtype is not None and not compute_dtype.is_floating_point:
+        raise UsageError(f"compute_dtype is {compute_dtype}; expected a floating-point dtype, such as torch.bfloat16")
+    if prefetch not in range(MAX_PREFETCH + 1):
+        raise UsageError(f"prefetch is {prefetch!r}; expected 0 to {MAX_PREFETCH} groups")
+    if transport not in get_args(TransportName):
+        raise UsageError(f"transport is {transport!r}; expected one of {', '.join(get_args(TransportName))}")
+    if any(isinstance(inner, Unit) for inner in module.modules()):
+        raise UsageError("the module is sharded already; build FullyShardedDataParallel once, around the whole model")
+    if lazy := [name for name, parameter in module.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        raise UsageError(f"{lazy[0]} has no shape yet; run a lazy module once before sharding it")
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UnsupportedError(f"{name} is complex ({parameter.dtype}), which cannot be sharded; use {_REPLICATED}")
+        if parameter.numel() == 0:
+            shape = tuple(parameter.shape)
+            raise UnsupportedError(f"{name} has no elements (shape {shape}), so it cannot be sharded; leave it out")
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.RNNBase):
+            raise UnsupportedError(
+                f"{name or 'the module'} is an nn.{type(inner).__name__}, which keeps a list of its parameters beside "
+                f"them and cannot be sharded; use {_REPLICATED}"
+            )
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            what = f"{name or 'the module'} makes sparse gradients"
+            raise UnsupportedError(f"{what}, which cannot be sharded; use sparse=False, or {_REPLICATED}")

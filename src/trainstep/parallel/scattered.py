@@ -1,0 +1,71 @@
+"""What stands in `param.grad` for a mean gradient of which this rank has its slice alone (see `ddp` and `zero`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from trainstep.errors import UsageError
+from trainstep.parallel.partial import StandIn, name_of
+
+
+class ScatteredGradient(StandIn):
+    """Says that the gradient is there, in slices. It can be zeroed or dropped; other uses raise.
+
+    Autograd adds the next backward's gradient to it, as to any: that is kept apart until it is scattered too.
+
+    Attributes:
+        of_parameter: its name.
+        own: the parameter that stands for this rank's slice; its `grad` is the slice of the gradient.
+        local: what backward has brought since, of this rank alone, or None.
+    """
+
+    of_parameter: str
+    own: nn.Parameter
+    local: Tensor | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, name: str, own: nn.Parameter) -> ScatteredGradient:
+        made: ScatteredGradient = cls.like(parameter.detach())
+        made.of_parameter, made.own, made.local = name, own, None
+        return made
+
+    def take_local(self) -> Tensor:
+        """This rank's gradient since the last ones were scattered: zeros if there is none."""
+        local, self.local = self.local, None
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if local is None else local
+
+    @classmethod
+    def use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        what = name_of(func)
+        if what in ("requires_grad_", "requires_grad"):
+            return args[0]
+        given = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, ScatteredGradient)]
+        if what in ("zero_", "_foreach_zero_"):
+            for each in given:
+                if each.own.grad is not None:
+                    each.own.grad.zero_()
+            return args[0]
+        if what == "_amp_foreach_non_finite_check_and_unscale_":
+            raise UsageError(
+                "a GradScaler sees only this rank's slices of the gradients, so it would skip a step on some ranks; "
+                "leave out ddp=, or train in bfloat16, which needs no scaling"
+            )
+        raise UsageError(
+            f"{what} of the gradient of {given[0].of_parameter}: with ShardedOptimizer(…, ddp=ddp) a rank has only its "
+            "slice of each. Clip with clip_grad_norm_ of the optimizer; to see or change gradients, leave out ddp="
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ScatteredGradient) and not kwargs:
+            mine, gradient = args
+            mine.local = gradient if mine.local is None else mine.local + gradient
+            return mine
+        return cls.use(func, args, kwargs or {})
