@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "trainstep.parallel.process"]
+PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOADED += ["trainstep.parallel.fsdp.checkpoint", "trainstep.parallel.zero.optimizer"]
 """Imported once, by the server that workers are forked from."""
 
 GRACE_S = 5.0

@@ -75,7 +75,7 @@ class StandIn(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
         )
 
@@ -85,7 +85,7 @@ class StandIn(Tensor):
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # what its owner does is not for a graph
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in METADATA:
@@ -99,7 +99,7 @@ class StandIn(Tensor):
     ) -> Any:
         return cls.use(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 

@@ -26,19 +26,23 @@ class Placeholder(StandIn):
 
     Attributes:
         parameter: what it stands for.
+        may_read: whether it may be read now: all ranks do.
         read: gathers the parameter and returns it in full, or raises.
     """
 
     _is_param = True  # so that isinstance says nn.Parameter
     parameter: ShardedParameter
+    may_read: Callable[[], bool]
     read: Callable[[], nn.Parameter]
 
     @classmethod
-    def of(cls, parameter: ShardedParameter, read: Callable[[], nn.Parameter]) -> Placeholder:
+    def of(
+        cls, parameter: ShardedParameter, may_read: Callable[[], bool], read: Callable[[], nn.Parameter]
+    ) -> Placeholder:
         assert parameter.full is not None
         made: Placeholder = cls.like(parameter.full)
         made.__dict__.update(vars(parameter.shard))  # marks that users set on parameters
-        made.parameter, made.read = parameter, read
+        made.parameter, made.may_read, made.read = parameter, may_read, read
         return made
 
     @property
@@ -59,7 +63,11 @@ class Placeholder(StandIn):
             if asked != parameter.trainable:
                 raise UsageError(parameter.frozen_message(asked))
             return first
-        if what == "to" and first.is_unchanged_by(args[1:], kwargs):
+        if what in _CASTS and not first.may_read():  # as Module.to() and the like do
+            cast = func(parameter.shard.detach(), *args[1:], **kwargs)
+            if (cast.dtype, cast.device) != (parameter.shard.dtype, parameter.shard.device):
+                instead = "give FullyShardedDataParallel device= or compute_dtype= instead"
+                raise UsageError(f"a sharded module was moved or cast; {instead}")
             return first
         if what in ("__deepcopy__", "__reduce_ex__"):
             raise UsageError(
@@ -69,7 +77,7 @@ class Placeholder(StandIn):
         if what == "copy_" and first is args[0] and not torch.is_grad_enabled() and parameter.fits(args[1]):
             parameter.load(args[1], None)  # as Module.load_state_dict does
             return first
-        if what in ("to", "data") or changes(what):
+        if what == "data" or changes(what):
             raise UsageError(
                 f"{what} of {parameter.name}, which is sharded: what is changed outside of its module's forward would "
                 "be lost. Change the parameters of FullyShardedDataParallel element by element, or load_state_dict"
@@ -77,8 +85,5 @@ class Placeholder(StandIn):
         args, kwargs = _pytree.tree_map_only(Placeholder, lambda each: each.read(), (args, kwargs))
         return func(*args, **kwargs)
 
-    def is_unchanged_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `to` with these arguments changes nothing, as in `Module.cuda()` of a module that is there."""
-        shard = self.parameter.shard
-        moved = shard.detach().to(*args, **kwargs)
-        return (moved.dtype, moved.device) == (shard.dtype, shard.device)
+
+_CASTS = frozenset(["to", "cuda", "cpu", "float", "double", "half", "bfloat16"])

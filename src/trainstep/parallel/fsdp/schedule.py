@@ -95,6 +95,11 @@ class Schedule:
         """Whether no gradient has come since gradients were last synchronised."""
         return not self._used
 
+    @property
+    def may_read(self) -> bool:
+        """Whether what is not gathered may be, for a read outside of calls: all ranks are in forward or backward."""
+        return self.passes_running > 0 or in_backward()
+
     def begin_pass(self) -> None:
         """The wrapper's forward begins: shards may have changed, so nothing gathered before is used again."""
         if in_backward():

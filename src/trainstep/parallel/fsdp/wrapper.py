@@ -105,10 +105,12 @@ class FullyShardedDataParallel(nn.Module):
             group.connect(carrier)
         self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
         self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
-        self._gradient_class = RankGradient.for_wrapper(self.process_group, _completeness_of(self._schedule))
+        self._gradient_class = RankGradient.for_wrapper(self.process_group, _question(self._schedule, "is_complete"))
+        may_read = _question(self._schedule, "may_read")
         for group in gather_groups:
             for parameter in group.parameters:
-                parameter.placeholder = Placeholder.of(parameter, _reader(self._schedule, group, parameter))
+                read = _reader(self._schedule, group, parameter)
+                parameter.placeholder = Placeholder.of(parameter, may_read, read)
                 parameter.install_placeholder()
                 if parameter.rows is not None and self.process_group.size() > 1:
                     parameter.mark = self._gradient_class.mark
@@ -320,7 +322,7 @@ def _reader(schedule: Schedule, group: GatherGroup, parameter: ShardedParameter)
     """What gathers a parameter for a read outside of its module's calls."""
 
     def read() -> nn.Parameter:
-        if not (schedule.passes_running or in_backward()):
+        if not schedule.may_read:
             raise UsageError(
                 f"{parameter.name} is sharded, and was read outside of forward, where a rank has only its rows; use "
                 "gather_full_parameters() of FullyShardedDataParallel, or read it in the module's forward"
@@ -332,8 +334,9 @@ def _reader(schedule: Schedule, group: GatherGroup, parameter: ShardedParameter)
     return read
 
 
-def _completeness_of(schedule: Schedule) -> Callable[[], bool]:
-    return lambda: schedule.is_complete
+def _question(schedule: Schedule, name: str) -> Callable[[], bool]:
+    """What asks the schedule, without being the wrapper's."""
+    return lambda: bool(getattr(schedule, name))
 
 
 def _detached(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -153,7 +154,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Slices are one-dimensional DTensors, so that they can be loaded at any world size. What has no state yet is
         filled in with what `load` can write into, and marked.
+
+        Raises:
+            UsageError: torch's get_state_dict asks for it, which takes it for that of an undivided optimizer.
         """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise UsageError(
+                "torch's get_state_dict and set_state_dict do not know ShardedOptimizer; pass the optimizer itself to "
+                "torch.distributed.checkpoint's save and load, or use full_state_dict()"
+            )
         return dump(self._buckets, self.param_groups, self.process_group, self._twin)
 
     def full_state_dict(self) -> dict[str, Any]:
