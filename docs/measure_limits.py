@@ -1,7 +1,7 @@
 """Train every odd model (tests/parallel/odd_models.py) under our wrappers and torch's: docs/results/cpu-limits.json.
 
-python docs/measure_limits.py                    # all of them: minutes, on the CPU
-python docs/measure_limits.py "torch's clip" …   # only print these
+python docs/measure_limits.py                # all of them: minutes, on the CPU
+python docs/measure_limits.py "torch's clip" # only print these
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+
+from tables import RESULTS
 from tests.parallel.odd_models import SCENARIOS
 from tests.parallel.odd_runs import OURS, PEERS, outcome_of
 from tests.workers import Workers
-
-from tables import RESULTS
 from trainstep.measure.environment import describe
 
 
 def main(*names: str) -> None:
     """Run, print, and keep what came out."""
-    cells: dict[str, dict[str, str]] = {}
-    with Workers(2, timeout_s=10, limit_s=40, preload=["tests.parallel.odd_models"]) as workers:
+    environment = describe(torch.device("cpu"))
+    cells: dict[str, dict[str, dict[str, object]]] = {}
+    with Workers(2, timeout_s=10, limit_s=60, preload=["tests.parallel.odd_models"]) as workers:
         for name in names or SCENARIOS:
             cells[name] = {}
             for scheme in (*OURS, *PEERS):
                 start = time.monotonic()
                 outcome = outcome_of(name, scheme, workers)
-                cells[name][scheme] = f"{outcome.what}: {outcome.detail}" if outcome.detail else outcome.what
-                print(f"{name:26} {scheme:18} {time.monotonic() - start:5.1f} s  {cells[name][scheme]}", flush=True)
+                cells[name][scheme] = vars(outcome)
+                took = f"{time.monotonic() - start:5.1f} s"
+                print(f"{name:26} {scheme:18} {took} {outcome.what} {outcome.detail[:100]}", flush=True)
     if not names:
-        kept = {"environment": describe(torch.device("cpu")), "cells": cells}
-        (RESULTS / "cpu-limits.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        kept = json.dumps({"environment": environment, "cells": cells}, indent=1)
+        (RESULTS / "cpu-limits.json").write_text(kept + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
