@@ -14,29 +14,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-
-from tables import RESULTS
 from tests.parallel.odd_models import SCENARIOS
 from tests.parallel.odd_runs import OURS, PEERS, outcome_of
 from tests.workers import Workers
+
+from tables import RESULTS
 from trainstep.measure.environment import describe
 
 
 def main(*names: str) -> None:
     """Run, print, and keep what came out."""
     environment = describe(torch.device("cpu"))
-    cells: dict[str, dict[str, dict[str, object]]] = {}
+    scenarios: dict[str, dict[str, object]] = {}
     with Workers(2, timeout_s=10, limit_s=60, preload=["tests.parallel.odd_models"]) as workers:
         for name in names or SCENARIOS:
-            cells[name] = {}
+            outcomes: dict[str, object] = {}
+            scenarios[name] = {"odd": SCENARIOS[name].what, "outcomes": outcomes}
             for scheme in (*OURS, *PEERS):
                 start = time.monotonic()
                 outcome = outcome_of(name, scheme, workers)
-                cells[name][scheme] = vars(outcome)
+                outcomes[scheme] = vars(outcome)
                 took = f"{time.monotonic() - start:5.1f} s"
                 print(f"{name:26} {scheme:18} {took} {outcome.what} {outcome.detail[:100]}", flush=True)
     if not names:
-        kept = json.dumps({"environment": environment, "cells": cells}, indent=1)
+        kept = json.dumps({"environment": environment, "scenarios": scenarios}, indent=1)
         (RESULTS / "cpu-limits.json").write_text(kept + "\n", encoding="utf-8")
 
 
