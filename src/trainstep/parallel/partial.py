@@ -63,8 +63,8 @@ _FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_same_size", "is_si
 METADATA = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
-        *(getattr(Tensor, name) for name in _METHODS),
-        *(getattr(torch, name) for name in _FUNCTIONS),
+        *(getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)),
+        *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
     ]
 )
 """What says or sets something of a tensor and reads none of its elements."""
@@ -240,7 +240,6 @@ _LOCAL = frozenset(
     ]
 )
 """Besides arithmetic, what mixes no elements."""
-_SAME = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad"))
 
 
 @functools.cache
@@ -249,7 +248,7 @@ def _is_local(func: Callable[..., Any]) -> bool:
     if func in METADATA:
         return True
     name = name_of(func)
-    if name in _LOCAL or func in _SAME:
+    if name in _LOCAL or (func.__name__ == "__get__" and name in ("data", "grad")):
         return True
     name = _OPERATORS.get(name, name).removeprefix("_foreach_").rstrip("_")
     packet = getattr(torch.ops.aten, name, None)

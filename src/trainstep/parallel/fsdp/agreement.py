@@ -64,7 +64,7 @@ class Agreement:
             return
         self.compare(wait=True)
         on_host = "cpu" in dist.get_backend_config(self._process_group)
-        mine = torch.tensor([self._digest], device="cpu" if on_host else "cuda")
+        mine = torch.full((1,), self._digest, device="cpu" if on_host else "cuda")  # no copy that the host waits for
         everyone = mine.new_empty(self._process_group.size())
         work = self._process_group._allgather_base(everyone, mine)
         self._digest = 0
