@@ -1430,19 +1430,21 @@ SCENARIOS: dict[str, Scenario] = {
     "aux in a list": Scenario("blocks append an auxiliary loss to a shared list", AuxInList),
     "aux of weights": Scenario("what blocks leave depends on their weights alone", AuxOfWeights),
     "aux alone": Scenario("a block whose output is not used, but what it left is", AuxOnly, settings=UNUSED),
-    "aux without input": Scenario("the same, and its inputs have no graph", AuxWithoutInput, settings=UNUSED),
+    "aux without input": Scenario(
+        "a block of which only what it left is used, and whose inputs have no graph", AuxWithoutInput, settings=UNUSED
+    ),
     "aux apart": Scenario("auxiliary losses with a backward of their own", PlainAux, train=aux_apart),
     # routing and order
     "other blocks by step": Scenario("other blocks in other steps, the same on all ranks", MoE, settings=UNUSED),
     "experts by rank": Scenario("inside blocks, each rank uses another expert", RoutedInside, settings=UNUSED),
     "blocks by rank": Scenario("each rank calls another of two blocks", RoutedBlocks, settings=UNUSED),
     "order by rank": Scenario("ranks call blocks in another order", OrderByRank),
-    "order by rank, later": Scenario("the same from the third step on", LateOrderByRank),
+    "order by rank, later": Scenario("ranks call blocks in another order from the third step on", LateOrderByRank),
     "skipped on one rank": Scenario("one rank skips a block", SkippedOnOneRank, settings=UNUSED),
     "skipped, odd size": Scenario("one rank skips a block larger than the others", OddSizes, settings=UNUSED),
     "skipped later": Scenario("one rank skips a block from the third step on", LateSkip, settings=UNUSED),
     "unused": Scenario("a layer that is never used", UnusedModule),
-    "unused, allowed": Scenario("the same, where the wrapper is told", UnusedModule, settings=UNUSED),
+    "unused, allowed": Scenario("a layer that is never used, and the wrapper is told", UnusedModule, settings=UNUSED),
     "unused on one rank": Scenario("a layer of the model that one rank does not use", UnusedOnOneRank, settings=UNUSED),
     "unused in a block": Scenario("a layer inside blocks that one rank does not use", UnusedInBlock, settings=UNUSED),
     "all called twice": Scenario("all blocks called twice over", CalledTwice),
@@ -1493,7 +1495,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tensor hooks": Scenario("a hook on a parameter that changes its gradient", Hooked),
     "accumulation hooks": Scenario("a post-accumulation hook on a parameter", ParameterHooks),
     "checkpoint": Scenario("blocks checkpointed in forward", _checkpointed(False)),
-    "reentrant checkpoint": Scenario("the same, reentrant", _checkpointed(True)),
+    "reentrant checkpoint": Scenario("blocks checkpointed in forward, reentrant", _checkpointed(True)),
     "checkpoint inside": Scenario("a checkpoint inside blocks", CheckpointInside),
     "checkpoint across": Scenario("one checkpoint across all blocks", CheckpointAcross),
     "compiled blocks": Scenario("compiled blocks", Compiled),
@@ -1506,7 +1508,7 @@ SCENARIOS: dict[str, Scenario] = {
     "Muon": Scenario("Muon, on matrices", Net, optimizer=matrices_only),
     "Adafactor": Scenario("Adafactor", Net, optimizer=lambda p: torch.optim.Adafactor(p, lr=0.01)),
     "unknown optimizer": Scenario("an elementwise optimizer of one's own", Net, optimizer=Lion),
-    "declared optimizer": Scenario("the same, declared elementwise", Net, optimizer=DeclaredLion),
+    "declared optimizer": Scenario("an elementwise optimizer of one's own, declared so", Net, optimizer=DeclaredLion),
     "matrix optimizer": Scenario("an optimizer of one's own that takes norms", Net, optimizer=Matrixwise),
     "schedule": Scenario("a learning-rate schedule", Net, train=schedule),
     "two optimizers": Scenario("two optimizers", Net, train=two_optimizers),
@@ -1521,17 +1523,21 @@ SCENARIOS: dict[str, Scenario] = {
     "normalised by hand": Scenario("each gradient divided by its norm", Net, train=_steps(normalise_gradients)),
     "centred by hand": Scenario("each gradient's mean row subtracted", Net, train=_steps(centre_gradients)),
     "halved by hand": Scenario("gradients halved", Net, train=_steps(halve_gradients)),
-    "halved too early": Scenario("the same before finish_gradient_synchronization", Net, train=halve_before_finish),
+    "halved too early": Scenario(
+        "gradients halved before finish_gradient_synchronization", Net, train=halve_before_finish
+    ),
     "dropped by hand": Scenario("a gradient set to None", Net, train=_steps(drop_gradients)),
     "GradScaler": Scenario("torch's GradScaler, one rank overflows", Net, train=scaled),
     # when gradients are sent
     "forgotten finish": Scenario("finish_gradient_synchronization forgotten", Net, train=forgotten_finish),
-    "forgotten, no overlap": Scenario("the same with overlap=False", Net, train=forgotten_finish, settings=AFTER),
+    "forgotten, no overlap": Scenario(
+        "finish_gradient_synchronization forgotten, overlap=False", Net, train=forgotten_finish, settings=AFTER
+    ),
     "no_sync": Scenario("micro-batches under no_sync", Net, train=micro_batches("no_sync")),
     "finish each": Scenario("micro-batches, each finished", Net, train=micro_batches("finish each")),
     "finish last": Scenario("micro-batches, the last one finished", Net, train=micro_batches("finish last")),
     "finish last, no overlap": Scenario(
-        "the same with overlap=False", Net, train=micro_batches("finish last"), settings=AFTER
+        "micro-batches, the last one finished, overlap=False", Net, train=micro_batches("finish last"), settings=AFTER
     ),
     "no zero_grad": Scenario("gradients added up over steps, never zeroed", Net, train=without_zero_grad),
     "zeroed by the wrapper": Scenario("zero_grad of the wrapper", Net, train=zero_by_module),
@@ -1564,7 +1570,9 @@ SCENARIOS: dict[str, Scenario] = {
     "replaced later": Scenario("a parameter replaced after wrapping", Net, train=replaced_later),
     "state round trip": Scenario("load_state_dict of an earlier state_dict", Net, train=state_round_trip),
     "plain state": Scenario("load_state_dict of the plain module's state", Net, train=plain_state),
-    "plain state, inner": Scenario("the same by the module", Net, train=plain_state_of_inner),
+    "plain state, inner": Scenario(
+        "the module's load_state_dict of the plain module's state", Net, train=plain_state_of_inner
+    ),
     "get_state_dict": Scenario("torch.distributed.checkpoint's get_state_dict", Net, train=state_by_torch),
     "plain optimizer's state": Scenario("load_state_dict of the plain optimizer's state", Net, train=foreign_state),
 }
