@@ -237,6 +237,16 @@ def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, nois
     assert found.figures == {"rungs": ("fused attention",)}
 
 
+@pytest.mark.parametrize(("spread", "attempts"), [(0.02, 1), (0.06, 2)])
+def test_an_undecided_gain_is_measured_again_only_where_its_interval_is_wide(monkeypatch, spread, attempts):
+    """A narrow interval around 1 says that there is no difference to find."""
+    original = ladder.ratio_of_medians
+    monkeypatch.setattr(ladder, "ratio_of_medians", lambda a, b: original(a, b, spread))
+    faked(monkeypatch, [100.0] * 5)
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.attempts) == ("inconclusive", attempts)
+
+
 @pytest.mark.gpu
 def test_the_whole_ladder_on_a_gpu():
     source = builtin_source("toy", ModelConfig(d_model=256, d_ff=1024, num_layers=4, num_heads=4))

@@ -4,10 +4,10 @@ Every rung is rebuilt from the same seed and judged beside the plain step (`chec
 precision, with initial and with trained weights, and by its updates. Only what is right is timed, over the same
 batches. A rung that is faster is built upon, and one that is smaller if it is certainly not much slower (`NO_SLOWER`).
 
-Times of a quiet minute and of a disturbed one cannot be compared. Where the first samples of a rung and of the one it
-is held against leave the question open, or scatter, both are measured once more, one after the other, and all samples
-count. A rung that was not kept is tried once more on the top, where it may bring what it did not bring below. Last, the
-first rung and the top are measured again, as controls.
+Times of a quiet minute and of a disturbed one cannot be compared. Where the first samples of a rung or of the one it
+is held against scatter, or their ratio has a wide interval that decides nothing, both are measured once more, one after
+the other, and all samples count. A rung that was not kept is tried once more on the top, where it may bring what it did
+not bring below. Last, the first rung and the top are measured again, as controls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_SLOWER = 0.98
 """A change that saves memory is kept where the whole interval of its gain is above this."""
 
 NOISY = 0.08
-"""A median whose interval is wider than this part of it is measured again before anything is held against it."""
+"""A median, or a gain that is undecided, with an interval wider than this part of it is measured again."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Ladder:
             one = Ratio(1.0, None)
             return {**_ratio_fields("speedup", one), **_ratio_fields("gain", one), "verdict": "baseline", "kept": True}
         gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
-        if gain.interval is not None and (verdict(gain) == "inconclusive" or self.kept.is_noisy or rung.is_noisy):
+        if _is_open(gain) or self.kept.is_noisy or rung.is_noisy:
             for each in (self.kept, rung):
                 again = attempt(partial(self._timed, each.config))
                 if not isinstance(again, Failure):
@@ -201,6 +201,12 @@ class _Ladder:
         if keep:
             self.kept = rung
         return {**_ratio_fields("speedup", total), **_ratio_fields("gain", gain), "verdict": called, "kept": keep}
+
+
+def _is_open(gain: Ratio) -> bool:
+    """Whether more samples may find a difference; a narrow interval around 1 says that there is none."""
+    found = gain.interval
+    return found is not None and verdict(gain) == "inconclusive" and found.high - found.low > NOISY * gain.value
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
