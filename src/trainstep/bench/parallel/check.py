@@ -36,7 +36,7 @@ from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.one_process import FILLED, PASSES, STEPS, Expected, expected, fill_gradients, seeded
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar
@@ -168,6 +168,10 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement | None:
     """Judge a scheme: every part on every rank; rank 0 has what is wanted, and it alone gets the result."""
+    if case.scheme.narrow_reduce and not PRECISIONS[case.config.precision].is_autocast:
+        raise UnsupportedError(
+            f"{case.scheme.name} sums in the 16 bits of autocast, and {case.config.precision} has none; use bf16"
+        )
     trial = _Trial(case, wanted, process)
     with without_dropout():
         own = trial.gradients(case.config.precision)
