@@ -4,11 +4,12 @@ Settings that no source is named for have theirs on that class's page of torch's
 
 gradient_as_bucket_view: on. A gradient is a view of its bucket: it is held once, and copied neither in nor out.
 
-static_graph: on where it holds. It spares the search of each step's graph, and buckets are ready as the first step found
-them. It promises that every step uses the same parameters in the same way. It is off where one process found that some
-share of a batch gave some parameter no gradient, as which ones may change from step to step; find_unused_parameters,
-which searches each graph, is on then. A workload that uses each parameter in every step, but not always as often, breaks
-the promise, and DDP's error is its row. Reentrant checkpointing, which static_graph would allow, is not used here.
+static_graph: on where it holds. It spares the search of each step's graph, and buckets are ready as the first step
+found them. It promises that every step uses the same parameters in the same way. It is off where one process found
+that some share of a batch gave some parameter no gradient, as which ones may change from step to step;
+find_unused_parameters, which searches each graph, is on then. A workload that uses each parameter in every step, but
+not always as often, breaks the promise, and DDP's error is its row. Reentrant checkpointing, which static_graph would
+allow, is not used here.
 
 Buffers are not broadcast before each forward, which is on by default and keeps statistics such as batch
 normalisation's alike. A decoder's buffers, where it has any, are constants (tables of rotations), and ours sends none
