@@ -6,7 +6,7 @@ from torch import nn
 
 from trainstep.config import StepConfig
 from trainstep.measure.collectives import recorded_collectives
-from trainstep.replicas import build
+from trainstep.replicas import build, full_parameters
 from trainstep.schemes import SCHEMES
 
 
@@ -98,3 +98,31 @@ def test_fsdp2_prefetches_two_blocks_and_reduces_as_its_row_says(two):
     assert wide[2:] == ("torch.bfloat16", "torch.float32")
     assert (narrow[:2], narrow[2:]) == (wide[:2], ("torch.bfloat16", "None"))
     assert unordered[:2] == ([[], [], [], []], [[], [], [], []])
+
+
+def _compiled(process, scheme):
+    """Parameters after four steps, eager and with its blocks compiled first, as a step compiles them."""
+    found = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        net = Net()
+        if backend is not None:
+            for block in net.blocks:
+                block.compile(backend=backend)
+        replica = build(SCHEMES[scheme], process, StepConfig(device="cpu"), net, lambda own: torch.optim.SGD(own, 0.01))
+        for _ in range(4):
+            replica.module(torch.full((2, 16), 1.0 + process.rank)).backward()
+            replica.optimizer.step()
+            replica.optimizer.zero_grad()
+        found.append({name: value.clone() for name, value in full_parameters(replica, net)})
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scheme", ["torch-ddp-1", "torch-zero", "torch-fsdp2"])
+def test_compiled_blocks_train_as_eager_ones(two, scheme):
+    eager, compiled = two.run(_compiled, scheme)[0]
+    torch.testing.assert_close(compiled, eager)
+    torch.manual_seed(0)
+    assert not torch.equal(eager["blocks.0.weight"], Net().blocks[0].weight), "they moved"
