@@ -7,6 +7,9 @@
    float32's tolerance (`bench.check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
 
+A scheme that sums gradients in the 16 bits of autocast sums them in float32 where there is none: in float32 all else of
+it is judged, at float32's budget, and in its precision the sum too, at that precision's.
+
 Gradients are read as any wrapper, ours or torch's, shows them: by what SGD with a learning rate of 2⁴⁰ does to the
 parameters. A power of two is exact, and 2⁴⁰ · g so much larger than the weights that (before − after) / 2⁴⁰ has all of
 float32's digits of g.
