@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 import random
@@ -11,8 +12,10 @@ from trainstep.records import by_case, of_kind, read_records
 from trainstep.stats import (
     Interval,
     Ratio,
+    in_rounds,
     median_interval,
     ratio_of_medians,
+    ratio_of_rounds,
     ratio_of_runs,
     run_deviation,
     smallest_found,
@@ -225,3 +228,33 @@ def test_false_calls_on_the_corpus_are_at_most_5_percent(runs):
 
 def _groups(runs, size):
     return [runs[start : start + size] for start in range(0, len(runs) - size + 1, size)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "rounds", "sizes"), [(6, 3, [2, 2, 2]), (7, 3, [2, 2, 3]), (5, 1, [5]), (2, 2, [1, 1])]
+)
+def test_samples_are_split_into_their_rounds(samples, rounds, sizes):
+    parts = in_rounds(range(samples), rounds)
+    assert [len(part) for part in parts] == sizes
+    assert [each for part in parts for each in part] == list(range(samples))
+
+
+def test_rounds_count_once_each_within_a_run():
+    a, b = [[10.0, 10.1], [10.4, 10.5], [10.2, 10.3]], [[20.0, 20.1]] * 3
+    found = ratio_of_rounds(a, b)
+    assert found == dataclasses.replace(ratio_of_runs(a, b), between_runs=False)
+    assert (found.between_runs, found.interval.low < found.value < found.interval.high) == (False, True)
+
+
+def test_of_few_rounds_all_samples_are_one():
+    a, b = [[10.0] * 4, [10.2] * 4], [[20.0] * 4, [20.4] * 4]
+    assert ratio_of_rounds(a, b) == ratio_of_medians([*a[0], *a[1]], [*b[0], *b[1]])
+    assert ratio_of_rounds([*a, a[0]], b) == ratio_of_medians([*a[0], *a[1], *a[0]], [*b[0], *b[1]])
+
+
+def test_drift_over_the_rounds_of_a_run_is_in_the_interval():
+    """In a run that slows down by 10 %, two equal cases in turns are not told apart; nor are their rounds narrow."""
+    drift = [[1 + 0.05 * number + 0.001 * step for step in range(10)] for number in range(3)]
+    found = ratio_of_rounds(drift, [[each * 1.01 for each in part] for part in drift])
+    assert 1 in found.interval
+    assert found.interval.high - found.interval.low > 0.1

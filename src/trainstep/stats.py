@@ -13,10 +13,11 @@ side, each a process of its own; and `ratio_of_medians` of one run a side, which
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CONFIDENCE = 0.95
@@ -137,6 +138,28 @@ def ratio_of_runs(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], co
         degrees = total**2 / sum(each**2 / (len(side) - 1) for each, side in zip(variances, sides, strict=True))
         half = student_quantile(degrees, confidence) * math.sqrt(total)
     return Ratio(value, Interval(value * math.exp(-half), value * math.exp(half)), between_runs=True)
+
+
+FEWEST_ROUNDS = 3
+"""Rounds a side from which `ratio_of_rounds` takes a round as one sample."""
+
+
+def in_rounds(samples: Sequence[float], rounds: int) -> list[Sequence[float]]:
+    """Samples of one case that was taken in turns with others, by round: all have as many, or differ by one."""
+    ends = [len(samples) * number // rounds for number in range(rounds + 1)]
+    return [samples[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def ratio_of_rounds(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> Ratio:
+    """The ratio of two cases that were taken in turns in one run, round after round in an order drawn anew.
+
+    What drifts in a run, and what a case leaves to the next, is then in how a case's rounds differ. So a round counts
+    once, as a run does in `ratio_of_runs`, and the interval is that one's. With fewer than `FEWEST_ROUNDS` a side it is
+    `ratio_of_medians` of all samples. Either way it is true `WITHIN_RUN` alone: both have one process.
+    """
+    if min(len(a), len(b)) < FEWEST_ROUNDS:
+        return ratio_of_medians([each for part in a for each in part], [each for part in b for each in part])
+    return replace(ratio_of_runs(a, b), between_runs=False)
 
 
 def run_deviation(*arms: Sequence[Sequence[float]]) -> float:

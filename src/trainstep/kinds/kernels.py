@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainstep.kinds.row import GpuState, Rates, StepSettings, Timed, setting
+from trainstep.kinds.row import GpuState, Rates, Row, StepSettings, Timed, setting
 
 
 class ProfileRow(StepSettings, Timed, kind="profile"):
@@ -116,6 +116,8 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     head_dim: int = setting()
     causal: str = setting()  # yes or no
     dtype: str = setting()
+    rounds: int | None = None  # in turns with the other implementations of the shape; samples come round after round
+    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
     forward_tflops: float | None = None
     backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
     both_tflops: float | None = None
@@ -137,3 +139,29 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     predicted_before_backward_gib: float | None = None
     predicted_peak_gib: float | None = None
     score_matrices_at_peak: float | None = None
+
+
+class AttentionRatioRow(Row, kind="attention ratio"):
+    """Our kernels over a peer's on one shape, in one run: times, below 1 where ours are faster.
+
+    The intervals are those within this run.
+    """
+
+    impl: str = setting()
+    peer: str = setting()
+    batch: int = setting()
+    heads: int = setting()
+    seq: int = setting()
+    head_dim: int = setting()
+    causal: str = setting()  # yes or no
+    dtype: str = setting()
+    rounds: int | None = None
+    forward: float | None = None
+    forward_low: float | None = None
+    forward_high: float | None = None
+    backward: float | None = None
+    backward_low: float | None = None
+    backward_high: float | None = None
+    both: float | None = None
+    both_low: float | None = None
+    both_high: float | None = None

@@ -7,6 +7,9 @@
    float32's tolerance (`bench.check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
 
+A scheme that sums gradients in the 16 bits of autocast sums them in float32 where there is none: in float32 all else of
+it is judged, at float32's budget, and in its precision the sum too, at that precision's.
+
 Gradients are read as any wrapper, ours or torch's, shows them: by what SGD with a learning rate of 2⁴⁰ does to the
 parameters. A power of two is exact, and 2⁴⁰ · g so much larger than the weights that (before − after) / 2⁴⁰ has all of
 float32's digits of g.
@@ -36,7 +39,7 @@ from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.one_process import FILLED, PASSES, STEPS, Expected, expected, fill_gradients, seeded
-from trainstep.errors import UsageError
+from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar
@@ -168,6 +171,10 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement | None:
     """Judge a scheme: every part on every rank; rank 0 has what is wanted, and it alone gets the result."""
+    if case.scheme.narrow_reduce and not PRECISIONS[case.config.precision].is_autocast:
+        raise UnsupportedError(
+            f"{case.scheme.name} sums in the 16 bits of autocast, and {case.config.precision} has none; use bf16"
+        )
     trial = _Trial(case, wanted, process)
     with without_dropout():
         own = trial.gradients(case.config.precision)
