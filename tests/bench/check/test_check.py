@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trainstep.bench.check import accumulated_rounding, allowed_error, one_rounding
-from trainstep.bench.check.transfer import PIECE, to_device
 from trainstep.precision import PRECISIONS
 
 
@@ -35,14 +34,3 @@ def test_twice_the_plain_error_plus_one_rounding_is_allowed_and_no_less_than_the
 
 def test_roundings_add_up_with_the_root_of_their_number():
     assert accumulated_rounding(2**-24, 900) == pytest.approx(30 * 2**-24)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_tensors_reach_the_gpu_bit_for_bit(dtype):
-    """Of several pieces, of none, without dimensions, and not contiguous."""
-    many = torch.arange(2 * PIECE // dtype.itemsize + 7).to(dtype)
-    for tensor in (many, many[:0], many[5], many[: 2**20].view(2**10, 2**10).T):
-        found = to_device(tensor, torch.device("cuda"))
-        assert found.is_cuda
-        assert torch.equal(found.cpu(), tensor)

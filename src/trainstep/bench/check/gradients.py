@@ -21,7 +21,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from trainstep.bench.check.transfer import to_device
 from trainstep.errors import UsageError
 
 HEADROOM = 4.0
@@ -224,7 +223,7 @@ def _headroom(count: float) -> float:
 
 
 def _error(found: Tensor, reference: Tensor) -> Error:
-    expected = to_device(reference, found.device)
+    expected = reference.to(found.device)
     difference = found - expected
     product = float((difference * expected).sum(dtype=torch.float64))
     return Error(float(_norm(difference)), _rows(difference), product)

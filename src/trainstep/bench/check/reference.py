@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
 from trainstep.bench.check.rounding import RandomRounding
-from trainstep.bench.check.transfer import to_device
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
 from trainstep.config import StepConfig
@@ -189,7 +188,7 @@ def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy parameters and buffers into the module, whatever their dtype is there."""
     with torch.no_grad():
         for name, value in _tensors_of(module):
-            value.copy_(to_device(state[name], value.device))
+            value.copy_(state[name])
 
 
 def _state_of(module: nn.Module) -> dict[str, Tensor]:

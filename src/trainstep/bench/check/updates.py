@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainstep.bench.check.transfer import to_device
-
 ROUNDING = 2.0**-24
 """Unit roundoff of float32, in which every optimizer computes."""
 LOST_BITS = 2.0**10
@@ -61,7 +59,7 @@ def take_updates(
     state = optimizer.state_dict()
     for given in gradients:
         for name, parameter in named.items():
-            parameter.grad = to_device(given[name], parameter.device).to(parameter.dtype) if name in given else None
+            parameter.grad = given[name].to(parameter.device, parameter.dtype) if name in given else None
         optimizer.step()
     moved = {name: (value.detach().double() - before[name].double()).float() for name, value in named.items()}
     with torch.no_grad():
@@ -87,7 +85,7 @@ def compare_updates(
     """
     worst = UpdateError()
     for name, reference in expected.items():
-        expected_there = to_device(reference, found[name].device)
+        expected_there = reference.to(found[name].device)
         error, moved = float((found[name] - expected_there).norm()), float(expected_there.norm())
         allowed = 4 * unit * (sizes[name] + moved) + 2 * LOST_BITS * ROUNDING * moved
         worst = max(worst, UpdateError(error / (moved or 1), allowed / (moved or 1), name), key=lambda each: each.share)
