@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -197,23 +199,64 @@ def mutants_of(file: str, source: str, only: set[str] | None = None) -> list[Mut
     return every
 
 
+Seconds = tuple[dict[str, float], dict[str, float]]
+"""What tests take by their ids: before they start, fixtures shared with others among it, and themselves."""
+
+
+class Order:
+    """Plugin of pytest: first the tests that most likely notice soon, by their seconds and by what they noticed.
+
+    Independent tests whose chances are p and seconds s find the first failure soonest in the order of s/p.
+    """
+
+    def __init__(
+        self, setup_s: dict[str, float] | None = None, call_s: dict[str, float] | None = None,
+        noticed: Counter[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.setup_s, self.call_s, self.noticed = setup_s or {}, call_s or {}, noticed or Counter()
+        self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """The first test to ask for a fixture of its file pays for it: each of its users counts as the first."""
+
+        def users(item: Any) -> Any:
+            return item.nodeid.split("::")[0], *item.fixturenames
+
+        shared: dict[Any, float] = {}
+        for item in items:
+            shared[users(item)] = max(shared.get(users(item), 0), self.setup_s.get(item.nodeid, 0))
+        items.sort(
+            key=lambda item: (
+                (0.01 + shared[users(item)] + self.call_s.get(item.nodeid, 0)) / (0.1 + self.noticed[item.nodeid])
+            )
+        )
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Its seconds, and whether it failed."""
+        if report.when in ("setup", "call"):
+            (self.setup_s if report.when == "setup" else self.call_s)[report.nodeid] = report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
 class Lane:
     """A process with a copy of the tree of its own, which forks a child for every mutant."""
 
     def __init__(self, folder: Path) -> None:
         self.root = Path(tempfile.mkdtemp(dir=folder))
         self.writes = 0
+        self.noticed: Counter[tuple[str, str]] = Counter()
         for path in ROOT.iterdir():
             if path.name in ("src", "tests"):
                 shutil.copytree(path, self.root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             elif not path.name.startswith("."):
                 (self.root / path.name).symlink_to(path)
 
-    def run(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, float]:
+    def run(self, tests: Sequence[str], limit_s: float, order: Order) -> tuple[int | None, float]:
         """The tests' exit code (None: they ran for longer than the limit and were ended) and their seconds."""
         start, code = time.monotonic(), None
         if not (child := os.fork()):
-            self._become_tests(tests)
+            self._become_tests(tests, order)
         while code is None and time.monotonic() - start < limit_s:
             ended, status = os.waitpid(child, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if ended else None
@@ -224,7 +267,7 @@ class Lane:
             os.waitpid(child, 0)
         return code, time.monotonic() - start
 
-    def _become_tests(self, tests: Sequence[str]) -> None:
+    def _become_tests(self, tests: Sequence[str], order: Order) -> None:
         code = 99
         try:
             os.setsid()
@@ -239,7 +282,10 @@ class Lane:
             import torch
 
             torch.set_num_threads(1)
-            code = int(pytest.main(["-xq", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]))
+            gc.freeze()  # pytest collects garbage twice, which is slow with all of torch
+            options = ["-xq", "--disable-plugin-autoload", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--assert=plain"]
+            code = int(pytest.main([*options, *tests], plugins=[order]))
+            (self.root / "order.json").write_text(json.dumps([order.setup_s, order.call_s, order.failed]))
         finally:
             os._exit(code)
 
@@ -249,19 +295,23 @@ class Lane:
         self.writes += 1
         os.utime(path, (self.writes, self.writes))
 
-    def judge(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> bool:
+    def judge(self, mutant: Mutant, tests: Sequence[str], limit_s: float, seconds: Seconds) -> bool:
         """Whether the tests notice the mutant."""
         path = self.root / PACKAGE / mutant.file
         before = path.read_text()
         self._write(path, mutant.source)
+        noticed = Counter({test: count for (file, test), count in self.noticed.items() if file == mutant.file})
         try:
-            code, _ = self.run(tests, limit_s)
+            code, _ = self.run(tests, limit_s, Order(*seconds, noticed))
         finally:
             self._write(path, before)
         if code in (4, 5, 99):
             raise RuntimeError(
                 f"{mutant.file}, {mutant.name}: pytest ended with {code}: {(self.root / 'log').read_text()}"
             )
+        if code == 1:
+            for test in json.loads((self.root / "order.json").read_text())[2]:
+                self.noticed[mutant.file, test] += 1
         return code != 0
 
 
@@ -273,14 +323,15 @@ def _enter(folder: Path) -> None:
     _lane = Lane(folder)
 
 
-def _baseline(tests: Sequence[str]) -> float:
-    code, took = _lane.run(tests, 600)
+def _baseline(tests: Sequence[str]) -> tuple[float, Seconds]:
+    code, took = _lane.run(tests, 600, Order())
     if code:
         raise RuntimeError(f"{' '.join(tests)} fail without any mutant: {(_lane.root / 'log').read_text()[-3000:]}")
-    return took
+    setup, call, _ = json.loads((_lane.root / "order.json").read_text())
+    return 10 + 5 * took, (setup, call)
 
 
-def _judge(job: tuple[Mutant, Sequence[str], float]) -> tuple[Mutant, bool]:
+def _judge(job: tuple[Mutant, Sequence[str], float, Seconds]) -> tuple[Mutant, bool]:
     return job[0], _lane.judge(*job)
 
 
@@ -316,8 +367,8 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder, context.Pool(asked.jobs, _enter, (Path(folder),)) as lanes:
         needed = sorted({tests_of[mutant.file] for mutant in wanted})
-        limits = {tests: 10 + 5 * took for tests, took in zip(needed, lanes.map(_baseline, needed, 1), strict=True)}
-        jobs = [(mutant, tests_of[mutant.file], limits[tests_of[mutant.file]]) for mutant in wanted]
+        known = dict(zip(needed, lanes.map(_baseline, needed, 1), strict=True))
+        jobs = [(mutant, tests_of[mutant.file], *known[tests_of[mutant.file]]) for mutant in wanted]
         for mutant, is_killed in lanes.imap_unordered(_judge, jobs):
             killed[mutant.file] += is_killed
             if not is_killed:

@@ -34,6 +34,22 @@ def test_ranks_agree_with_published_tables(n, k):
     assert median_interval(samples) == Interval(k, n + 1 - k)
 
 
+def test_other_confidences_take_other_ranks():
+    """Two samples enclose the median half the time; the middle two of four 6 times of 16."""
+    assert median_interval([1, 2], 0.5) == Interval(1, 2)
+    assert median_interval([1, 2], 0.51) is None
+    assert median_interval([1, 2, 3, 4], 0.375) == Interval(2, 3)
+    assert median_interval([1, 2, 3, 4], 0.38) == Interval(1, 4)
+
+
+def test_an_interval_has_its_ends():
+    assert 1.0 in Interval(1.0, 2.0)
+    assert 2.0 in Interval(1.0, 2.0)
+    assert 0.99 not in Interval(1.0, 2.0)
+    assert 2.01 not in Interval(1.0, 2.0)
+    assert verdict(Ratio(1.1, Interval(1.0, 1.2))) == verdict(Ratio(0.9, Interval(0.8, 1.0))) == "inconclusive"
+
+
 @pytest.mark.parametrize("n", [6, 10, 25])
 def test_coverage_on_skewed_samples(n):
     rng = random.Random(0)
@@ -59,6 +75,13 @@ def test_outliers_are_counted_not_dropped():
     assert summarize([*steady, 50.0]).outliers == 1
 
 
+def test_few_samples_have_no_quartiles_and_one_no_deviation():
+    assert summarize([10.0, 10.0, 1000.0]).outliers == 0
+    assert summarize([10.0, 10.0, 10.0, 50.0]).outliers == 1
+    assert math.isnan(summarize([3.0]).std)
+    assert summarize([3.0, 5.0]).std == pytest.approx(math.sqrt(2))
+
+
 def test_ratio_needs_seven_samples_a_side():
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, spread=0) == Ratio(2.0, Interval(2.0, 2.0))
     assert ratio_of_medians([2.0] * 6, [1.0] * 7).interval is None
@@ -66,6 +89,12 @@ def test_ratio_needs_seven_samples_a_side():
 
 def test_ratio_is_widened_by_the_spread_between_runs():
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, spread=0.25) == Ratio(2.0, Interval(1.6, 2.5))
+
+
+def test_within_a_run_two_percent_are_not_remarked_on():
+    assert verdict(ratio_of_medians([1.015] * 7, [1.0] * 7)) == "inconclusive"
+    assert verdict(ratio_of_medians([1.025] * 7, [1.0] * 7)) == "faster"
+    assert verdict(ratio_of_medians([1.0] * 7, [1.025] * 7)) == "slower"
 
 
 def test_ratio_coverage_of_equal_and_of_unequal_cases():
@@ -109,6 +138,7 @@ def test_columns_of_a_row():
 def test_a_median_of_an_even_number_lies_between_the_middle_two():
     assert summarize([1.0, 2.0, 3.0, 10.0]).median == 2.5
     assert ratio_of_medians([1.0, 2.0, 3.0, 10.0], [1.0]).value == 2.5
+    assert ratio_of_medians([10.0], [1.0, 2.0, 3.0, 10.0]).value == 4.0
     assert ratio_of_runs([[1.0, 2.0, 3.0, 10.0]], [[0.5, 1.5]]).value == pytest.approx(2.5)
 
 
