@@ -41,8 +41,15 @@ JUDGES = {
     "records.py": ("tests/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
     "bench/ladder.py": ("tests/bench/test_ladder.py",),
-    "bench/check/*.py": ("tests/bench/check",),
-    "bench/parallel/check.py": ("tests/bench/parallel/test_run.py",),
+    "bench/check/__init__.py": ("tests/bench/check/test_check.py",),
+    "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
+    "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
+    "bench/check/gradients.py": ("tests/bench/check/test_gradients.py",),
+    "bench/check/reference.py": ("tests/bench/check/test_step.py",),
+    "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
+    "bench/check/step.py": ("tests/bench/check/test_step.py",),
+    "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
+    "bench/parallel/check.py": ("tests/bench/parallel/test_check.py",),
     "report/compare.py": ("tests/report/test_compare.py",),
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
@@ -283,7 +290,15 @@ class Lane:
 
             torch.set_num_threads(1)
             gc.freeze()  # pytest collects garbage twice, which is slow with all of torch
-            options = ["-xq", "--disable-plugin-autoload", "-p", "no:cacheprovider", "-p", "pytest_timeout", "--assert=plain"]
+            options = [
+                "-xq",
+                "--disable-plugin-autoload",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "pytest_timeout",
+                "--assert=plain",
+            ]
             code = int(pytest.main([*options, *tests], plugins=[order]))
             (self.root / "order.json").write_text(json.dumps([order.setup_s, order.call_s, order.failed]))
         finally:

@@ -159,7 +159,7 @@ def test_student_quantiles_agree_with_published_tables():
     for degrees, (wide, narrow) in table.items():
         assert student_quantile(degrees, 0.95) == pytest.approx(wide, abs=5e-4)
         assert student_quantile(degrees, 0.80) == pytest.approx(narrow, abs=5e-4)
-    assert student_quantile(1e9, 0.95) == pytest.approx(1.96, abs=0.013)
+    assert student_quantile(1e9, 0.95) == student_quantile(1e9 + 0.5, 0.95) == pytest.approx(1.96, abs=0.013)
     assert 3.495 < student_quantile(2.5, 0.95) < 3.495 * 1.05, "3.495 by quadrature; above it, by the chord"
 
 
@@ -210,6 +210,7 @@ def test_a_ratio_says_whether_it_holds_between_runs():
     assert not ratio_of_medians(one, one).between_runs
     assert ratio_of_runs(many, many).between_runs
     assert ratio_of_runs([one], many).interval is None, "one run has no spread between runs"
+    assert ratio_of_runs([one], many).between_runs
     assert ratio_of_runs([one, one], [one, one]).interval == Interval(1.0, 1.0)
 
 
@@ -229,6 +230,7 @@ def test_the_deviation_of_runs_is_pooled_over_arms():
     arms = [[[scale * rng.lognormvariate(0, 0.03)] * 3 for _ in range(5)] for scale in (1, 7) for _ in range(200)]
     assert run_deviation(*arms) == pytest.approx(0.03, rel=0.06)
     assert math.isnan(run_deviation([[1.0, 2.0]]))
+    assert run_deviation([[1.0], [math.e]], [[5.0]]) == pytest.approx(math.sqrt(0.5)), "two runs are enough"
 
 
 CORPUS = sorted((Path(__file__).parents[1] / "docs" / "results").glob("aa-*.jsonl"))

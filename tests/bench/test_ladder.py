@@ -11,6 +11,8 @@ from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
 from trainstep.workload import WorkloadSource, builtin_source
 
+pytestmark = pytest.mark.usefixtures("small_pool")
+
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
 SOURCE = builtin_source("toy", TOY)
 THEIRS = WorkloadSource("theirs", SOURCE.build)
