@@ -130,10 +130,10 @@ def test_all_that_is_planted_is_listed():
 @pytest.mark.parametrize("kv_heads", [None, 1])
 def test_all_leading_dimensions_are_heads(shape, kv_heads):
     """The same numbers are drawn for each."""
-    found = check(causal, shape, torch.bfloat16, CPU, is_causal=True, kv_heads=kv_heads)
+    found = check(causal, shape, torch.float32, CPU, is_causal=True, kv_heads=kv_heads)
     assert found.within_budget
     if kv_heads is None:
-        flat = check(causal, (1, 4, 32, 8), torch.bfloat16, CPU, is_causal=True)
+        flat = check(causal, (1, 4, 32, 8), torch.float32, CPU, is_causal=True)
         assert (found.found, found.allowed) == (flat.found, flat.allowed)
 
 
