@@ -5,10 +5,14 @@ import torch
 
 import trainstep.bench.ladder as ladder
 from trainstep.analysis import plain_form
+from trainstep.bench.check.gradients import Deviation
+from trainstep.bench.check.step import Verdict
+from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
+from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source
 
 pytestmark = pytest.mark.usefixtures("small_pool")
@@ -18,6 +22,28 @@ SOURCE = builtin_source("toy", TOY)
 THEIRS = WorkloadSource("theirs", SOURCE.build)
 BASE = StepConfig(batch=2, context=32, device="cpu")
 CPU = torch.device("cpu")
+
+
+class Trusting:
+    """Finds every step right, at once: for what the ladder makes of right ones."""
+
+    def __init__(self, source, plain):
+        self.source = source
+
+    def start(self, config):
+        return build_step(self.source, config), Verdict(RIGHT, UpdateError())
+
+    def end(self, step, verdict):
+        return verdict
+
+
+RIGHT = Deviation(0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, "")
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)  # compiled code is tested with the step
 
 
 def climb_with(monkeypatch, rungs, source=SOURCE, **options):
@@ -58,6 +84,7 @@ def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypat
 def faked(monkeypatch, times, peaks=None):
     """Steps are taken as ever; the times (ms) and peaks that are told are these, in the order of the measurements."""
     original, measured = ladder.measure_training_step, []
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
 
     def measure(*arguments):
         found = original(*arguments)
@@ -115,7 +142,7 @@ def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
     assert (wrong.status, wrong.kept, wrong.worst_parameter) == ("wrong", False, name)
 
 
-def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
+def test_a_rung_builds_only_on_what_was_kept(monkeypatch, trusting):
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
@@ -124,7 +151,7 @@ def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
     assert recommended_flags(records) == ""
 
 
-def test_faster_rungs_add_up(monkeypatch):
+def test_faster_rungs_add_up(monkeypatch, trusting):
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "faster")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
@@ -162,7 +189,7 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
-def test_no_rung_trains_by_another_algorithm():
+def test_no_rung_trains_by_another_algorithm(trusting):
     for optimizer, tried in (("sgd", set()), ("adamw-foreach", {"adamw-fused"})):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
         assert base == dataclasses.replace(BASE, optimizer=optimizer)
@@ -214,7 +241,7 @@ def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):
 
 
 @pytest.mark.parametrize("noisy", [1, 2])
-def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, noisy):
+def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, trusting, noisy):
     measured = []
     original = ladder.measure_training_step
 

@@ -81,11 +81,20 @@ def test_the_oracle_slices_the_rows_of_all_its_heads(monkeypatch):
             torch.testing.assert_close(own, reference, rtol=1e-12, atol=1e-14)
 
 
-def test_heads_that_share_keys_count_in_what_is_sliced(monkeypatch):
-    monkeypatch.setattr(module, "SCORES", 64 * 64 * 4)
-    with Largest() as largest:
-        check(causal, (1, 8, 64, 4), torch.float32, CPU, is_causal=True, kv_heads=2)
-    assert largest.elements == 64 * 64 * 4, "the four heads of one group"
+@pytest.mark.parametrize(("scores", "at_once"), [(64 * 64 * 8, 8), (64 * 64 * 4, 4), (64 * 64, 4)])
+def test_the_plain_formula_has_as_many_scores_at_once_as_the_heads_of_one_group_at_least(monkeypatch, scores, at_once):
+    heads = []
+
+    def eager(q, k, v, is_causal, scale):
+        heads.append(q.shape[:-2].numel())
+        return attention_eager(q, k, v, is_causal, scale)
+
+    monkeypatch.setattr(module, "attention_eager", eager)
+    monkeypatch.setattr(module, "SCORES", scores)
+    module._plain_errors.cache_clear()
+    check(causal, (1, 8, 64, 4), torch.float32, CPU, is_causal=True, kv_heads=2)
+    assert set(heads) == {at_once}
+    module._plain_errors.cache_clear()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
