@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -68,6 +69,10 @@ JUDGES = {
 }
 """Files below `src/trainstep` and the tests that must notice; of `report/subjects` the rules of the findings alone."""
 NEEDED = 0.95
+RESULTS = ROOT / "docs/results/mutants.json"
+"""What was judged of each file when, from which docs/trust.md has its table."""
+ON_GPU = "runs on a GPU only"
+"""How the reason of a mutant begins that no test here can run."""
 SAMPLED = (
     *("records.py", "measure/timing.py", "report/compare.py"),
     *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder_findings", "noise", "steps")),
@@ -360,43 +365,84 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments.add_argument("--verbose", action="store_true", help="print each mutant as it is judged")
+    arguments.add_argument("--named", action="store_true", help="those of mutants_named.toml, each by its own test")
     asked = arguments.parse_args()
-    start = time.monotonic()
+    start, commit = time.monotonic(), _commit()
     tests_of = {file: tests for pattern, tests in JUDGES.items() for file in files_of(pattern)}
     tests_of = {file: tests for file, tests in tests_of.items() if not asked.files or file in asked.files}
     equivalent = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
-    every = [mutant for file in tests_of for mutant in mutants_of_judge(file)]
-    known = {(mutant.file, mutant.name) for mutant in every}
-    stale = [(file, name) for file in tests_of for name in equivalent.get(file, {}) if (file, name) not in known]
+    every = [] if asked.named else [(mutant, tests_of[file]) for file in tests_of for mutant in mutants_of_judge(file)]
+    known = {(mutant.file, mutant.name) for mutant, _ in every}
+    listed = [] if asked.named else [(file, name) for file in tests_of for name in equivalent.get(file, {})]
+    stale = [each for each in listed if each not in known]
     for file, name in stale:
         print(f"mutants.toml lists what is no mutant of {file}: {name}")
-    wanted = [mutant for mutant in every if mutant.name not in equivalent.get(mutant.file, {})]
+    wanted = named() if asked.named else [each for each in every if (each[0].file, each[0].name) not in listed]
     count = len(wanted)
     if asked.sample is not None:
-        wanted = [mutant for mutant in wanted if asked.files or mutant.file in SAMPLED]
+        wanted = [each for each in wanted if asked.files or each[0].file in SAMPLED]
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     for name in WARM:
         importlib.import_module(name)
     killed: Counter[str] = Counter()
-    survivors: list[Mutant] = []
+    judged = Counter(mutant.file for mutant, _ in wanted)
+    left, is_kept = judged.copy(), bool(commit and not asked.named and (asked.files or asked.sample is None))
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder, context.Pool(asked.jobs, _enter, (Path(folder),)) as lanes:
-        needed = sorted({tests_of[mutant.file] for mutant in wanted})
-        known = dict(zip(needed, lanes.map(_baseline, needed, 1), strict=True))
-        jobs = [(mutant, tests_of[mutant.file], *known[tests_of[mutant.file]]) for mutant in wanted]
+        needed = sorted({tests for _, tests in wanted})
+        baselines = dict(zip(needed, lanes.map(_baseline, needed, 1), strict=True))
+        jobs = [(mutant, tests, *baselines[tests]) for mutant, tests in wanted]
         for mutant, is_killed in lanes.imap_unordered(_judge, jobs):
-            killed[mutant.file] += is_killed
-            if not is_killed:
-                survivors.append(mutant)
+            file = mutant.file
+            killed[file] += is_killed
+            left[file] -= 1
             if asked.verbose or not is_killed:
-                print(
-                    "killed  " if is_killed else "survived", f"{mutant.file}:{mutant.line}: {mutant.name}", flush=True
-                )
-    for file, number in Counter(mutant.file for mutant in wanted).items():
-        print(f"{file}: {killed[file]} of {number} killed, {len(equivalent.get(file, {}))} listed as equivalent")
+                print("killed  " if is_killed else "survived", f"{file}:{mutant.line}: {mutant.name}", flush=True)
+            if left[file]:
+                continue
+            reasons = equivalent.get(file, {})
+            print(f"{file}: {killed[file]} of {judged[file]} killed, {len(reasons)} listed as equivalent", flush=True)
+            if is_kept:
+                mutants = sum(each.file == file for each, _ in every)
+                _keep(file, _result(mutants, judged[file], killed[file], reasons, commit))
     share = killed.total() / len(wanted) if wanted else 1.0
     print(f"{killed.total()} of {len(wanted)} killed ({share:.1%}; {count} in all) in {time.monotonic() - start:.0f} s")
     return int(share < NEEDED or bool(stale))
+
+
+def named() -> list[tuple[Mutant, tuple[str, ...]]]:
+    """The mutants of mutants_named.toml, each with its test."""
+    found = []
+    for each in tomllib.loads((ROOT / "tests/mutants_named.toml").read_text())["named"]:
+        source = (ROOT / PACKAGE / each["file"]).read_text()
+        assert each["old"] in source, f"{each['file']} has no {each['old']!r} to change: {each['what']}"
+        line = source[: source.index(each["old"])].count("\n") + 1
+        changed = source.replace(each["old"], each["new"])
+        found.append((Mutant(each["file"], line, each["what"], changed), (each["test"],)))
+    return found
+
+
+def _result(mutants: int, judged: int, killed: int, listed: dict[str, str], commit: str) -> dict[str, Any]:
+    on_gpu = sum(reason.startswith(ON_GPU) for reason in listed.values())
+    counts = {"mutants": mutants, "judged": judged, "killed": killed}
+    counts |= {"equivalent": len(listed) - on_gpu, "gpu": on_gpu}
+    return counts | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+
+
+def _keep(file: str, result: dict[str, Any]) -> None:
+    """A result takes the place of the same file's earlier one."""
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    every = sorted((before | {file: result}).items())
+    RESULTS.write_text("{\n" + ",\n".join(f"{json.dumps(file)}: {json.dumps(each)}" for file, each in every) + "\n}\n")
+
+
+def _commit() -> str:
+    """Of the code that is judged; empty where there are changes to it, which no result is kept of."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return "" if git("status", "--porcelain", "src", "tests") else git("rev-parse", "--short=10", "HEAD")
 
 
 def files_of(pattern: str) -> list[str]:

@@ -39,6 +39,7 @@ def test_it_drops_nothing_and_afterwards_does_again(name):
 def test_what_would_drop_nothing_is_not_counted():
     with without_dropout() as seen:
         assert torch.equal(nn.Dropout(0.5).eval()(X), X)
+        assert torch.equal(nn.Dropout(0.0)(X), X)
         assert torch.equal(F.alpha_dropout(X), X), "not training, by default"
         F.scaled_dot_product_attention(X, X, X)
     assert seen.calls == 0

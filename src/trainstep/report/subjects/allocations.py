@@ -222,8 +222,8 @@ def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[Own
     for timeline in of_kind(records, MemoryTimelineRow):
         if timeline.status == "ok" and timeline.peak_phase == phase and is_same_step(step, timeline):
             rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]
-            owners = sorted((row for row in rows if row.is_total), key=lambda row: -(row.share or 0))
-            sums = itertools.accumulate((row.share or 0 for row in owners), initial=0.0)
+            owners = sorted((row for row in rows if row.is_total), key=lambda row: numeric(row.share), reverse=True)
+            sums = itertools.accumulate((numeric(row.share) for row in owners), initial=0.0)
             named = [row for row, before in zip(owners, sums, strict=False) if before <= MOST]
             return named, [row for row in rows if not row.is_total]
     return [], []
@@ -256,7 +256,7 @@ def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) 
 
 def _has(parts: Sequence[OwnerRow], names: frozenset[str]) -> bool:
     """Whether parts of these names own enough of the peak: the last of a module's name, or what made a temporary."""
-    return sum(row.share or 0 for row in parts if _maker(row) in names) >= WORTH
+    return sum(numeric(row.share) for row in parts if _maker(row) in names) >= WORTH
 
 
 def _maker(row: OwnerRow) -> str | None:
