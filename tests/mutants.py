@@ -27,6 +27,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -351,8 +352,8 @@ def _baseline(tests: Sequence[str]) -> tuple[float, Seconds]:
     return 10 + 5 * took, (setup, call)
 
 
-def _judge(job: tuple[Mutant, Sequence[str], float, Seconds]) -> tuple[Mutant, bool]:
-    return job[0], _lane.judge(*job)
+def _judge(mutant: Mutant, tests: Sequence[str], limit_s: float, seconds: Seconds) -> tuple[Mutant, bool]:
+    return mutant, _lane.judge(mutant, tests, limit_s, seconds)
 
 
 def main() -> int:
@@ -388,11 +389,15 @@ def main() -> int:
     judged = Counter(mutant.file for mutant, _ in wanted)
     left, is_kept = judged.copy(), bool(commit and not asked.named and (asked.files or asked.sample is None))
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(asked.jobs, _enter, (Path(folder),)) as lanes:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(asked.jobs, context, _enter, (Path(folder),)) as lanes,  # a Pool's may not have children
+    ):
         needed = sorted({tests for _, tests in wanted})
-        baselines = dict(zip(needed, lanes.map(_baseline, needed, 1), strict=True))
-        jobs = [(mutant, tests, *baselines[tests]) for mutant, tests in wanted]
-        for mutant, is_killed in lanes.imap_unordered(_judge, jobs):
+        baselines = dict(zip(needed, lanes.map(_baseline, needed), strict=True))
+        jobs = [lanes.submit(_judge, mutant, tests, *baselines[tests]) for mutant, tests in wanted]
+        for done in as_completed(jobs):
+            mutant, is_killed = done.result()
             file = mutant.file
             killed[file] += is_killed
             left[file] -= 1
