@@ -74,11 +74,8 @@ RESULTS = ROOT / "docs/results/mutants.json"
 """What was judged of each file when, from which docs/trust.md has its table."""
 ON_GPU = "runs on a GPU only"
 """How the reason of a mutant begins that no test here can run."""
-SAMPLED = (
-    *("records.py", "measure/timing.py", "report/compare.py"),
-    *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder_findings", "noise", "steps")),
-)
-"""What a sample is drawn from: tests of seconds, and every survivor looked at."""
+SLOW = ("bench/ladder.py", "bench/check/reference.py", "bench/check/step.py", "bench/parallel/check.py")
+"""Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
 ORDER = {
@@ -381,7 +378,7 @@ def main() -> int:
     wanted = named() if asked.named else [each for each in every if (each[0].file, each[0].name) not in listed]
     count = len(wanted)
     if asked.sample is not None:
-        wanted = [each for each in wanted if asked.files or each[0].file in SAMPLED]
+        wanted = [each for each in wanted if asked.files or each[0].file not in SLOW]
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     for name in WARM:
         importlib.import_module(name)
