@@ -16,6 +16,7 @@ from tables import (
     NotMeasuredError,
     attention,
     facts,
+    mutants,
     parallel,
     plan,
     profile,
@@ -37,7 +38,7 @@ REPORTS = {
     "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, profile, plan, trust)
+SUBJECTS = (facts, steps, attention, parallel, profile, plan, trust, mutants)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

@@ -71,6 +71,15 @@ def test_the_listed_equivalents_are_mutants_of_today_and_have_reasons():
         assert all(len(reason) > 20 for reason in reasons.values())
 
 
+def test_the_named_mutants_can_be_made_and_their_tests_exist():
+    every = mutants.named()
+    assert len({each.name for each, _ in every}) == len(every) >= 25
+    for each, (test,) in every:
+        path, _, name = test.partition("::")
+        assert f"def {name}" in (mutants.ROOT / path).read_text(), test
+        compile(each.source, each.file, "exec")
+
+
 def test_every_judge_has_tests():
     for pattern, tests in mutants.JUDGES.items():
         assert mutants.files_of(pattern), f"no file {pattern}"

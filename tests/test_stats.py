@@ -37,6 +37,22 @@ def test_ranks_agree_with_published_tables(n, k):
     assert median_interval(samples) == Interval(k, n + 1 - k)
 
 
+def test_other_confidences_take_other_ranks():
+    """Two samples enclose the median half the time; the middle two of four 6 times of 16."""
+    assert median_interval([1, 2], 0.5) == Interval(1, 2)
+    assert median_interval([1, 2], 0.51) is None
+    assert median_interval([1, 2, 3, 4], 0.375) == Interval(2, 3)
+    assert median_interval([1, 2, 3, 4], 0.38) == Interval(1, 4)
+
+
+def test_an_interval_has_its_ends():
+    assert 1.0 in Interval(1.0, 2.0)
+    assert 2.0 in Interval(1.0, 2.0)
+    assert 0.99 not in Interval(1.0, 2.0)
+    assert 2.01 not in Interval(1.0, 2.0)
+    assert verdict(Ratio(1.1, Interval(1.0, 1.2))) == verdict(Ratio(0.9, Interval(0.8, 1.0))) == "inconclusive"
+
+
 @pytest.mark.parametrize("n", [6, 10, 25])
 def test_coverage_on_skewed_samples(n):
     rng = random.Random(0)
@@ -62,6 +78,13 @@ def test_outliers_are_counted_not_dropped():
     assert summarize([*steady, 50.0]).outliers == 1
 
 
+def test_few_samples_have_no_quartiles_and_one_no_deviation():
+    assert summarize([10.0, 10.0, 1000.0]).outliers == 0
+    assert summarize([10.0, 10.0, 10.0, 50.0]).outliers == 1
+    assert math.isnan(summarize([3.0]).std)
+    assert summarize([3.0, 5.0]).std == pytest.approx(math.sqrt(2))
+
+
 def test_ratio_needs_seven_samples_a_side():
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, spread=0) == Ratio(2.0, Interval(2.0, 2.0))
     assert ratio_of_medians([2.0] * 6, [1.0] * 7).interval is None
@@ -69,6 +92,12 @@ def test_ratio_needs_seven_samples_a_side():
 
 def test_ratio_is_widened_by_the_spread_between_runs():
     assert ratio_of_medians([2.0] * 7, [1.0] * 7, spread=0.25) == Ratio(2.0, Interval(1.6, 2.5))
+
+
+def test_within_a_run_two_percent_are_not_remarked_on():
+    assert verdict(ratio_of_medians([1.015] * 7, [1.0] * 7)) == "inconclusive"
+    assert verdict(ratio_of_medians([1.025] * 7, [1.0] * 7)) == "faster"
+    assert verdict(ratio_of_medians([1.0] * 7, [1.025] * 7)) == "slower"
 
 
 def test_ratio_coverage_of_equal_and_of_unequal_cases():
@@ -112,6 +141,7 @@ def test_columns_of_a_row():
 def test_a_median_of_an_even_number_lies_between_the_middle_two():
     assert summarize([1.0, 2.0, 3.0, 10.0]).median == 2.5
     assert ratio_of_medians([1.0, 2.0, 3.0, 10.0], [1.0]).value == 2.5
+    assert ratio_of_medians([10.0], [1.0, 2.0, 3.0, 10.0]).value == 4.0
     assert ratio_of_runs([[1.0, 2.0, 3.0, 10.0]], [[0.5, 1.5]]).value == pytest.approx(2.5)
 
 
@@ -132,7 +162,7 @@ def test_student_quantiles_agree_with_published_tables():
     for degrees, (wide, narrow) in table.items():
         assert student_quantile(degrees, 0.95) == pytest.approx(wide, abs=5e-4)
         assert student_quantile(degrees, 0.80) == pytest.approx(narrow, abs=5e-4)
-    assert student_quantile(1e9, 0.95) == pytest.approx(1.96, abs=0.013)
+    assert student_quantile(1e9, 0.95) == student_quantile(1e9 + 0.5, 0.95) == pytest.approx(1.96, abs=0.013)
     assert 3.495 < student_quantile(2.5, 0.95) < 3.495 * 1.05, "3.495 by quadrature; above it, by the chord"
 
 
@@ -183,6 +213,7 @@ def test_a_ratio_says_whether_it_holds_between_runs():
     assert not ratio_of_medians(one, one).between_runs
     assert ratio_of_runs(many, many).between_runs
     assert ratio_of_runs([one], many).interval is None, "one run has no spread between runs"
+    assert ratio_of_runs([one], many).between_runs
     assert ratio_of_runs([one, one], [one, one]).interval == Interval(1.0, 1.0)
 
 
@@ -202,6 +233,8 @@ def test_the_deviation_of_runs_is_pooled_over_arms():
     arms = [[[scale * rng.lognormvariate(0, 0.03)] * 3 for _ in range(5)] for scale in (1, 7) for _ in range(200)]
     assert run_deviation(*arms) == pytest.approx(0.03, rel=0.06)
     assert math.isnan(run_deviation([[1.0, 2.0]]))
+    assert run_deviation([[1.0], [math.e]], [[5.0]]) == pytest.approx(math.sqrt(0.5)), "two runs are enough"
+    assert run_deviation([[1.0, 3.0], [2.0, 2.0]]) == 0, "their medians are equal"
 
 
 CORPUS = sorted((Path(__file__).parents[1] / "docs" / "results").glob("aa-*.jsonl"))

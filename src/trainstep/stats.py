@@ -30,9 +30,6 @@ runs differ by, which depends on the case: docs/trust.md measures it, and `ratio
 WITHIN_RUN = "within this run"
 """What is said beside the interval of a ratio that one run a side gave."""
 
-WILD_INTERVAL = 0.50
-"""A median whose interval is wider than this share of it is not to be believed: something else must have run."""
-
 
 @dataclass(frozen=True)
 class Interval:

@@ -1,21 +1,51 @@
 import dataclasses
+import itertools
+import time
 
 import pytest
 import torch
 
 import trainstep.bench.ladder as ladder
 from trainstep.analysis import plain_form
+from trainstep.bench.check.gradients import Deviation
+from trainstep.bench.check.step import Verdict
+from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
+from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source
+
+pytestmark = pytest.mark.usefixtures("small_pool")
 
 TOY = ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256)
 SOURCE = builtin_source("toy", TOY)
 THEIRS = WorkloadSource("theirs", SOURCE.build)
 BASE = StepConfig(batch=2, context=32, device="cpu")
 CPU = torch.device("cpu")
+
+
+class Trusting:
+    """Finds every step right, at once: for what the ladder makes of right ones."""
+
+    def __init__(self, source, plain):
+        self.source = source
+
+    def start(self, config):
+        return build_step(self.source, config), Verdict(RIGHT, UpdateError())
+
+    def end(self, step, verdict):
+        return verdict
+
+
+RIGHT = Deviation(0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, 0.0, 1e-6, "")
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)  # compiled code is tested with the step
 
 
 def climb_with(monkeypatch, rungs, source=SOURCE, **options):
@@ -28,10 +58,12 @@ def climb_with(monkeypatch, rungs, source=SOURCE, **options):
 def test_rungs_by_device_and_workload():
     on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, "adamw-foreach")]
     on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), "adamw-foreach")]
-    assert "TF32 matmuls" in on_gpu
-    assert "TF32 matmuls" not in on_cpu
-    assert "our FlashAttention" in on_gpu
-    assert "our FlashAttention" not in on_cpu
+    assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
+    assert on_gpu == [
+        *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
+        *("compiled blocks", "compiled model", "chunked loss"),
+    ]
+    assert [rung.name for rung in rungs_for(THEIRS, CPU, "sgd")] == ["bf16 autocast", "compiled blocks"]
     users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), "adamw-foreach")]
     assert {"attention": "flash-triton"} in users
     assert not any("loss" in change for change in users)
@@ -54,16 +86,24 @@ def test_right_rungs_are_checked_timed_and_trained_on_the_same_batches(monkeypat
 
 
 def faked(monkeypatch, times, peaks=None):
-    """Steps are taken as ever; the times (ms) and peaks that are told are these, in the order of the measurements."""
+    """Steps are taken as ever; the times (ms) and peaks that are told are these, in the order of the measurements.
+
+    Several times are those of the steps, in turn; None for a measurement that fails, or for an unknown peak.
+    """
     original, measured = ladder.measure_training_step, []
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
 
     def measure(*arguments):
         found = original(*arguments)
         measured.append(found)
         ms, memory = times[len(measured) - 1], found.memory
-        steps = tuple(dataclasses.replace(each, wall_ms=ms) for each in found.timing.steps)
+        if ms is None:
+            raise torch.OutOfMemoryError("no room")
+        told = itertools.cycle(ms if isinstance(ms, list) else [ms])
+        steps = tuple(dataclasses.replace(each, wall_ms=next(told)) for each in found.timing.steps)
         if peaks:
-            memory = dataclasses.replace(memory, peak=peaks[len(measured) - 1])
+            peak = peaks[len(measured) - 1]
+            memory = None if peak is None else dataclasses.replace(memory, peak=peak)
         return dataclasses.replace(found, timing=dataclasses.replace(found.timing, steps=steps), memory=memory)
 
     monkeypatch.setattr(ladder, "measure_training_step", measure)
@@ -89,11 +129,94 @@ def test_what_is_slower_than_the_kept_rung_is_not_kept_though_faster_than_the_fi
     assert (two.speedup, two.gain) == (1.25, 0.625)
 
 
-@pytest.mark.parametrize(("peak", "kept"), [(700, True), (970, True), (990, False), (1000, False), (1400, False)])
+@pytest.mark.parametrize(
+    ("peak", "kept"),
+    [(700, True), (970, True), (980, False), (990, False), (1000, False), (1400, False), (None, False)],
+)
 def test_smaller_is_by_more_than_runs_differ(monkeypatch, peak, kept):
-    faked(monkeypatch, [100.0] * 3, [1000, peak, 1000])
+    """Times that leave it open are taken once more, on both sides."""
+    faked(monkeypatch, [100.0] * 6, [1000, peak, 1000, peak, 1000, peak])
     _, one = climb_with(monkeypatch, TWO[:1])
-    assert (one.verdict, one.kept) == ("inconclusive", kept)
+    assert (one.verdict, one.kept, one.attempts) == ("inconclusive", kept, 2)
+
+
+def test_of_an_unknown_peak_nothing_is_smaller(monkeypatch):
+    faked(monkeypatch, [100.0] * 6, [None, 500, None, 500, None, 500])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.kept) == ("inconclusive", False)
+
+
+@pytest.mark.parametrize(("wide", "attempts"), [(107.0, 1), (109.0, 2)])
+@pytest.mark.parametrize("noisy", [0, 1])
+def test_what_scatters_by_more_than_eight_percent_is_measured_again(monkeypatch, noisy, wide, attempts):
+    times = [[200.0] * 7, [100.0] * 7, [201.0] * 7, [101.0] * 7, 200.0, 100.0]
+    times[noisy] = [each * wide / 100 if index == 3 else each for index, each in enumerate(times[noisy])]
+    faked(monkeypatch, times)
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.attempts, one.first_step_ms) == ("faster", attempts, 100.0)
+
+
+def test_a_rung_that_cannot_be_measured_again_is_told_by_its_first_times(monkeypatch):
+    faked(monkeypatch, [100.0, 100.0, None, None, 100.0])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.status, one.attempts, one.verdict, one.step_ms) == ("ok", 1, "inconclusive", 100.0)
+
+
+def test_the_first_rung_is_one_times_itself(monkeypatch):
+    faked(monkeypatch, [100.0, 50.0, 100.0, 50.0])
+    first, one = climb_with(monkeypatch, TWO[:1])
+    assert (first.speedup, first.gain, first.speedup_low, first.gain_high) == (1.0, 1.0, None, None)
+    assert (first.verdict, first.kept, one.kept) == ("baseline", True, True)
+
+
+def test_where_nothing_fits_there_is_no_control(monkeypatch):
+    def build(step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ladder, "StepCheck", Trusting)
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
+    rows = list(climb(WorkloadSource("big", build, TOY), BASE, warmup=1, steps=1))
+    assert [(row.kind, row.status, row.verdict) for row in rows] == [("rung", "out of memory", "out of memory")] * 3
+
+
+def test_a_control_that_fails_is_a_row_and_medians_lie_between_the_middle_two(monkeypatch):
+    faked(monkeypatch, [[100.0, 100.0, 110.0, 110.0] * 2, 50.0, [90.0, 90.0, 120.0, 120.0] * 2, None])
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO[:1])
+    monkeypatch.setattr(ladder, "NOISY", 1.0)
+    _, _, first, top = climb(SOURCE, BASE, warmup=1, steps=8)
+    assert (first.first_ms, first.again_ms, first.ratio, first.status) == (105.0, 105.0, 1.0, "ok")
+    assert (top.status, top.reason, top.attention) == ("out of memory", "no room", "sdpa")
+
+
+def test_ten_steps_are_timed_after_three(monkeypatch):
+    faked(monkeypatch, [100.0] * 2)
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [])
+    first, _ = climb(SOURCE, BASE)
+    assert (first.n, len(first.samples["training_loss"])) == (10, 13)
+
+
+def test_the_seconds_of_a_check_are_those_before_and_after_the_measurement(monkeypatch):
+    class Slow(Trusting):
+        def start(self, config):
+            time.sleep(0.2)
+            return super().start(config)
+
+        def end(self, step, verdict):
+            time.sleep(0.3)
+            return verdict
+
+    faked(monkeypatch, [100.0] * 2)
+    monkeypatch.setattr(ladder, "StepCheck", Slow)
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [])
+    original = ladder.measure_training_step
+
+    def measure(*arguments):
+        time.sleep(3)
+        return original(*arguments)
+
+    monkeypatch.setattr(ladder, "measure_training_step", measure)
+    first, _ = climb(SOURCE, BASE, warmup=1, steps=1)
+    assert 0.5 <= first.check_s < 3
 
 
 @pytest.mark.parametrize(
@@ -113,7 +236,7 @@ def test_a_wrong_gradient_is_seen_in_every_parameter(monkeypatch, name):
     assert (wrong.status, wrong.kept, wrong.worst_parameter) == ("wrong", False, name)
 
 
-def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
+def test_a_rung_builds_only_on_what_was_kept(monkeypatch, trusting):
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "slower")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
@@ -122,7 +245,7 @@ def test_a_rung_builds_only_on_what_was_kept(monkeypatch):
     assert recommended_flags(records) == ""
 
 
-def test_faster_rungs_add_up(monkeypatch):
+def test_faster_rungs_add_up(monkeypatch, trusting):
     monkeypatch.setattr(ladder, "verdict", lambda ratio: "faster")
     rungs = [Rung("one", {"attention": "sdpa"}), Rung("two", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs)
@@ -160,7 +283,7 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
-def test_no_rung_trains_by_another_algorithm():
+def test_no_rung_trains_by_another_algorithm(trusting):
     for optimizer, tried in (("sgd", set()), ("adamw-foreach", {"adamw-fused"})):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
         assert base == dataclasses.replace(BASE, optimizer=optimizer)
@@ -212,7 +335,7 @@ def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):
 
 
 @pytest.mark.parametrize("noisy", [1, 2])
-def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, noisy):
+def test_where_times_scatter_both_rungs_are_measured_once_more(monkeypatch, trusting, noisy):
     measured = []
     original = ladder.measure_training_step
 

@@ -8,15 +8,19 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 
 from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
+from trainstep.bench.check import dropout
 from trainstep.bench.check.reference import Reference
 from trainstep.bench.check.step import StepCheck, plain_form
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.workload import Workload, WorkloadSource
+
+pytestmark = pytest.mark.usefixtures("small_pool")
 
 WITHIN_ROUNDING = {"one row without its diagonal key", "a window of 120 of 128"}
 """In bf16 these are off by less than three times what rounding does."""
@@ -118,23 +122,47 @@ def verdict_of(source, device="cpu", **change):
     return StepCheck(source, StepConfig(device=device)).judge(StepConfig(device=device, **change))
 
 
-def test_compiled_dropout_is_checked_with_eager_random_numbers():
-    found = verdict_of(source_of(dropped), compile="blocks")
-    assert found.compared == "with eager code's random numbers"
-    assert found.is_right
+class CompiledDropout(OtherDropout):
+    """Draws other random numbers where it is compiled, unless it is told to draw eager code's."""
+
+    def forward(self, x):
+        if getattr(self, "is_compiled", False) and not inductor.fallback_random:
+            torch.rand(1)
+        return super().forward(x)
 
 
-@pytest.mark.parametrize("compiled", ["off", "blocks"])
-def test_a_precision_that_drops_other_elements_is_compared_without_dropout(compiled):
-    found = verdict_of(source_of(lambda: dropped(OtherDropout)), precision="bf16", compile=compiled)
-    assert found.compared == "without dropout"
+@pytest.fixture
+def without_compiler(monkeypatch):
+    def compile_nothing(module):
+        for each in module.modules():
+            each.is_compiled = True
+
+    monkeypatch.setattr(nn.Module, "compile", compile_nothing)
+    monkeypatch.setattr(dropout, "release_memory", lambda: None)  # there is no compiled code to drop
+
+
+@pytest.mark.parametrize(
+    ("change", "compared"),
+    [
+        ({"compile": "off", "optimizer": "sgd"}, "as it is"),
+        ({"compile": "blocks"}, "with eager code's random numbers"),
+        ({"compile": "off", "precision": "bf16"}, "without dropout"),
+        ({"compile": "blocks", "precision": "bf16"}, "without dropout"),
+    ],
+    ids=str,
+)
+def test_dropout_is_compared_as_closely_as_its_random_numbers_allow(without_compiler, change, compared):
+    source = source_of(lambda: dropped(CompiledDropout))
+    found = verdict_of(source, **change)
+    assert found.compared == compared
     assert found.is_right
     assert found.own.gradient_allowed < 0.05
+    wrong = source_of(lambda: dropped(CompiledDropout), scale=lambda step: 1.0 if is_plain(step) else 1.3)
+    assert not verdict_of(wrong, **change).is_right
 
 
-def test_what_is_wrong_without_dropout_is_wrong():
-    wrong = source_of(lambda: dropped(OtherDropout), scale=lambda step: 1.0 if step.precision == "fp32" else 1.3)
-    assert not verdict_of(wrong, precision="bf16").is_right
+def is_plain(step):
+    return (step.precision, step.compile, step.optimizer) == ("fp32", "off", StepConfig().optimizer)
 
 
 def test_a_wrong_step_allows_the_next_one_nothing():

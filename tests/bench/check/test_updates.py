@@ -47,6 +47,26 @@ def test_the_second_update_is_among_them():
     assert held(other, moved(torch.optim.AdamW, once, **OPTIONS)).is_right
 
 
+@pytest.mark.parametrize("unit", [2.0**-24, 2.0**-8])
+def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_correction_loses(unit):
+    """A weight of norm 2 that moves by 0.5 is rounded four times; 1 − 0.999 keeps ten bits less than float32."""
+    moved, sizes = {"w": torch.tensor([0.3, 0.4]), "still": torch.zeros(2)}, {"w": 2.0, "still": 0.0}
+    found = compare_updates(moved | {"w": torch.tensor([0.3, 0.5])}, moved, sizes, unit)
+    assert (found.name, found.error) == ("w", pytest.approx(0.2))
+    assert found.allowed == pytest.approx((4 * unit * 2.5 + 2 * 2**-14 * 0.5) / 0.5)
+    assert found.share == pytest.approx(0.2 / found.allowed)
+    idle = compare_updates(moved | {"still": torch.tensor([0.0, 1e-3])}, moved, sizes, unit)
+    assert (idle.name, idle.error, idle.allowed, idle.share) == ("still", pytest.approx(1e-3), 0.0, math.inf)
+    assert compare_updates({}, {}, {}) == UpdateError()
+    assert UpdateError().is_right
+    assert UpdateError().share == 0
+
+
+def test_the_tolerance_is_float32s_unless_another_is_named():
+    moved, sizes = {"w": torch.ones(1)}, {"w": 10.0}
+    assert compare_updates(moved, moved, sizes) == compare_updates(moved, moved, sizes, 2.0**-24)
+
+
 def test_weights_and_state_are_put_back():
     parameter = torch.nn.Parameter(WEIGHTS["matrix"].clone())
     optimizer = torch.optim.AdamW([parameter], **OPTIONS)

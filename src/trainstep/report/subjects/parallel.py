@@ -23,7 +23,7 @@ from trainstep.report.charts.lines import Series, curves
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import NONE, number, typeset
+from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
@@ -190,7 +190,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     traced = [row for row in of_kind(records, ParallelTraceRow) if row.hidden_share is not None]
     if not traced:
         return []
-    traced.sort(key=lambda row: -(row.hidden_share or 0))
+    traced.sort(key=lambda row: numeric(row.hidden_share), reverse=True)
     said, figures = "Of communication in the traced step, computation hides ", dict[str, Scalar]()
     for which, row in list({"most": traced[0], "least": traced[-1]}.items())[: len(traced)]:
         said += ", and " if which == "least" else ""
