@@ -97,7 +97,8 @@ class RungRow(MeasuredStep, Checked, kind="rung"):
     """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
     kept: bool = False  # whether later rungs were built on it
     check_s: float | None = None  # seconds of the check, compilation included
-    attempts: int | None = None  # how often it was timed; all samples count
+    attempts: int | None = None  # how often it was timed, or took turns; all samples count
+    in_turns: bool | None = None  # whether its gain is over pairs of steps taken in turns; None for a first rung
 
 
 class ControlRow(StepSettings, kind="control"):
