@@ -1,4 +1,4 @@
-"""Two updates from equal gradients: what differs by rounding alone is right, what differs otherwise is not."""
+"""Updates from equal gradients: what differs by rounding alone is right, what differs otherwise is not."""
 
 import math
 
@@ -41,10 +41,41 @@ def test_another_setting_is_another_optimizer(change):
 
 
 def test_the_second_update_is_among_them():
-    """After one update of Adam its second moment has not had a say yet."""
+    """With equal gradients in all updates Adam's second moment has no say."""
     once = GRADIENTS[:1]
     other = moved(torch.optim.AdamW, once, **(OPTIONS | {"betas": (0.9, 0.99)}))
     assert held(other, moved(torch.optim.AdamW, once, **OPTIONS)).is_right
+
+
+class SlowAfterTen(torch.optim.AdamW):
+    """Takes half the learning rate from its eleventh step."""
+
+    def step(self, closure=None):
+        if self.state and next(iter(self.state.values()))["step"] == 10:
+            for group in self.param_groups:
+                group["lr"] /= 2
+        return super().step()
+
+
+def test_what_an_optimizer_does_otherwise_after_ten_steps_shows():
+    assert not held(moved(SlowAfterTen, **OPTIONS)).is_right
+
+
+class ClipsInPlace(torch.optim.AdamW):
+    """Halves its gradients where they are."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        return super().step()
+
+
+def test_an_optimizer_that_changes_its_gradients_is_given_them_anew_and_leaves_the_references():
+    before = [{name: value.clone() for name, value in each.items()} for each in GRADIENTS]
+    halves = [{name: value / 2 for name, value in each.items()} for each in GRADIENTS]
+    assert held(moved(ClipsInPlace, **OPTIONS), moved(torch.optim.AdamW, halves, **OPTIONS)).error == 0
+    for given, kept in zip(GRADIENTS, before, strict=True):
+        assert all(torch.equal(given[name], value) for name, value in kept.items())
 
 
 def test_weights_and_state_are_put_back():
