@@ -1,9 +1,11 @@
 """`python -m tests.planted`: judge all that is planted, wrong and right, and keep it in docs/results/planted.json.
 
 Rows are written to results/ as they come, so that a command that was interrupted goes on where it was, at the same
-commit. How large a wrong is, is told apart from whether it is caught: in bf16 it is what the wrong does in float32,
-where rounding does not blur it, over half of bf16's budget, which is the most that bf16's own roundings did. None
-stands for what no number says: NaN, a gradient that is missing, ranks that differ; or where `step` has it already.
+commit. With names of judges it asks those alone, so that several processes share the work; the last one keeps it.
+
+How large a wrong is, is told apart from whether it is caught: in bf16 it is what the wrong does in float32, where
+rounding does not blur it, over half of bf16's budget, which is the most that bf16's own roundings did. None stands for
+what no number says: NaN, a gradient that is missing, ranks that differ; or where `step` has it already.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +43,7 @@ from trainstep.workload import WorkloadSource
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "results" / "planted.json"
 BASE, WRONG = step.BASE, step.WRONG
-SOME = 3
+SOME = 6
 """Every so manieth planted step is put through the commands themselves."""
 Found = tuple[bool, float | None]
 """Whether the judge calls it wrong, and its error as a share of what is allowed, or None."""
@@ -231,28 +234,38 @@ def commit_of_all() -> str:
     return max((_commit(ROOT / folder) for folder in ("src/trainstep", "tests")), key=len)
 
 
-def main() -> None:
-    """Judge all and keep it."""
+def main(*judges: str) -> None:
+    """Judge all, or what these judges have, and keep it once there is all."""
     environment = describe(torch.device("cpu")) | {"commit": commit_of_all()}
     partial = ROOT / "results" / f"planted-{environment['commit']}.jsonl"
     if str(environment["commit"]).endswith("+"):
         print("the checkout has changes: it is judged from the start, and docs/render.py will refuse the file")
         partial.unlink(missing_ok=True)
     partial.parent.mkdir(exist_ok=True)
-    known = [json.loads(line) for line in partial.read_text("utf-8").splitlines()] if partial.exists() else []
-    rows = {(row["judge"], row["what"], row["setting"]): row for row in known}
     with Workers(2, limit_s=1800.0) as two, partial.open("a", encoding="utf-8") as file:
         cases = all_cases(two)
+        if unknown := set(judges) - {case.judge for case in cases}:
+            raise SystemExit(f"no judge is called {', '.join(unknown)}")
+        known = _rows(partial)
         for number, case in enumerate(cases, 1):
-            if case.key not in rows:
-                rows[case.key] = row = case.row()
+            if case.key not in known and (not judges or case.judge in judges):
+                row = case.row()
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
                 print(f"{number}/{len(cases)}", *row.values(), sep=" | ", flush=True)
+    rows = _rows(partial)
+    if missing := [case for case in cases if case.key not in rows]:
+        print(f"{len(missing)} of {len(cases)} are not judged yet, by {', '.join({case.judge for case in missing})}")
+        return
     lines = ",\n".join(json.dumps(rows[case.key], ensure_ascii=False) for case in cases)
     KEPT.write_text(f'{{"environment": {json.dumps(environment)},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")
     partial.unlink()
 
 
+def _rows(partial: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    rows = [json.loads(line) for line in partial.read_text("utf-8").splitlines()]
+    return {(row["judge"], row["what"], row["setting"]): row for row in rows}
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
