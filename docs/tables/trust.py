@@ -215,8 +215,7 @@ def planted_table() -> Table:
     total = [sum(column) for column in zip(*groups.values(), strict=True)]
     lines = [(*key, *map(str, counts)) for key, counts in groups.items()] + [("all", "", *map(str, total))]
     different = [len({case["what"] for case in cases if case["wrong"] is wrong}) for wrong in (True, False)]
-    seconds = number(sum(case["seconds"] for case in cases))
-    caption = f"{different[0]} wrongs and {different[1]} right variations, judged in {seconds} s; {place}"
+    caption = f"{different[0]} wrongs and {different[1]} right variations; {place}"
     wanted = ("judge", "in", "wrongs judged", "caught", "above 3 × rounding", "of these caught", "right judged",
               "called wrong")  # fmt: skip
     return text_table("planted", caption, wanted, lines)

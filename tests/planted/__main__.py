@@ -242,7 +242,7 @@ def main(*judges: str) -> None:
         print("the checkout has changes: it is judged from the start, and docs/render.py will refuse the file")
         partial.unlink(missing_ok=True)
     partial.parent.mkdir(exist_ok=True)
-    with Workers(2, limit_s=1800.0) as two, partial.open("a", encoding="utf-8") as file:
+    with Workers(2, timeout_s=1800.0, limit_s=1800.0) as two, partial.open("a", encoding="utf-8") as file:
         cases = all_cases(two)
         if unknown := set(judges) - {case.judge for case in cases}:
             raise SystemExit(f"no judge is called {', '.join(unknown)}")

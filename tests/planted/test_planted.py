@@ -100,4 +100,3 @@ def test_ladder_and_bench_step_show_no_time_of_a_wrong_step():
     wrong = step.in_bf16_alone(step.WRONG["key gradients × 1.45"])
     for refuses in (climbed, benched):
         assert refuses(wrong.source(), step.BASE, wrong.change)
-        assert not refuses(step.PLAIN, step.BASE, wrong.change)

@@ -12,8 +12,9 @@ from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.parallel import share_of
-from trainstep.bench.parallel.one_process import STEPS, expected
+from trainstep.bench.parallel.one_process import MOVED, STEPS, expected
 from trainstep.training_step import build_step
+from trainstep.workload import WorkloadSource
 
 TWO_RANKS = dataclasses.replace(CONFIG, batch=2 * CONFIG.batch)
 PARTS = ("gradients × 1.02", "β₂ of 0.999", "reduced in 16 bits", "gradients × 1.05 on rank 1")
@@ -87,6 +88,25 @@ def test_one_part_that_is_wrong_is_enough(change):
     assert str(agreement()) == ""
     assert not agreement(**change).holds
     assert str(agreement(**change)).count(";") == 0, "it says that part alone"
+
+
+def with_a_spare_parameter(step):
+    workload = SOURCE.build(step)
+    workload.module.register_parameter("spare", torch.nn.Parameter(torch.ones(3)))
+    return workload
+
+
+@pytest.mark.parametrize(("build", "moved"), [(SOURCE.build, MOVED), (with_a_spare_parameter, 0.0)])
+def test_weights_differ_between_the_places_unless_one_may_go_without_a_gradient(build, moved):
+    """A rank cannot move what it has no gradient of; then stale weights are looked for in training alone."""
+    workload = build(TWO_RANKS)
+    places = expected(WorkloadSource("little", build), TWO_RANKS, 2).gradients.places
+    for name, value in workload.module.named_parameters():
+        assert torch.equal(places[0].state[name], value)
+        assert torch.equal(places[1].state[name], value + moved), name
+    batches = [next(workload.batches)[0] for _ in range(3)]
+    assert torch.equal(places[0].batch[0], batches[0])
+    assert torch.equal(places[1].batch[0], batches[2])
 
 
 def test_what_is_allowed_after_some_steps_is_twice_what_the_precision_is_off_by():
