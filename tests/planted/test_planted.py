@@ -7,7 +7,7 @@ import pytest
 from tables import trust
 from tests.planted import __main__ as command
 from tests.planted import step, train
-from tests.planted.__main__ import Case, all_cases, benched, climbed
+from tests.planted.__main__ import Case, all_cases, benched
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_train_refuses_ranks_that_are_unlike_each_other(two, scheme, tmp_path):
     assert found == {what: [what in train.WRONG] * 2 for what in found}
 
 
-def test_ladder_and_bench_step_show_no_time_of_a_wrong_step():
+def test_bench_step_shows_no_time_of_a_wrong_step():
+    """`tests/bench/test_ladder.py` has the ladder's."""
     wrong = step.in_bf16_alone(step.WRONG["key gradients × 1.45"])
-    for refuses in (climbed, benched):
-        assert refuses(wrong.source(), step.BASE, wrong.change)
+    assert benched(wrong.source(), step.BASE, wrong.change)
