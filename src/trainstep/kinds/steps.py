@@ -45,7 +45,7 @@ class Checked(Row):
     float32_error: float | None = None  # over all parameters, the same step in float32
     float32_allowed: float | None = None
     not_in_float32: str | None = None  # why there is no such step
-    update_error: float | None = None  # of two updates of the optimizer from equal gradients
+    update_error: float | None = None  # of updates of the optimizer from equal gradients
     update_allowed: float | None = None
     compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
 

@@ -36,16 +36,17 @@ def verdict_on(judge, planted):
     return judge.judge(dataclasses.replace(BASE, **planted.change))
 
 
-@pytest.mark.parametrize("name", [*WRONG][::6])
+@pytest.mark.parametrize("name", [*WRONG][::2])
 def test_a_planted_wrong_is_caught(judge, name):
-    """A third of them; all were run when the table was written."""
+    """Half of them; `python -m tests.planted` takes all."""
     found = verdict_on(judge, WRONG[name] if name in WITHIN_ROUNDING else in_bf16_alone(WRONG[name]))
     assert not found.is_right
     assert str(found)
 
 
-@pytest.mark.parametrize("name", [*WRONG][1::12])
+@pytest.mark.parametrize("name", [*WRONG][1::2])
 def test_in_float32_it_is_caught_too(judge, name):
+    """The other half."""
     assert not verdict_on(judge, WRONG[name]).is_right
 
 
@@ -62,7 +63,7 @@ def test_the_float32_form_alone_shows_a_ten_thousandth(judge):
     assert str(found).startswith("in float32, ")
 
 
-@pytest.mark.parametrize("name", [*RIGHT][1::6])
+@pytest.mark.parametrize("name", [*RIGHT][1::2])
 def test_what_is_right_is_not_called_wrong(name):
     source, base, change = RIGHT[name]
     found = StepCheck(source, base).judge(dataclasses.replace(base, **change))

@@ -6,7 +6,7 @@ A step is judged three times, and no speed is shown of one that fails any:
    there at about 1e-5. The precision itself is not judged here.
 2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
    rounding (`Reference.rounding`).
-3. Two updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
+3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
 the very step that was timed.
@@ -28,7 +28,7 @@ from typing import Any, Literal
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at, load
-from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates, take_updates
+from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
@@ -87,7 +87,7 @@ class Verdict:
             parts.append(str(self.own))
         if not self.update.is_right:
             off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
-            parts.append(f"two updates of {self.update.name} from equal gradients {off}")
+            parts.append(f"{UPDATES} updates of {self.update.name} from equal gradients {off}")
         return "; ".join(parts)
 
 
