@@ -49,7 +49,7 @@ def test_the_second_update_is_among_them():
 
 @pytest.mark.parametrize("unit", [2.0**-24, 2.0**-8])
 def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_correction_loses(unit):
-    """A weight of norm 2 that moves by 0.5 is rounded in every update, on both sides; 1 − 0.999 keeps ten bits less than float32."""
+    """A weight of norm 2 that moves by 0.5 is rounded in every update on both sides; 1 − 0.999 keeps ten bits less."""
     moved, sizes = {"w": torch.tensor([0.3, 0.4]), "still": torch.zeros(2)}, {"w": 2.0, "still": 0.0}
     found = compare_updates(moved | {"w": torch.tensor([0.3, 0.5])}, moved, sizes, unit)
     assert (found.name, found.error) == ("w", pytest.approx(0.2))
