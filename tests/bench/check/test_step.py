@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
+from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import Reference
-from trainstep.bench.check.step import StepCheck, plain_form
+from trainstep.bench.check.step import StepCheck, Verdict, plain_form
+from trainstep.bench.check.updates import UpdateError
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.workload import Workload, WorkloadSource
@@ -239,6 +241,44 @@ def test_the_step_is_timed_from_its_initial_weights(judge):
     assert judge.end(step, verdict).is_right
     assert verdict == before
     assert losses[2] != losses[1]
+
+
+def deviation(share, name="w"):
+    return Deviation(share / 100, 0.01, share / 100, 0.01, 0.0, 0.01, share / 100, 0.01, name)
+
+
+RIGHT_ONE, WRONG_ONE = deviation(0.5), deviation(1.2345, "head.weight")
+UPDATED, NOT_UPDATED = UpdateError(1e-6, 2e-6, "w"), UpdateError(0.12345, 0.0023456, "w")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (Verdict(RIGHT_ONE, UPDATED), ""),
+        (Verdict(RIGHT_ONE, UPDATED, RIGHT_ONE), ""),
+        (Verdict(WRONG_ONE, UPDATED, RIGHT_ONE), str(WRONG_ONE)),
+        (Verdict(RIGHT_ONE, UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}"),
+        (Verdict(RIGHT_ONE, NOT_UPDATED), "two updates of w from equal gradients off by 0.12 of 0.0023"),
+        (Verdict(WRONG_ONE, NOT_UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}; {WRONG_ONE}; two updates of w from "
+                                                     "equal gradients off by 0.12 of 0.0023"),
+    ],
+)  # fmt: skip
+def test_a_verdict_says_each_part_that_is_wrong_and_no_other(verdict, said):
+    assert verdict.is_right is (said == "")
+    assert str(verdict) == said
+
+
+def test_a_verdict_s_columns():
+    own, exact = deviation(0.5), deviation(0.25)
+    alone = Verdict(own, UPDATED).columns()
+    assert (alone["gradient_error"], alone["float32_error"], alone["float32_allowed"]) == (0.005, 0.005, 0.01)
+    assert (alone["not_in_float32"], alone["compared"]) == (None, None)
+    both = Verdict(own, UPDATED, exact, compared="without dropout").columns()
+    assert (both["gradient_error"], both["float32_error"], both["compared"]) == (0.005, 0.0025, "without dropout")
+    assert (both["update_error"], both["update_allowed"], both["worst_parameter"]) == (1e-6, 2e-6, "w")
+    none = Verdict(own, UPDATED, None, "out of memory: no room").columns()
+    assert (none["float32_error"], none["float32_allowed"]) == (None, None)
+    assert none["not_in_float32"] == "out of memory: no room"
 
 
 def test_the_plain_form_trains_alike_by_the_plainest_means():
