@@ -135,9 +135,10 @@ def test_what_is_slower_than_the_kept_rung_is_not_kept_though_faster_than_the_fi
 )
 def test_smaller_is_by_more_than_runs_differ(monkeypatch, peak, kept):
     """Times that leave it open are taken once more, on both sides."""
-    faked(monkeypatch, [100.0] * 6, [1000, peak, 1000, peak, 1000, peak])
+    faked(monkeypatch, [100.0] * 6, [1000, peak, 1000, 2**30, 1000, 2**30])
     _, one = climb_with(monkeypatch, TWO[:1])
     assert (one.verdict, one.kept, one.attempts) == ("inconclusive", kept, 2)
+    assert one.peak_gib == 1, "the last that was measured"
 
 
 def test_of_an_unknown_peak_nothing_is_smaller(monkeypatch):
@@ -332,6 +333,13 @@ def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):
     assert again.rung == "one, on the top"
     assert (again.attention, again.optimizer) == ("sdpa", "adamw-fused")
     assert again.gain == 1.25
+
+
+def test_a_rejected_rung_that_would_undo_what_was_kept_since_is_not_tried_again(monkeypatch):
+    both = Rung("both", {"attention": "sdpa", "loss": "chunked"})
+    faked(monkeypatch, [100.0, 120.0, 50.0, 100.0, 50.0])
+    _, one, two = climb_with(monkeypatch, [both, TWO[0]])
+    assert [one.kept, two.kept] == [False, True]
 
 
 @pytest.mark.parametrize("noisy", [1, 2])

@@ -51,6 +51,15 @@ def test_in_float32_it_is_caught_too(judge, name):
     assert not verdict_on(judge, WRONG[name]).is_right
 
 
+def test_what_goes_wrong_after_some_steps_is_caught(judge):
+    late = WRONG["one block's gradients × 1.5 after ten steps"]
+    judge.source = late.source()
+    step, at_start = judge.start(dataclasses.replace(BASE, **late.change))
+    assert at_start.is_right
+    assert judge.end(step, at_start).is_right, "no step was taken"
+    assert not verdict_on(judge, late).is_right
+
+
 def test_the_float32_form_alone_shows_a_ten_thousandth(judge):
     from tests.planted.step import Planted, through
 
