@@ -249,6 +249,8 @@ def test_the_step_is_timed_from_its_initial_weights(judge):
     before = copy.deepcopy(verdict)
     assert judge.end(step, verdict).is_right
     assert verdict == before
+    without = dataclasses.replace(verdict, compared="without dropout")
+    assert judge.end(step, without).compared == "without dropout", "of both places it is told where one was"
     assert losses[2] != losses[1]
 
 
