@@ -88,6 +88,7 @@ def test_budgets_come_from_what_rounding_does(judge):
     judge.source = PLAIN
     found = judge.judge(dataclasses.replace(BASE, precision="bf16", attention="sdpa"))
     assert 0.01 < found.own.gradient_allowed < 0.03
+    assert found.compared == "as it is", "it has no dropout"
     assert found.float32.gradient_allowed < 2e-5
     assert found.columns()["error_budget"] == found.own.gradient_allowed
     assert found.columns()["float32_allowed"] == found.float32.gradient_allowed

@@ -12,7 +12,7 @@ from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.parallel import ParallelCase, share_of
-from trainstep.bench.parallel.check import _BITS, _checksum
+from trainstep.bench.parallel.check import _BITS, _checksum, compare_with_one_process
 from trainstep.bench.parallel.check import agreement as judge
 from trainstep.bench.parallel.one_process import STEPS, expected
 from trainstep.schemes import SCHEMES
@@ -113,6 +113,18 @@ def test_a_checksum_is_of_every_bit_and_its_place(dtype):
 def test_a_checksum_has_all_64_bits():
     large = torch.tensor([2**60])
     assert _checksum(large) != _checksum(large + 1)
+
+
+def _single(process):
+    with quick():
+        found = compare_with_one_process([ParallelCase(SOURCE, CONFIG, SCHEMES["single"])], process)
+    return [*found.schemes.values()], found.num_parameters, found.allow_unused
+
+
+@pytest.mark.distributed
+def test_a_rank_that_trains_alone_has_nothing_to_agree_with(two):
+    count = sum(each.numel() for each in build_step(SOURCE, CONFIG).module.parameters())
+    assert two.run(_single) == [([None], count, False), ([None], 0, False)]
 
 
 def _where_the_first_rank_fails(process):
