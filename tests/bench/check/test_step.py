@@ -226,6 +226,12 @@ def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
     assert found.own.gradient_allowed < 0.05
 
 
+def test_sizes_are_those_of_the_initial_weights():
+    source, config = source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")
+    parameters = source.build(config).module.named_parameters()
+    assert Reference(source, config).sizes == {name: float(value.norm()) for name, value in parameters}
+
+
 def test_a_model_that_computes_something_else_in_float64_is_not_believed():
     class Otherwise(nn.Linear):
         def forward(self, x):
