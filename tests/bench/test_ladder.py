@@ -139,6 +139,21 @@ def test_the_gain_is_over_the_kept_rung_in_turns_and_the_speed_up_the_product_of
     assert two.samples["step_before"] == [50.0] * 7
 
 
+def test_turns_are_taken_with_the_rung_that_is_kept(monkeypatch, trusting):
+    original, seen = ladder.time_in_turns, []
+
+    def take_turns(steps, **options):
+        seen.append([(run.__self__.step.config.attention, run.__self__.step.config.optimizer) for run in steps])
+        before, own = original(steps, **options)
+        own = [dataclasses.replace(each, wall_ms=1.0) for each in own]
+        return [[dataclasses.replace(each, wall_ms=2.0) for each in before], own]
+
+    monkeypatch.setattr(ladder, "time_in_turns", take_turns)
+    climb_with(monkeypatch, TWO)
+    plain, one, two = ("eager", "adamw-foreach"), ("sdpa", "adamw-foreach"), ("sdpa", "adamw-fused")
+    assert seen == [[plain, one], [one, two], [plain, two]], "and at the end the first with the top"
+
+
 def test_what_is_slower_than_the_kept_rung_is_not_kept_though_faster_than_the_first(monkeypatch):
     faked(monkeypatch, [100.0, 50.0, 80.0, 80.0], [(100.0, 50.0), (50.0, 80.0), (50.0, 80.0), (100.0, 50.0)])
     _, _, two = climb_with(monkeypatch, TWO)
@@ -374,6 +389,13 @@ def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):
     assert again.rung == "one, on the top"
     assert (again.attention, again.optimizer) == ("sdpa", "adamw-fused")
     assert again.gain == 1.25
+
+
+def test_a_rejected_rung_that_would_undo_what_was_kept_since_is_not_tried_again(monkeypatch):
+    both = Rung("both", {"attention": "sdpa", "loss": "chunked"})
+    faked(monkeypatch, [100.0, 120.0, 50.0], [(100.0, 120.0), (100.0, 50.0), (100.0, 50.0)])
+    _, one, two = climb_with(monkeypatch, [both, TWO[0]])
+    assert [one.kept, two.kept] == [False, True]
 
 
 @pytest.mark.gpu

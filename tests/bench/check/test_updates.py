@@ -57,6 +57,8 @@ def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_corre
     assert found.share == pytest.approx(0.2 / found.allowed)
     idle = compare_updates(moved | {"still": torch.tensor([0.0, 1e-3])}, moved, sizes, unit)
     assert (idle.name, idle.error, idle.allowed, idle.share) == ("still", pytest.approx(1e-3), 0.0, math.inf)
+    of_a_weight = compare_updates({"still": torch.tensor([0.0, 1e-3])}, {"still": torch.zeros(2)}, {"still": 2.0}, unit)
+    assert of_a_weight.allowed == pytest.approx(2 * UPDATES * unit * 2)
     assert compare_updates({}, {}, {}) == UpdateError()
     assert UpdateError().is_right
     assert UpdateError().share == 0

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from tests.bench.parallel import agreement, deviation
-from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong
+from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.check.updates import UpdateError
-from trainstep.bench.parallel import share_of
+from trainstep.bench.parallel import ParallelCase, share_of
+from trainstep.bench.parallel.check import _BITS, _checksum, compare_with_one_process
+from trainstep.bench.parallel.check import agreement as judge
 from trainstep.bench.parallel.one_process import MOVED, STEPS, expected
+from trainstep.schemes import SCHEMES
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource
 
@@ -70,24 +73,87 @@ def test_unusual_right_schemes_are_found_right(two):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        {"gradients": deviation(gradient=0.03)},
-        {"gradients": deviation(scale=math.nan)},
-        {"float32": deviation(1e-6, worst=2e-6)},
-        {"optimizer": UpdateError(2e-4, 1e-4, "head.weight")},
-        {"optimizer": UpdateError(math.nan, 1e-4, "head.weight")},
-        {"loss_error": 2e-6},
-        {"update_error": 2e-6},
-        {"update_error": math.nan},
-        {"ranks_agree": False},
+        ({"gradients": deviation(gradient=0.03)}, "its gradients: the gradients off by 0.03 of 0.02"),
+        ({"gradients": deviation(scale=math.nan)}, "its gradients: their scale off by nan of 0.02"),
+        ({"float32": deviation(1e-6, worst=2e-6)}, "its gradients in float32: head.weight off by 2e-06 of 1e-06"),
+        ({"optimizer": UpdateError(0.12345, 0.023456, "head.weight")},
+         "two updates of head.weight from equal gradients off by 0.12 of 0.023"),
+        ({"optimizer": UpdateError(math.nan, 1e-4, "head.weight")},
+         "two updates of head.weight from equal gradients off by nan of 0.0001"),
+        ({"loss_error": 0.123456, "loss_allowed": 0.0234567},
+         f"after {STEPS} steps its loss is off by 0.123 (0.0235 allowed)"),
+        ({"update_error": 0.123456, "update_allowed": 0.0234567},
+         f"after {STEPS} steps its parameters are off by 0.123 of their movement (0.0235 allowed)"),
+        ({"update_error": math.nan}, f"after {STEPS} steps its parameters are off by nan of their movement (1e-06 "
+                                     "allowed)"),
+        ({"ranks_agree": False}, "its ranks have different parameters"),
     ],
-)
-def test_one_part_that_is_wrong_is_enough(change):
+)  # fmt: skip
+def test_one_part_that_is_wrong_is_enough(change, said):
     assert agreement().holds
     assert str(agreement()) == ""
     assert not agreement(**change).holds
-    assert str(agreement(**change)).count(";") == 0, "it says that part alone"
+    assert str(agreement(**change)) == said, "it says that part alone"
+
+
+def test_an_error_as_large_as_is_allowed_is_allowed():
+    assert agreement(loss_error=1e-6, update_error=1e-6).holds
+    assert agreement(float32=None).holds
+    assert agreement(float32=None).columns()["float32_error"] == agreement().gradients.gradient
+    assert agreement().columns()["float32_error"] == agreement().float32.gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
+def test_a_checksum_is_of_every_bit_and_its_place(dtype):
+    value = torch.arange(1, 9).to(dtype).view(2, 4)
+    assert _checksum(value) == _checksum(value.clone()) == _checksum(value.t().contiguous().t())
+    changed = [value.flip(0), value.flip(1), value.clone().fill_(1), value.roll(1, 1)]
+    one = value.clone().view(_BITS[value.element_size()])
+    one[1, 3] += 1
+    changed.append(one.view(dtype))
+    assert len({int(_checksum(each)) for each in (value, *changed)}) == 1 + len(changed)
+
+
+def test_a_checksum_has_all_64_bits():
+    large = torch.tensor([2**60])
+    assert _checksum(large) != _checksum(large + 1)
+
+
+def _single(process):
+    with quick():
+        found = compare_with_one_process([ParallelCase(SOURCE, CONFIG, SCHEMES["single"])], process)
+    return [*found.schemes.values()], found.num_parameters, found.allow_unused
+
+
+@pytest.mark.distributed
+def test_a_rank_that_trains_alone_has_nothing_to_agree_with(two):
+    count = sum(each.numel() for each in build_step(SOURCE, CONFIG).module.parameters())
+    assert two.run(_single) == [([None], count, False), ([None], 0, False)]
+
+
+def _where_the_first_rank_fails(process):
+    case, wanted = ParallelCase(SOURCE, CONFIG, SCHEMES["flat"]), None
+
+    def fail(*_):
+        raise RuntimeError("no room on the host")
+
+    if process.rank == 0:
+        wanted = expected(SOURCE, case.whole(process.world_size), process.world_size)
+        wanted.gradients.compare = fail
+    before = torch.get_num_threads()
+    try:
+        with quick():
+            return judge(case, wanted, process)
+    except RuntimeError as error:
+        assert torch.get_num_threads() == before
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
+    assert two.run(_where_the_first_rank_fails) == ["no room on the host", None]
 
 
 def with_a_spare_parameter(step):

@@ -147,7 +147,9 @@ class StepCheck:
         load(step.module, self.reference.places[TRAINED].state)
         own, how = self._judge(step, TRAINED)
         compared = verdict.compared if how == "as it is" else how
-        return dataclasses.replace(verdict, own=_worse(verdict.own, own), compared=compared)
+        return dataclasses.replace(
+            verdict, own=max(verdict.own, own, key=lambda each: each.severity), compared=compared
+        )
 
     def judge(self, config: StepConfig) -> Verdict:
         """Judge a step that is not timed: start, some training, end."""
@@ -199,8 +201,3 @@ class StepCheck:
         found = take_updates(step.optimizer, step.module.named_parameters(), reference.update_gradients)
         unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
         return compare_updates(found, reference.updates, reference.sizes, unit)
-
-
-def _worse(a: Deviation, b: Deviation) -> Deviation:
-    """The one that is wrong, or else uses more of what is allowed."""
-    return max(a, b, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)))

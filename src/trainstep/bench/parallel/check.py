@@ -234,7 +234,7 @@ class _Trial:
                 shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
                 found.append(self._alone(partial(wanted.gradients.compare, shown, place, precision)))
         known = [each for each in found if each is not None]
-        return max(known, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)), default=None)
+        return max(known, key=lambda each: each.severity, default=None)
 
     def updates(self) -> UpdateError | None:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
