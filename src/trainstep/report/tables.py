@@ -53,7 +53,8 @@ class Definition:
     """What a table of one kind of row shows, wherever it is shown."""
 
     kind: type[Row]
-    caption: str
+    caption: str | Callable[[Sequence[Row]], str]
+    """The caption, or what makes it of the rows."""
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
     """The columns, or what makes them of the rows."""
     key: Callable[[Row], str] | None = None  # A row's `data-row` on the page; by default its place
@@ -62,7 +63,9 @@ class Definition:
     name: str = ""  # By default the kind's, with hyphens
 
 
-def define(kind: type[Row], caption: str, *columns: Column, **options: Any) -> Definition:
+def define(
+    kind: type[Row], caption: str | Callable[[Sequence[Row]], str], *columns: Column, **options: Any
+) -> Definition:
     """A definition of these columns, with the other fields of `Definition` as options."""
     return Definition(kind, caption, columns, **options)
 
@@ -78,7 +81,8 @@ def make_table(definition: Definition, rows: Sequence[Row], place: Place = "file
     """
     columns, key, is_strong = definition.columns, definition.key, definition.is_strong
     name = name or definition.name or definition.kind.kind.replace(" ", "-")
-    table = tabulate(name, definition.caption, columns(rows) if callable(columns) else columns, rows, place)
+    caption = definition.caption(rows) if callable(definition.caption) else definition.caption
+    table = tabulate(name, caption, columns(rows) if callable(columns) else columns, rows, place)
     lines = [
         replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
         for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))
