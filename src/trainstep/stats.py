@@ -111,11 +111,15 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float], spread: float = RUN
     between low(a)/high(b) and high(a)/low(b). Both ends are moved outwards by `spread`.
     """
     value = statistics.median(a) / statistics.median(b)
-    each = 1 - (1 - CONFIDENCE) / 2
-    over, under = median_interval(a, each), median_interval(b, each)
+    over, under = ratio_interval_of(a), ratio_interval_of(b)
     if over is None or under is None:
         return Ratio(value, None)
     return Ratio(value, Interval(over.low / under.high / (1 + spread), over.high / under.low * (1 + spread)))
+
+
+def ratio_interval_of(samples: Sequence[float]) -> Interval | None:
+    """The interval of a median that is one side of a ratio: 97.5 %; None below 7 samples."""
+    return median_interval(samples, 1 - (1 - CONFIDENCE) / 2)
 
 
 def ratio_of_runs(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> Ratio:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from trainstep.stats import Summary
 
@@ -159,6 +159,87 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     if missing := [name for name in required if name not in found]:
         raise ValueError(f"a row of kind {kind.kind!r} lacks {missing[0]!r} in its case")
     return kind(**found, **rest)
+
+
+_LARGEST = 2**64  # of a whole number: no size, count or address is larger
+
+
+def check_columns(
+    columns: Mapping[str, Any], samples: Mapping[str, Any], series: Mapping[str, Any], environment: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of words."""
+    for name, value in columns.items():
+        is_words = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+        if not is_words and not _is_scalar(value):
+            raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
+    for name, value in environment.items():
+        if not _is_scalar(value):
+            raise ValueError(f"in the environment {name} is {_shown(value)}, which is no finite number and no text")
+    for name, column in samples.items():
+        if not isinstance(column, (list, tuple)) or not all(map(_is_number, column)):
+            raise ValueError(f"the samples of {name} are no list of finite numbers")
+    for name, column in series.items():
+        if not isinstance(column, (list, tuple)) or not all(map(_is_scalar, column)):
+            raise ValueError(f"the series {name} is no list of finite numbers and texts")
+
+
+def _is_number(value: object) -> bool:
+    """A number; None stands for one that is not finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, int) and abs(value) < _LARGEST)
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, str) or _is_number(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a whole number of over 64 bits"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_types(kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a column is not of its field's type; `check_columns` has passed."""
+    types = _types(kind)  # type: ignore[arg-type]  # classes are hashable
+    times = _layout(kind)[1] is not None  # type: ignore[arg-type]
+    for columns in (case, values):
+        for name, value in columns.items():
+            expected = types.get(name)
+            if expected is None and times and columns is values and _part_of_times(name) is not None:
+                expected = _NUMBERS
+            if expected is not None and value is not None and not isinstance(value, expected):
+                names = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in expected))
+                raise ValueError(f"{name} is {_shown(value)}, expected {names}")
+
+
+_NUMBERS: tuple[type, ...] = (float, int)
+_TYPE_NAMES: Mapping[type, str] = {
+    **dict.fromkeys((float, int), "a number"),
+    **dict.fromkeys((list, tuple), "a list of texts"),
+    str: "a text",
+    bool: "true or false",
+}
+
+
+@cache
+def _types(kind: type[Row]) -> dict[str, tuple[type, ...]]:
+    """Of a kind: the types that JSON may give each plain field."""
+    hints = get_type_hints(kind)
+    found = {}
+    for name in _layout(kind)[0]:  # type: ignore[arg-type]
+        allowed: list[type] = []
+        for each in get_args(hints[name]) or (hints[name],):
+            origin = get_origin(each) or each
+            if origin is float:
+                allowed += _NUMBERS
+            elif origin is tuple:
+                allowed += (list, tuple)
+            elif origin in (int, str, bool):
+                allowed.append(origin)
+        if allowed:
+            found[name] = tuple(allowed)
+    return found
 
 
 def _part_of_times(name: str) -> tuple[str, str] | None:

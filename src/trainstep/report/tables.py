@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainstep.errors import printable
 from trainstep.records import Row
 from trainstep.report.columns import Cell, Column, outcome_cell
 
@@ -38,14 +39,14 @@ class Table:
     name: str = ""  # File name without ending, and the page's `data-table`
 
     def texts(self) -> list[tuple[str, ...]]:
-        """The cells' texts, row by row."""
-        return [tuple(cell.plain for cell in row.cells) for row in self.rows]
+        """The cells' texts, row by row, safe to print."""
+        return [tuple(printable(cell.plain) for cell in row.cells) for row in self.rows]
 
     def frame(self) -> pandas.DataFrame:
         """As a pandas frame of strings."""
         import pandas
 
-        return pandas.DataFrame(self.texts(), columns=list(self.columns))
+        return pandas.DataFrame(self.texts(), columns=[printable(title) for title in self.columns])
 
 
 @dataclass(frozen=True)
