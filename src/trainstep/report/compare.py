@@ -107,7 +107,7 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
     found: dict[CaseKey, list[Row]] = {}
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
-            if bad := [x for x in record.samples["step"] if x is None or not (math.isfinite(x) and x > 0)]:
+            if bad := [x for x in record.samples["step"] if x is None or not 0 < x < math.inf]:
                 case = ", ".join(f"{name} {number(value)}" for name, value in record.case.items())
                 raise UsageError(
                     f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
