@@ -10,6 +10,7 @@ has its id. What the reader cannot use is counted and said in the trace's notes.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 from collections import Counter
@@ -62,6 +63,7 @@ def read_chrome_trace(path: Path) -> Trace:
     if hint := _HINTS.get(path.suffix.lower()):
         raise UsageError(f"{path} {hint.format(path=path)}")
     collected, devices, lists = _Collector(path), [], 0
+    gc.disable()  # millions of objects are made and none of them is in a circle
     try:
         for name, value in fields_of(path, "traceEvents"):
             if name == "traceEvents" and isinstance(value, list):
@@ -79,6 +81,8 @@ def read_chrome_trace(path: Path) -> Trace:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path}: an event is not as torch.profiler writes it ({error!r})") from error
+    finally:
+        gc.enable()
     raise UsageError(f"{path} is not a trace of torch.profiler: it has no list of traceEvents")
 
 

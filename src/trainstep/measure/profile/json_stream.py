@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from trainstep.errors import UsageError
 
-LARGEST_VALUE = 2**24  # characters of one field, or of one element of a list
+LARGEST_VALUE = 2**22  # characters of one field, or of one element of a list
 _PIECE = 2**22  # bytes read at once
 _ROOM, _GROWTH = 2**27, 100  # what a gzip file may hold; traces are compressed 10 to 30 times
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -119,7 +119,7 @@ class _Reader:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-                if end < len(self._text) or self._is_whole:  # a number may go on
+                if end - self._at <= LARGEST_VALUE and (end < len(self._text) or self._is_whole):  # a number may go on
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
@@ -157,7 +157,7 @@ class _Reader:
     def _read(self) -> None:
         if self._is_whole:
             return
-        piece = self._stream.read(max(_PIECE, len(self._text) - self._at))
+        piece = self._stream.read(max(_PIECE, min(len(self._text) - self._at, LARGEST_VALUE)))
         self._taken += len(piece)
         if self._most is not None and self._taken > self._most:
             raise UsageError(

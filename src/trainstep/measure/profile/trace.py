@@ -158,7 +158,7 @@ def attribute(trace: Trace) -> list[Placed]:
             return Attribution(step=steps.begun_before(work.start))
         thread, time = work.launch
         place, step = places.at(thread, time), steps.at(thread[0], time)
-        return place if step is None else replace(place, step=step)
+        return Attribution(step, place.phase, place.module, place.piece, place.operator, place.node)
 
     return [(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
 
