@@ -28,6 +28,7 @@ from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace
 
 MAGIC = b"SQLite format 3\x00"
 LARGEST_BYTES = 8 * 2**30
+LARGEST_VALUE = 2**24  # bytes of one value
 LARGEST_ROWS = 5_000_000  # rows that are held in memory at most: ranges, launches and kernels together
 PUSH_POP = 59  # NVTX ranges that nest within a thread; ranges that start and end anywhere (60) have no innermost one
 _BITS = 24
@@ -87,6 +88,8 @@ def read_nsys(path: Path) -> Trace:
         )
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as database:
+            database.execute("PRAGMA trusted_schema = OFF")  # computed columns of anybody's call nothing
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
             return _Export(database, path).trace()
     except (sqlite3.DatabaseError, OverflowError) as error:
         raise UsageError(f"{path} is damaged or cut short ({error}); export it again from the .nsys-rep") from error
@@ -191,8 +194,10 @@ class _Export:
             for start, end, device, stream, correlation, process, moved, *told in rows:
                 if (span := self._span(start, end)) is None:
                     continue
+                if not isinstance(device, int) or not isinstance(stream, int) or not isinstance(moved, int | None):
+                    raise ValueError(f"device {device!r}, stream {stream!r}, bytes {moved!r}")
                 launch = self._launch_of(calls, correlation, process)
-                owner = device
+                owner: int | str = device
                 if len(processes) > 1 and process is not None:
                     owner = f"GPU {device} of process {process >> _BITS & 2**_BITS - 1}"
                 yield Work(title(*told), work_kind, *span, Stream(owner, stream), launch, bytes=moved)
