@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep import stats
 from trainstep.kinds import StepRow
 from trainstep.records import by_case, of_kind, read_records
 from trainstep.stats import (
@@ -225,3 +226,13 @@ def test_false_calls_on_the_corpus_are_at_most_5_percent(runs):
 
 def _groups(runs, size):
     return [runs[start : start + size] for start in range(0, len(runs) - size + 1, size)]
+
+
+@pytest.mark.parametrize("n", [1001, 2000, 4999])
+@pytest.mark.parametrize("confidence", [0.95, 0.975])
+def test_the_interval_of_many_samples_is_that_of_whole_binomials(monkeypatch, n, confidence):
+    found = stats._order_statistic(n, confidence)
+    stats._order_statistic.cache_clear()
+    monkeypatch.setattr(stats, "_EXACT", n)
+    assert stats._order_statistic(n, confidence) == found > 400
+    stats._order_statistic.cache_clear()

@@ -26,6 +26,8 @@ RUN_SPREAD = 0.02
 widened by it, so that drift and order inside a process are not called a difference. It is no bound on what separate
 runs differ by, which depends on the case: docs/trust.md measures it, and `ratio_of_runs` takes it from the runs."""
 
+_EXACT = 1000  # samples up to which binomials are whole numbers; above, their logarithms are exact to 11 digits
+
 WITHIN_RUN = "within this run"
 """What is said beside the interval of a ratio that one run a side gave."""
 
@@ -70,14 +72,22 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """The narrowest symmetric order-statistics interval of the median with at least this coverage, or None."""
     ordered = sorted(samples)
     n = len(ordered)
+    k = _order_statistic(n, confidence)
+    return Interval(ordered[k - 1], ordered[n - k]) if k else None
+
+
+@functools.lru_cache(1024)
+def _order_statistic(n: int, confidence: float) -> int:
+    """The largest k whose k-th smallest and k-th largest of n samples enclose the median so often; 0 if none does."""
     below = 0.0  # P(B < k) for the k under trial
-    best = None
     for k in range(1, n // 2 + 1):
-        below += math.comb(n, k - 1) / 2**n
+        if n <= _EXACT:
+            below += math.comb(n, k - 1) / 2**n
+        else:
+            below += math.exp(math.lgamma(n + 1) - math.lgamma(k) - math.lgamma(n - k + 2) - n * math.log(2))
         if 1 - 2 * below < confidence:
-            break
-        best = Interval(ordered[k - 1], ordered[n - k])
-    return best
+            return k - 1
+    return n // 2
 
 
 def summarize(samples: Sequence[float]) -> Summary:
