@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep import stats
 from trainstep.kinds import StepRow
 from trainstep.records import by_case, of_kind, read_records
 from trainstep.stats import (
@@ -335,3 +336,13 @@ def test_errors_of_a_product_of_ratios_add_as_squares():
     assert product([one]).interval.low == pytest.approx(one.interval.low)
     assert product([one, Ratio(1.5, None)]) == Ratio(3.0, None)
     assert product([]) == Ratio(1.0, Interval(1.0, 1.0))
+
+
+@pytest.mark.parametrize("n", [1001, 2000, 4999])
+@pytest.mark.parametrize("confidence", [0.95, 0.975])
+def test_the_interval_of_many_samples_is_that_of_whole_binomials(monkeypatch, n, confidence):
+    found = stats._order_statistic(n, confidence)
+    stats._order_statistic.cache_clear()
+    monkeypatch.setattr(stats, "_EXACT", n)
+    assert stats._order_statistic(n, confidence) == found > 400
+    stats._order_statistic.cache_clear()

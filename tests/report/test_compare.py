@@ -7,6 +7,7 @@ import pytest
 from trainstep.errors import UsageError
 from trainstep.kinds import row_of
 from trainstep.report.compare import compare, comparison_table, repeatability
+from trainstep.stats import median_interval
 
 
 def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, run=None, **changes):
@@ -222,3 +223,26 @@ def test_losses_of_the_same_steps_are_held_against_each_other():
     (without,) = compare([step(100.0)], [step(90.0)])
     assert without.loss_difference is None
     assert "losses differ by" not in comparison_table([without], "").columns
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, 0.0, -1.0])
+def test_samples_that_are_no_times_get_no_verdict(bad):
+    row = step(100.0)
+    with pytest.raises(UsageError, match=r"small.* samples.* expected milliseconds above 0"):
+        compare([step(100.0)], [replace(row, samples={"step": [*row.samples["step"], bad]})])
+
+
+def test_many_passes_of_one_case_take_time_in_proportion_to_their_number(monkeypatch):
+    """Counted in intervals of medians, of which a pass needs one; each pass against each would need 100 times more."""
+    asked = []
+    monkeypatch.setattr(
+        "trainstep.stats.median_interval", lambda *args, kept=median_interval: asked.append(1) or kept(*args)
+    )
+    passes = [step(100.0 + index % 7, repeat=index, seed=index) for index in range(200)]
+    for count in (100, 200):
+        asked.clear()
+        compare(passes[:count], passes[:count])
+        assert len(asked) <= 4 * count, "two sides, and as much again to spare"
+    asked.clear()
+    assert len(repeatability(passes)) == 199
+    assert len(asked) <= 4 * 200
