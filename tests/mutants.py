@@ -11,19 +11,23 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
+import json
 import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +43,15 @@ JUDGES = {
     "records.py": ("tests/test_records.py",),
     "measure/timing.py": ("tests/measure/test_timing.py",),
     "bench/ladder.py": ("tests/bench/test_ladder.py",),
-    "bench/check/*.py": ("tests/bench/check",),
-    "bench/parallel/check.py": ("tests/bench/parallel/test_run.py",),
+    "bench/check/__init__.py": ("tests/bench/check/test_check.py",),
+    "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
+    "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
+    "bench/check/gradients.py": ("tests/bench/check/test_gradients.py",),
+    "bench/check/reference.py": ("tests/bench/check/test_step.py",),
+    "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
+    "bench/check/step.py": ("tests/bench/check/test_step.py",),
+    "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
+    "bench/parallel/check.py": ("tests/bench/parallel/test_check.py",),
     "report/compare.py": ("tests/report/test_compare.py",),
 } | {
     f"report/subjects/{name}.py": (*(f"tests/report/{test}.py" for test in tests), WITHOUT_PAGES)
@@ -59,11 +70,12 @@ JUDGES = {
 }
 """Files below `src/trainstep` and the tests that must notice; of `report/subjects` the rules of the findings alone."""
 NEEDED = 0.95
-SAMPLED = (
-    *("records.py", "measure/timing.py", "report/compare.py"),
-    *(f"report/subjects/{name}.py" for name in ("kernel_findings", "ladder_findings", "noise", "steps")),
-)
-"""What a sample is drawn from: tests of seconds, and every survivor looked at."""
+RESULTS = ROOT / "docs/results/mutants.json"
+"""What was judged of each file when, from which docs/trust.md has its table."""
+ON_GPU = "runs on a GPU only"
+"""How the reason of a mutant begins that no test here can run."""
+SLOW = ("bench/ladder.py", "bench/check/reference.py", "bench/check/step.py", "bench/parallel/check.py")
+"""Files whose tests train models, which takes minutes; a sample is drawn from the others."""
 WARM = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pandas", "bokeh.plotting", "jinja2", "hypothesis",
         "pytest")  # fmt: skip
 ORDER = {
@@ -197,23 +209,64 @@ def mutants_of(file: str, source: str, only: set[str] | None = None) -> list[Mut
     return every
 
 
+Seconds = tuple[dict[str, float], dict[str, float]]
+"""What tests take by their ids: before they start, fixtures shared with others among it, and themselves."""
+
+
+class Order:
+    """Plugin of pytest: first the tests that most likely notice soon, by their seconds and by what they noticed.
+
+    Independent tests whose chances are p and seconds s find the first failure soonest in the order of s/p.
+    """
+
+    def __init__(
+        self, setup_s: dict[str, float] | None = None, call_s: dict[str, float] | None = None,
+        noticed: Counter[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.setup_s, self.call_s, self.noticed = setup_s or {}, call_s or {}, noticed or Counter()
+        self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """The first test to ask for a fixture of its file pays for it: each of its users counts as the first."""
+
+        def users(item: Any) -> Any:
+            return item.nodeid.split("::")[0], *item.fixturenames
+
+        shared: dict[Any, float] = {}
+        for item in items:
+            shared[users(item)] = max(shared.get(users(item), 0), self.setup_s.get(item.nodeid, 0))
+        items.sort(
+            key=lambda item: (
+                (0.01 + shared[users(item)] + self.call_s.get(item.nodeid, 0)) / (0.1 + self.noticed[item.nodeid])
+            )
+        )
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Its seconds, and whether it failed."""
+        if report.when in ("setup", "call"):
+            (self.setup_s if report.when == "setup" else self.call_s)[report.nodeid] = report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
 class Lane:
     """A process with a copy of the tree of its own, which forks a child for every mutant."""
 
     def __init__(self, folder: Path) -> None:
         self.root = Path(tempfile.mkdtemp(dir=folder))
         self.writes = 0
+        self.noticed: Counter[tuple[str, str]] = Counter()
         for path in ROOT.iterdir():
             if path.name in ("src", "tests"):
                 shutil.copytree(path, self.root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             elif not path.name.startswith("."):
                 (self.root / path.name).symlink_to(path)
 
-    def run(self, tests: Sequence[str], limit_s: float) -> tuple[int | None, float]:
+    def run(self, tests: Sequence[str], limit_s: float, order: Order) -> tuple[int | None, float]:
         """The tests' exit code (None: they ran for longer than the limit and were ended) and their seconds."""
         start, code = time.monotonic(), None
         if not (child := os.fork()):
-            self._become_tests(tests)
+            self._become_tests(tests, order)
         while code is None and time.monotonic() - start < limit_s:
             ended, status = os.waitpid(child, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if ended else None
@@ -224,7 +277,7 @@ class Lane:
             os.waitpid(child, 0)
         return code, time.monotonic() - start
 
-    def _become_tests(self, tests: Sequence[str]) -> None:
+    def _become_tests(self, tests: Sequence[str], order: Order) -> None:
         code = 99
         try:
             os.setsid()
@@ -239,7 +292,18 @@ class Lane:
             import torch
 
             torch.set_num_threads(1)
-            code = int(pytest.main(["-xq", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]))
+            gc.freeze()  # pytest collects garbage twice, which is slow with all of torch
+            options = [
+                "-xq",
+                "--disable-plugin-autoload",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "pytest_timeout",
+                "--assert=plain",
+            ]
+            code = int(pytest.main([*options, *tests], plugins=[order]))
+            (self.root / "order.json").write_text(json.dumps([order.setup_s, order.call_s, order.failed]))
         finally:
             os._exit(code)
 
@@ -249,19 +313,23 @@ class Lane:
         self.writes += 1
         os.utime(path, (self.writes, self.writes))
 
-    def judge(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> bool:
+    def judge(self, mutant: Mutant, tests: Sequence[str], limit_s: float, seconds: Seconds) -> bool:
         """Whether the tests notice the mutant."""
         path = self.root / PACKAGE / mutant.file
         before = path.read_text()
         self._write(path, mutant.source)
+        noticed = Counter({test: count for (file, test), count in self.noticed.items() if file == mutant.file})
         try:
-            code, _ = self.run(tests, limit_s)
+            code, _ = self.run(tests, limit_s, Order(*seconds, noticed))
         finally:
             self._write(path, before)
-        if code in (4, 5, 99):
+        if code in (5, 99):  # 4 is a conftest.py that the mutant does not let be imported
             raise RuntimeError(
                 f"{mutant.file}, {mutant.name}: pytest ended with {code}: {(self.root / 'log').read_text()}"
             )
+        if code == 1:
+            for test in json.loads((self.root / "order.json").read_text())[2]:
+                self.noticed[mutant.file, test] += 1
         return code != 0
 
 
@@ -273,15 +341,16 @@ def _enter(folder: Path) -> None:
     _lane = Lane(folder)
 
 
-def _baseline(tests: Sequence[str]) -> float:
-    code, took = _lane.run(tests, 600)
+def _baseline(tests: Sequence[str]) -> tuple[float, Seconds]:
+    code, took = _lane.run(tests, 600, Order())
     if code:
         raise RuntimeError(f"{' '.join(tests)} fail without any mutant: {(_lane.root / 'log').read_text()[-3000:]}")
-    return took
+    setup, call, _ = json.loads((_lane.root / "order.json").read_text())
+    return 10 + 5 * took, (setup, call)
 
 
-def _judge(job: tuple[Mutant, Sequence[str], float]) -> tuple[Mutant, bool]:
-    return job[0], _lane.judge(*job)
+def _judge(mutant: Mutant, tests: Sequence[str], limit_s: float, seconds: Seconds) -> tuple[Mutant, bool]:
+    return mutant, _lane.judge(mutant, tests, limit_s, seconds)
 
 
 def main() -> int:
@@ -294,43 +363,88 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments.add_argument("--verbose", action="store_true", help="print each mutant as it is judged")
+    arguments.add_argument("--named", action="store_true", help="those of mutants_named.toml, each by its own test")
     asked = arguments.parse_args()
-    start = time.monotonic()
+    start, commit = time.monotonic(), _commit()
     tests_of = {file: tests for pattern, tests in JUDGES.items() for file in files_of(pattern)}
     tests_of = {file: tests for file, tests in tests_of.items() if not asked.files or file in asked.files}
     equivalent = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
-    every = [mutant for file in tests_of for mutant in mutants_of_judge(file)]
-    known = {(mutant.file, mutant.name) for mutant in every}
-    stale = [(file, name) for file in tests_of for name in equivalent.get(file, {}) if (file, name) not in known]
+    every = [] if asked.named else [(mutant, tests_of[file]) for file in tests_of for mutant in mutants_of_judge(file)]
+    known = {(mutant.file, mutant.name) for mutant, _ in every}
+    listed = [] if asked.named else [(file, name) for file in tests_of for name in equivalent.get(file, {})]
+    stale = [each for each in listed if each not in known]
     for file, name in stale:
         print(f"mutants.toml lists what is no mutant of {file}: {name}")
-    wanted = [mutant for mutant in every if mutant.name not in equivalent.get(mutant.file, {})]
+    wanted = named() if asked.named else [each for each in every if (each[0].file, each[0].name) not in listed]
     count = len(wanted)
     if asked.sample is not None:
-        wanted = [mutant for mutant in wanted if asked.files or mutant.file in SAMPLED]
+        wanted = [each for each in wanted if asked.files or each[0].file not in SLOW]
         wanted = random.Random(asked.seed).sample(wanted, min(asked.sample, len(wanted)))
     for name in WARM:
         importlib.import_module(name)
     killed: Counter[str] = Counter()
-    survivors: list[Mutant] = []
+    judged = Counter(mutant.file for mutant, _ in wanted)
+    left, is_kept = judged.copy(), bool(commit and not asked.named and (asked.files or asked.sample is None))
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(asked.jobs, _enter, (Path(folder),)) as lanes:
-        needed = sorted({tests_of[mutant.file] for mutant in wanted})
-        limits = {tests: 10 + 5 * took for tests, took in zip(needed, lanes.map(_baseline, needed, 1), strict=True)}
-        jobs = [(mutant, tests_of[mutant.file], limits[tests_of[mutant.file]]) for mutant in wanted]
-        for mutant, is_killed in lanes.imap_unordered(_judge, jobs):
-            killed[mutant.file] += is_killed
-            if not is_killed:
-                survivors.append(mutant)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(asked.jobs, context, _enter, (Path(folder),)) as lanes,  # a Pool's may not have children
+    ):
+        needed = sorted({tests for _, tests in wanted})
+        baselines = dict(zip(needed, lanes.map(_baseline, needed), strict=True))
+        jobs = [lanes.submit(_judge, mutant, tests, *baselines[tests]) for mutant, tests in wanted]
+        for done in as_completed(jobs):
+            mutant, is_killed = done.result()
+            file = mutant.file
+            killed[file] += is_killed
+            left[file] -= 1
             if asked.verbose or not is_killed:
-                print(
-                    "killed  " if is_killed else "survived", f"{mutant.file}:{mutant.line}: {mutant.name}", flush=True
-                )
-    for file, number in Counter(mutant.file for mutant in wanted).items():
-        print(f"{file}: {killed[file]} of {number} killed, {len(equivalent.get(file, {}))} listed as equivalent")
+                print("killed  " if is_killed else "survived", f"{file}:{mutant.line}: {mutant.name}", flush=True)
+            if left[file]:
+                continue
+            reasons = equivalent.get(file, {})
+            print(f"{file}: {killed[file]} of {judged[file]} killed, {len(reasons)} listed as equivalent", flush=True)
+            if is_kept:
+                mutants = sum(each.file == file for each, _ in every)
+                _keep(file, _result(mutants, judged[file], killed[file], reasons, commit))
     share = killed.total() / len(wanted) if wanted else 1.0
     print(f"{killed.total()} of {len(wanted)} killed ({share:.1%}; {count} in all) in {time.monotonic() - start:.0f} s")
     return int(share < NEEDED or bool(stale))
+
+
+def named() -> list[tuple[Mutant, tuple[str, ...]]]:
+    """The mutants of mutants_named.toml, each with its test."""
+    found = []
+    for each in tomllib.loads((ROOT / "tests/mutants_named.toml").read_text())["named"]:
+        source = (ROOT / PACKAGE / each["file"]).read_text()
+        assert each["old"] in source, f"{each['file']} has no {each['old']!r} to change: {each['what']}"
+        line = source[: source.index(each["old"])].count("\n") + 1
+        changed = source.replace(each["old"], each["new"])
+        found.append((Mutant(each["file"], line, each["what"], changed), (each["test"],)))
+    return found
+
+
+def _result(mutants: int, judged: int, killed: int, listed: dict[str, str], commit: str) -> dict[str, Any]:
+    on_gpu = sum(reason.startswith(ON_GPU) for reason in listed.values())
+    counts = {"mutants": mutants, "judged": judged, "killed": killed}
+    counts |= {"equivalent": len(listed) - on_gpu, "gpu": on_gpu}
+    return counts | {"commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+
+
+def _keep(file: str, result: dict[str, Any]) -> None:
+    """A result takes the place of the same file's earlier one."""
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    every = sorted((before | {file: result}).items())
+    RESULTS.write_text("{\n" + ",\n".join(f"{json.dumps(file)}: {json.dumps(each)}" for file, each in every) + "\n}\n")
+
+
+def _commit() -> str:
+    """Of the code that is judged; empty where there are changes to it, which no result is kept of."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return "" if git("status", "--porcelain", "src", "tests") else git("rev-parse", "--short=10", "HEAD")
 
 
 def files_of(pattern: str) -> list[str]:

@@ -103,6 +103,9 @@ def test_analyze_end_to_end(tmp_path):
     rungs = of_kind(records, RungRow)
     assert [rung.case["rung"] for rung in rungs][:3] == ["baseline", "fused attention", "fused optimizer"]
     assert {rung.status for rung in rungs} <= {"ok", "unsupported"}
+    kinds = [record.kind for record in records]
+    last_timed = max(n for n, kind in enumerate(kinds) if kind in ("step", "rung", "control"))
+    assert kinds.index("profile") > last_timed, "a profiler leaves a GPU's process slower than it was"
     losses = rungs[0].samples["training_loss"]
     assert losses[-1] < losses[0], "it trains on real text, so the loss falls"
     names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}

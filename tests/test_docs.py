@@ -13,6 +13,7 @@ from render import TABLES, render
 from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, refuse_dirty, results, where
 from trainstep.kinds import AttentionRow, ParallelRow, StepRow
 from trainstep.report.subjects.parallel import alone_ms
+from trainstep.stats import WITHIN_RUN
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -90,6 +91,17 @@ def test_the_headlines_say_what_is_not_ours():
     shapes = {tuple(each.case.items()) for each in results("h200-attention-peers", AttentionRow) if each.impl == "flex"}
     assert len(attention.rows) == len(shapes) == 8
     assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn"}
+
+
+@pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios"])
+def test_every_ratio_to_a_peer_has_its_interval(name):
+    table = TABLES[name]()
+    ratios = [text for texts in table.texts() for text in texts if "×" in text]
+    assert len(ratios) >= len(table.rows) - 2, "all but two rows that were out of memory"
+    for text in ratios:
+        value, low, high = (float(each) for each in re.search(r"([\d.]+)× \[([\d.]+)–([\d.]+)\]", text).groups())
+        assert low <= value <= high, text
+    assert WITHIN_RUN in table.caption + "".join(table.columns)
 
 
 def test_every_table_is_on_a_page():

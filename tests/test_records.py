@@ -171,3 +171,40 @@ def test_rows_by_case_keep_their_order():
     rows = [PeakRow(workload=size, context=context) for size in ("b", "a") for context in (1, 2)]
     assert by_case(rows, "context") == [rows[:2], rows[2:]]
     assert by_case(rows) == [[row] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["a\u2028b", "a\x85b\x0bc\x1dd", "lone \udc80", "tab\there", "new\nline", "x\x1b[31m"])
+def test_any_name_is_written_and_read_again(tmp_path, name):
+    """U+2028 and its like end lines for `str.splitlines`, and no encoding has lone surrogates."""
+    write_whole(tmp_path / "rows", [record(workload=name), record()])
+    assert [row.workload for row in read_records(tmp_path / "rows")] == [name, "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"kind": "step", "case": {"workload": {"a": 1}}}', "workload"),
+        ('{"kind": "step", "case": {"batch": "four"}}', "batch"),
+        ('{"kind": "step", "case": {}, "values": {"peak_gib": [1, 2]}}', "peak_gib"),
+        ('{"kind": "step", "case": {}, "values": {"peak_gib": NaN}}', "NaN"),
+        ('{"kind": "step", "case": {}, "values": {"peak_gib": 1e999}}', "no finite number"),
+        ('{"kind": "step", "case": {}, "values": {"tokens": 1' + "0" * 30 + "}}", "tokens"),
+        ('{"kind": "step", "case": {}, "values": {"tokens": 1' + "0" * 5000 + "}}", "digits"),
+        ('{"kind": "step", "case": {}, "values": {"step_ms": "fast"}}', "step_ms"),
+        ('{"kind": "step", "case": {}, "samples": {"step": [1, NaN]}}', "NaN"),
+        ('{"kind": "step", "case": {}, "samples": {"step": [1, "2"]}}', "samples"),
+        ('{"kind": "step", "case": {}, "samples": {"step": 3}}', "samples"),
+        ('{"kind": "step", "case": {}, "series": {"loss": [[1]]}}', "series"),
+        ('{"kind": "step", "case": {}, "environment": {"torch": []}, "reason": 3}', "reason"),
+        ('{"kind": "step", "case": {}, "environment": {"torch": {}}}', "environment"),
+        ('{"kind": "step", "case": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested"),
+        ('{"kind": "rung", "case": {"rung": 3}}', "rung"),
+        ('{"kind": "allocation", "case": {}, "values": {"made_in": 3}}', "made_in"),
+        ('{"kind": "ceiling", "case": {"what": null}}', "what"),
+    ],
+)
+def test_values_of_another_kind_than_their_column_are_named_with_their_line(tmp_path, line, says):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"kind": "step", "case": {}}\n' + line + "\n")
+    with pytest.raises(UsageError, match=rf"results\.jsonl, line 2: .*{says}"):
+        read_records(path)

@@ -12,15 +12,20 @@ from trainstep.hardware import require_device
 from trainstep.plan.machine import machine_of
 from trainstep.plan.measured import checked
 from trainstep.records import read_records
-from trainstep.schemes import BENCH_SCHEMES, SCHEMES, STRATEGIES, TrainScheme
+from trainstep.schemes import BENCH_SCHEMES, BUCKETS_MB, SCHEMES, STRATEGIES, TrainScheme
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+NOT_YET_MEASURED = {"torch-fsdp2-bf16-reduce", "torch-zero-1000", *(f"torch-ddp-{mb}" for mb in (1, 10, 100, 1000))}
+"""Peers' settings that docs/results/ has no rows of yet; empty when it has."""
 
 
 def test_every_scheme_that_was_measured_is_in_the_list():
     rows = [row for path in RESULTS.glob("*.jsonl") for row in read_records(path) if "scheme" in row.case]
     measured = {row.case["scheme"] for row in rows if row.kind != "train"}
-    assert measured == set(BENCH_SCHEMES)
+    assert not measured & NOT_YET_MEASURED, "take it out of the list"
+    assert measured | NOT_YET_MEASURED == set(BENCH_SCHEMES)
     trained = {row.case["scheme"] for row in rows if row.kind == "train"}
     assert trained, "there are runs of train"
     assert trained <= {name for name, each in SCHEMES.items() if each.in_train}
@@ -51,6 +56,23 @@ def test_the_plan_is_held_against_the_schemes_it_models():
         "fsdp": "fsdp",
         "fsdp-collectives": "fsdp",
     }
+
+
+def test_a_peer_is_tuned_over_as_many_settings_as_ours():
+    def settings(wrapper):
+        return [
+            (each.bucket_mb, each.overlap) for each in SCHEMES.values() if each.wrapper == wrapper and each.in_bench
+        ]
+
+    assert settings("torch-ddp") == [(mb, True) for mb in BUCKETS_MB]
+    assert set(settings("torch-ddp")) == {each for each in settings("ddp") if each[0] in BUCKETS_MB}
+    assert settings("torch-zero") == settings("sharded-optimizer")
+    assert len(settings("torch-fsdp2")) == len(settings("fsdp"))
+    for each in SCHEMES.values():
+        assert (each.peer is not None) == each.wrapper.startswith("torch-")
+        if each.peer is not None:
+            assert SCHEMES[each.peer].wrapper == each.wrapper
+            assert SCHEMES[each.peer].narrow_reduce == each.narrow_reduce
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-collectives", "torch-fsdp2"])

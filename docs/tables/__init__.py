@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainstep.kinds import AttentionRow
 from trainstep.records import AnyRow, Row, Scalar, of_kind, read_records
 from trainstep.report.columns import Column
 from trainstep.report.subjects import TABLES
 from trainstep.report.subjects.workload import where as where
 from trainstep.report.tables import Table, make_table, tabulate
+from trainstep.stats import in_rounds, ratio_of_rounds
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -68,6 +70,14 @@ def setting(rows: Sequence[Row]) -> str:
     ((size, context, batch, precision),) = {tuple(row.case[name] for name in names) for row in rows}
     autocast = " autocast" if precision in ("bf16", "fp16") else ""
     return f"{size}, context {context}, batch {batch} per GPU, {precision}{autocast}"
+
+
+def times_as_long(over: AttentionRow, under: AttentionRow, phase: str = "both") -> str:
+    """`1.55× [1.52–1.58]`: one time over another of the same run, by rounds where there were several."""
+    both = [in_rounds(row.samples[phase], row.rounds or 1) for row in (over, under)]
+    ratio = ratio_of_rounds(*both)
+    within = "" if ratio.interval is None else f" [{ratio.interval.low:.2f}–{ratio.interval.high:.2f}]"
+    return f"{ratio.value:.2f}×{within}"
 
 
 def of_rows(

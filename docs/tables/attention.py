@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import OUTCOME, of_rows, results, where
+from tables import OUTCOME, of_rows, results, times_as_long, where
 from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.kinds import AttentionRow, CeilingRow
 from trainstep.records import by_case
@@ -13,6 +13,7 @@ from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
+from trainstep.stats import WITHIN_RUN
 
 OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")
@@ -26,25 +27,41 @@ def peers() -> Table:
     ceiling = ceiling_tflops()
     lines = []
     for group in by_case(rows, "impl"):
-        times = {row.impl: row.times["both"].median for row in group}
-        (ours,) = (row for row in group if row.impl == OURS)
+        found = {row.impl: row for row in group}
+        ours = found[OURS]
         of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
         reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
-        beside = (f"{number(times[impl])} ({times[impl] / times[OURS]:.2f}×)" for impl in others)
+        beside = (beside_ours(found[impl], ours) for impl in others)
         lines.append((*(number(ours.case[name]) for name in shape), *reached, *beside))
     wanted = (
         *shape,
         "ours: forward / backward / both (ms)",
         "TFLOP/s",
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
-        *(f"{impl} (ms, times ours)" for impl in others),
+        *(f"{impl} (ms, times ours [95 %])" for impl in others),
     )
-    return text_table("peers", f"bf16, forward and backward, one run; {where(rows)}", wanted, lines)
+    return text_table(
+        "peers", f"bf16, forward and backward, one run, intervals {WITHIN_RUN}; {where(rows)}", wanted, lines
+    )
+
+
+def beside_ours(row: AttentionRow, ours: AttentionRow) -> str:
+    """Another implementation's time, and how many times ours that is."""
+    if row.status != "ok":
+        return row.status
+    return f"{number(row.times['both'].median)} ({times_as_long(row, ours)})"
 
 
 def passes(row: AttentionRow) -> str:
     """`forward / backward / both`, or why there are no times."""
     return " / ".join(number(row.times[part].median) for part in PARTS) if row.status == "ok" else row.status
+
+
+def both_ms(row: AttentionRow | None) -> str:
+    """The time of forward and backward together, or why there is none."""
+    if row is None:
+        return "not run"
+    return number(row.times["both"].median) if row.status == "ok" else row.status
 
 
 def ceiling_tflops(precision: str = "bf16") -> float:
@@ -61,16 +78,21 @@ def naive() -> Table:
     for head_dim, seq in sorted({(row.head_dim, row.seq) for row in rows}):
         both = eager, compiled = [found[head_dim, seq, impl] for impl in ("eager", "eager-compiled")]
         is_timed = eager.status == compiled.status == "ok"
-        ratio = eager.times["both"].median / compiled.times["both"].median if is_timed else None
-        times = (*map(passes, both), NONE if ratio is None else f"{ratio:.2f}×")
+        times = (*map(passes, both), times_as_long(eager, compiled) if is_timed else NONE)
         held = (f"{number(row.before_backward_gib)} / {number(row.peak_gib)}" for row in both)
         formula = f"{number(eager.predicted_before_backward_gib)} / {number(eager.predicted_peak_gib)}"
         lines.append((number(head_dim), f"{seq:,}", *times, *held, formula))
     wanted = (
-        *("head_dim", "sequence", "eager: forward / backward / both (ms)", "compiled (ms)", "compiled is faster by"),
+        *(
+            "head_dim",
+            "sequence",
+            "eager: forward / backward / both (ms)",
+            "compiled (ms)",
+            f"compiled is faster by [95 %, {WITHIN_RUN}]",
+        ),
         *("eager: before backward / peak (GiB)", "compiled (GiB)", "eager by formula (GiB)"),
     )
-    return text_table("naive", f"fp32, batch 8, no heads, full; {where(rows)}", wanted, lines)
+    return text_table("naive", f"fp32, batch 8, no heads, full, intervals {WITHIN_RUN}; {where(rows)}", wanted, lines)
 
 
 def by_length(dtype: str, head_dim: int) -> Table:
@@ -80,33 +102,38 @@ def by_length(dtype: str, head_dim: int) -> Table:
     impls = list(dict.fromkeys(row.impl for row in rows))
     found = {(row.seq, row.impl): row for row in rows}
 
-    def cell(row: AttentionRow | None) -> str:
-        if row is None:
-            return "not run"
-        return number(row.times["both"].median) if row.status == "ok" else row.status
-
     lines = [
-        (f"{seq:,}", *(cell(found.get((seq, impl))) for impl in impls)) for seq in sorted({row.seq for row in rows})
+        (f"{seq:,}", *(both_ms(found.get((seq, impl))) for impl in impls)) for seq in sorted({row.seq for row in rows})
     ]
     setting = f"{dtype}, head_dim {head_dim}, batch {rows[0].batch}, causal {rows[0].causal}"
     caption = f"forward and backward (ms), {setting}; {where(rows)}"
     return text_table(name, caption, ("sequence", *impls), lines)
 
 
+NAMES = {
+    OURS: "ours",
+    "sdpa-flash": "SDPA FlashAttention-2",
+    "sdpa-cudnn": "SDPA cuDNN",
+    "flex": "FlexAttention, compiled",
+    "flex-max-autotune": "FlexAttention, max-autotune",
+    "flash-attn": "flash-attn",
+}
+"""What README.md calls the implementations that it shows, in its order."""
+
+
 def headline() -> Table:
     """Our kernels beside PyTorch's, shape by shape, and what `auto` takes on this GPU."""
     rows = results("h200-attention-peers", AttentionRow)
-    impls = (OURS, "sdpa-flash", "sdpa-cudnn", "flex")
+    impls = [impl for impl in NAMES if any(row.impl == impl for row in rows)]
     cells = []
     for group in by_case(rows, "impl"):
-        found, row = {each.impl: number(each.times["both"].median) for each in group}, group[0]
+        found, row = {each.impl: both_ms(each) for each in group}, group[0]
         shape = f"{row.batch}×{row.heads}×{row.seq:,}×{row.head_dim}{'' if row.causal == 'yes' else ', full'}"
         case = ChoiceCase("sm_90", "bfloat16", row.head_dim, row.causal == "yes")
         chosen = [impl for length, impl in CHOICES.shipped()[case].by_length if row.seq >= length][-1]
         cells.append((shape, *(found[impl] for impl in impls), chosen))
     caption = f"bf16 attention, causal but where it says full, forward and backward (ms); {where(rows)}"
-    wanted = ("batch×heads×length×head_dim", "ours", "SDPA FlashAttention-2", "SDPA cuDNN", "FlexAttention, compiled",
-              "auto takes")  # fmt: skip
+    wanted = ("batch×heads×length×head_dim", *(NAMES[impl] for impl in impls), "auto takes")
     return text_table("headline-attention", caption, wanted, cells)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tables import plain, results, setting, where
+from tables import RESULTS, plain, results, setting, where
+from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.run import moments, planned_bytes
 from trainstep.config import SIZES
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
@@ -14,9 +15,8 @@ from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.subjects.parallel import beyond_alone
-from trainstep.report.tables import Table, tabulate, text_table
+from trainstep.report.tables import Table, tabulate
 from trainstep.schemes import SCHEMES
-from trainstep.stats import ratio_of_medians
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 
@@ -26,6 +26,7 @@ def parallel(name: str = "h200-parallel") -> Table:
     rows = results(name, ParallelRow)
     wanted = (
         columns.case("scheme", "scheme"),
+        columns.value("rounds", "rounds"),
         columns.median("step on the slowest rank (ms) [95 %]", "step"),
         *beyond_alone(rows),
         *columns.values({f"{name} (ms)": f"{name}_ms" for name in PARTS}),
@@ -60,28 +61,27 @@ def planned_anew(row: Row) -> Row:
     return dataclasses.replace(row, **moments(plan))
 
 
-OURS = {
-    "torch-ddp": ("bucketed-25", "bucketed-100", "bucketed-1000"),
-    "torch-zero": ("sharded-optimizer", "sharded-optimizer-1000"),
-    "torch-fsdp2": ("fsdp",),
-}
-"""Torch's scheme → ours in its place."""
+RUNS = ("h200-parallel", "h200-parallel-4gpus", "h200-parallel-compiled")
+"""Files whose rows stand beside torch's, as far as they are there."""
+OURS = (
+    *("bucketed-25", "bucketed-100", "bucketed-1000"),
+    *("sharded-optimizer", "sharded-optimizer-1000", "fsdp", "fsdp-collectives"),
+)
 
 
 def parallel_ratios() -> Table:
     """Ours over torch's: time with its interval, and peak memory."""
-    cells = []
-    for name, gpus in (("h200-parallel", 2), ("h200-parallel-4gpus", 4)):
-        rows = {row.scheme: row for row in results(name, ParallelRow)}
-        for theirs, ours in ((theirs, each) for theirs, schemes in OURS.items() for each in schemes if each in rows):
-            time = ratio_of_medians(rows[ours].samples["step"], rows[theirs].samples["step"])
-            low, high = (time.interval.low, time.interval.high) if time.interval else (None, None)
-            peak = (rows[ours].peak_gib or 0) / (rows[theirs].peak_gib or 1)
-            cells.append((str(gpus), ours, theirs, f"{time.value:.3f} [{low:.3f}–{high:.3f}]", f"{peak:.3f}"))
-    wanted = ("GPUs", "ours", "torch's", "time, ours over torch's [95 %]", "peak memory, ours over torch's")
-    every = [row for name in ("h200-parallel", "h200-parallel-4gpus") for row in results(name, ParallelRow)]
-    caption = f"Each pair in one run; {where(every)}"
-    return text_table("parallel-ratios", caption, wanted, cells)
+    runs = [results(name, ParallelRow) for name in RUNS if (RESULTS / f"{name}.jsonl").exists()]
+    found = [row for rows in runs for row in ratio_rows(rows) if row.scheme in OURS]
+    wanted = (
+        *columns.cases({"GPUs": "world_size", "compile": "compile", "ours": "scheme"}),
+        columns.value("torch's, its fastest setting", "peer_setting"),
+        columns.ratio("time, ours over torch's", "ratio"),
+        columns.value("rounds", "rounds"),
+        columns.value("peak memory, ours over torch's", "peak_ratio"),
+    )
+    every = [row for rows in runs for row in rows]
+    return tabulate("parallel-ratios", f"Each pair in one run; {where(every)}", wanted, found)
 
 
 README_NAMES = {
@@ -123,6 +123,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "collectives-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveRow),
     "collectives-fit-4gpus": partial(plain, "h200-collectives-4gpus", CollectiveFitRow),
     "collectives-fit": partial(plain, "h200-collectives", CollectiveFitRow),
+    "parallel-compiled": partial(parallel, "h200-parallel-compiled"),
     "parallel-ratios": parallel_ratios,
     "headline-parallel": headline,
 }

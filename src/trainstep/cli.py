@@ -21,7 +21,7 @@ from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
-from trainstep.errors import UsageError
+from trainstep.errors import UsageError, printable
 
 COMMANDS: Any = Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
 
@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     except UsageError as error:
         if command.debug:
             raise
-        print(f"trainstep: {error}", file=sys.stderr)
+        print(f"trainstep: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

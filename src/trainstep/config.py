@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 CompileMode = Literal["off", "blocks", "model"]
 TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
-AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", TorchAttention, "flex"]
+PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
+AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
 LossImpl = Literal["dense", "chunked"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]

@@ -6,6 +6,7 @@ traceback, and exits with 2; every other exception is a fault of ours and keeps 
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -17,6 +18,19 @@ class UsageError(ValueError):
 
 class UnsupportedError(UsageError):
     """Sound input that this machine, or this combination, cannot run. A grid records it as a row and goes on."""
+
+
+_OBEYED = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What terminals obey or readers cannot see: controls but for line end and tab, directions of writing, spaces without
+width, half surrogates, tags."""
+
+
+def printable(text: str) -> str:
+    """Text of anybody's for a terminal: what it would obey instead of showing is written as its escape, `\\x1b`."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def place_of(error: BaseException) -> str:

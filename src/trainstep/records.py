@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Iterable
@@ -46,12 +47,19 @@ class RecordWriter:
         """Append one row."""
         sections = {name: dict(getattr(row, name)) for name in SECTIONS}
         line = {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
-        self._file.write(json.dumps(_jsonable(line), ensure_ascii=False) + "\n")
+        text = json.dumps(_jsonable(line), ensure_ascii=False)
+        if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
+            text = json.dumps(_jsonable(line))
+        self._file.write(text + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _is_text(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def write_whole(path: Path, rows: Iterable[Row]) -> None:
@@ -89,32 +97,45 @@ def read_records(path: Path) -> list[Row]:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        gc.disable()  # looking for circles again and again among rows, which have none, takes a third of the time
+        with path.open(encoding="utf-8", newline="\n") as file:  # names may hold other line ends
+            rows = [row for number, line in enumerate(file, start=1) for row in _rows_of_line(path, number, line)]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read results from {path}: {error}") from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows += rows_of(**_parsed(line))
-        except ValueError as error:
-            advice = "If the file was cut short, delete that line to use the rest"
-            raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
+    finally:
+        gc.enable()
     if not rows:
         raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
     return rows
 
 
+def _rows_of_line(path: Path, number: int, line: str) -> list[Row]:
+    if not line.strip():
+        return []
+    try:
+        return rows_of(**_parsed(line))
+    except ValueError as error:
+        advice = "If the file was cut short, delete that line to use the rest"
+        raise UsageError(f"{path}, line {number}: {error}; expected a row of a trainstep run. {advice}") from error
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which is no number of JSON")
+
+
 def _parsed(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError("values nested too deep") from error
     if not isinstance(row, dict) or not {"kind", "case"} <= set(row) <= {"kind", "status", "reason", *SECTIONS}:
         raise ValueError("not a row")
     if any(not isinstance(row.get(name, {}), dict) for name in SECTIONS) or not isinstance(row["kind"], str):
         raise ValueError("a row with a section of the wrong type")
+    if not isinstance(row.get("reason", ""), str):
+        raise ValueError(f"a reason that is no text: {row['reason']!r}")
     if row.get("status", "ok") not in get_args(Status):
         raise ValueError(f"unknown status {row['status']!r}")
     return row

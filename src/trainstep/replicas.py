@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from trainstep.blocks import find_blocks
 from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
+from trainstep.peers.ddp import distributed_data_parallel
+from trainstep.peers.fsdp2 import shard_fully
+from trainstep.peers.zero import zero_redundancy_optimizer
 from trainstep.schemes import Scheme
 from trainstep.training_step import MakeOptimizer, Replica, alone, recipe
 
@@ -69,24 +68,13 @@ def build(
             optimizer, finish = make_optimizer(fsdp.parameters()), fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
-            torch_ddp = nn.parallel.DistributedDataParallel(
-                module,
-                device_ids=[process.device.index] if process.device.type == "cuda" else None,
-                process_group=group,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=allow_unused,
-            )
+            wrapped = distributed_data_parallel(module, process, bucket_mb=scheme.bucket_mb, allow_unused=allow_unused)
             optimizer = make_optimizer(module.parameters())
-            if scheme.wrapper == "torch-zero":  # which keeps each parameter group's own options
-                groups, options = recipe(optimizer)
-                made_by = type(optimizer)
-                optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=made_by, process_group=group, **options)
-            return Replica(torch_ddp, optimizer)
-        case "torch-fsdp2":  # parameters are gathered in the compute dtype, gradients reduced in float32
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-            mesh = DeviceMesh.from_group(group, process.device.type)
-            for part in (*find_blocks(module), module):
-                fully_shard(part, mesh=mesh, mp_policy=policy)
+            if scheme.wrapper == "torch-zero":
+                optimizer = zero_redundancy_optimizer(optimizer, process)
+            return Replica(wrapped, optimizer)
+        case "torch-fsdp2":
+            shard_fully(module, process, dtype, narrow_reduce=scheme.narrow_reduce, fixed_order=not allow_unused)
             return Replica(module, make_optimizer(module.parameters()))
 
 

@@ -2,7 +2,7 @@
 the planner calls it. Imports no torch; `trainstep.replicas` builds them.
 
 To add a scheme: its entry here, and its wrapper in `trainstep.replicas.build` unless it is another setting of one that
-is there.
+is there. A peer's settings, with their sources, are a file of `trainstep.peers`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ class Scheme:
     wrapper: Wrapper
     planned_as: DataParallel | None  # what the planner calls it; None without communication
     bucket_mb: float = 25.0
-    """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer)."""
+    """Megabytes of gradients per call: 0 for a call per parameter, inf for a single call (ddp, sharded-optimizer and
+    torch's)."""
     overlap: bool = True  # whether gradients are sent during backward, not after it (ddp)
     transport: Literal["auto", "collectives"] = "auto"
     """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
+    narrow_reduce: bool = False
+    """Whether gradients are summed in the 16 bits they are computed in, not in float32 (torch-fsdp2)."""
+    peer: str | None = None  # of torch's own: the scheme that this is another setting of, or itself
     in_bench: bool = True  # whether `bench parallel` compares it
     in_train: bool = False  # whether `train` offers it
     is_planned: bool = False  # its time is predicted; rows of kind "plan check" hold that against measurements
@@ -68,20 +72,28 @@ class Scheme:
             raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
 
 
+BUCKETS_MB = (1, 10, 25, 100, 1000)
+"""What the size of a bucket is tuned over: the same for ours and for torch's."""
+
 _ALL = (
     Scheme("single", "none", None, in_train=True, is_planned=True),  # every rank by itself
     Scheme("ddp", "ddp", "ddp", in_bench=False, in_train=True),  # with the bucket that train's flags say
     Scheme("naive", "ddp", "ddp", bucket_mb=0, overlap=False),
     Scheme("flat", "ddp", "ddp", bucket_mb=math.inf, overlap=False),
     Scheme("overlapped", "ddp", "ddp", bucket_mb=0),
-    *(Scheme(f"bucketed-{mb}", "ddp", "ddp", bucket_mb=mb, is_planned=mb == 25) for mb in (1, 10, 25, 100, 1000)),
+    *(Scheme(f"bucketed-{mb}", "ddp", "ddp", bucket_mb=mb, is_planned=mb == 25) for mb in BUCKETS_MB),
     Scheme("sharded-optimizer", "sharded-optimizer", "sharded optimizer", in_train=True, is_planned=True),
     Scheme("sharded-optimizer-1000", "sharded-optimizer", "sharded optimizer", bucket_mb=1000, is_planned=True),
     Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
     Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts
-    Scheme("torch-ddp", "torch-ddp", "ddp"),
-    Scheme("torch-zero", "torch-zero", "sharded optimizer"),
-    Scheme("torch-fsdp2", "torch-fsdp2", "fsdp"),
+    *(
+        Scheme("torch-ddp" if mb == 25 else f"torch-ddp-{mb}", "torch-ddp", "ddp", bucket_mb=mb, peer="torch-ddp")
+        for mb in BUCKETS_MB
+    ),
+    Scheme("torch-zero", "torch-zero", "sharded optimizer", peer="torch-zero"),
+    Scheme("torch-zero-1000", "torch-zero", "sharded optimizer", bucket_mb=1000, peer="torch-zero"),
+    Scheme("torch-fsdp2", "torch-fsdp2", "fsdp", peer="torch-fsdp2"),
+    Scheme("torch-fsdp2-bf16-reduce", "torch-fsdp2", "fsdp", narrow_reduce=True, peer="torch-fsdp2-bf16-reduce"),
 )
 
 SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}  # by name, in the order of tables

@@ -13,10 +13,11 @@ side, each a process of its own; and `ratio_of_medians` of one run a side, which
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CONFIDENCE = 0.95
@@ -26,11 +27,10 @@ RUN_SPREAD = 0.02
 widened by it, so that drift and order inside a process are not called a difference. It is no bound on what separate
 runs differ by, which depends on the case: docs/trust.md measures it, and `ratio_of_runs` takes it from the runs."""
 
+_EXACT = 1000  # samples up to which binomials are whole numbers; above, their logarithms are exact to 11 digits
+
 WITHIN_RUN = "within this run"
 """What is said beside the interval of a ratio that one run a side gave."""
-
-WILD_INTERVAL = 0.50
-"""A median whose interval is wider than this share of it is not to be believed: something else must have run."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,22 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     """The narrowest symmetric order-statistics interval of the median with at least this coverage, or None."""
     ordered = sorted(samples)
     n = len(ordered)
+    k = _order_statistic(n, confidence)
+    return Interval(ordered[k - 1], ordered[n - k]) if k else None
+
+
+@functools.lru_cache(1024)
+def _order_statistic(n: int, confidence: float) -> int:
+    """The largest k whose k-th smallest and k-th largest of n samples enclose the median so often; 0 if none does."""
     below = 0.0  # P(B < k) for the k under trial
-    best = None
     for k in range(1, n // 2 + 1):
-        below += math.comb(n, k - 1) / 2**n
+        if n <= _EXACT:
+            below += math.comb(n, k - 1) / 2**n
+        else:
+            below += math.exp(math.lgamma(n + 1) - math.lgamma(k) - math.lgamma(n - k + 2) - n * math.log(2))
         if 1 - 2 * below < confidence:
-            break
-        best = Interval(ordered[k - 1], ordered[n - k])
-    return best
+            return k - 1
+    return n // 2
 
 
 def summarize(samples: Sequence[float]) -> Summary:
@@ -111,11 +119,41 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float], spread: float = RUN
     between low(a)/high(b) and high(a)/low(b). Both ends are moved outwards by `spread`.
     """
     value = statistics.median(a) / statistics.median(b)
-    each = 1 - (1 - CONFIDENCE) / 2
-    over, under = median_interval(a, each), median_interval(b, each)
+    over, under = ratio_interval_of(a), ratio_interval_of(b)
     if over is None or under is None:
         return Ratio(value, None)
     return Ratio(value, Interval(over.low / under.high / (1 + spread), over.high / under.low * (1 + spread)))
+
+
+def ratio_of_pairs(a: Sequence[float], b: Sequence[float], spread: float = RUN_SPREAD) -> Ratio:
+    """The median of a[i] / b[i], of samples that were taken in turns, so that a pair had the same moment.
+
+    What makes the machine slow for a while is in both of a pair and drops out; `ratio_of_medians` would have it in its
+    interval, or, where it fell on one side, in its value. The interval is the median's, from 6 pairs up, with both ends
+    moved outwards by `spread`.
+    """
+    ratios = [over / under for over, under in zip(a, b, strict=True)]
+    value, found = statistics.median(ratios), median_interval(ratios)
+    return Ratio(value, found and Interval(found.low / (1 + spread), found.high * (1 + spread)))
+
+
+def product(ratios: Sequence[Ratio]) -> Ratio:
+    """a / c of a / b and b / c, and so on, from independent measurements; without an interval if one has none.
+
+    On the scale of logarithms independent errors add as squares, above and below apart.
+    """
+    value = math.prod(each.value for each in ratios)
+    intervals = [(each.value, each.interval) for each in ratios if each.interval is not None]
+    if len(intervals) < len(ratios):
+        return Ratio(value, None)
+    below = math.hypot(*(math.log(middle / found.low) for middle, found in intervals))
+    above = math.hypot(*(math.log(found.high / middle) for middle, found in intervals))
+    return Ratio(value, Interval(value * math.exp(-below), value * math.exp(above)))
+
+
+def ratio_interval_of(samples: Sequence[float]) -> Interval | None:
+    """The interval of a median that is one side of a ratio: 97.5 %; None below 7 samples."""
+    return median_interval(samples, 1 - (1 - CONFIDENCE) / 2)
 
 
 def ratio_of_runs(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> Ratio:
@@ -137,6 +175,28 @@ def ratio_of_runs(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], co
         degrees = total**2 / sum(each**2 / (len(side) - 1) for each, side in zip(variances, sides, strict=True))
         half = student_quantile(degrees, confidence) * math.sqrt(total)
     return Ratio(value, Interval(value * math.exp(-half), value * math.exp(half)), between_runs=True)
+
+
+FEWEST_ROUNDS = 3
+"""Rounds a side from which `ratio_of_rounds` takes a round as one sample."""
+
+
+def in_rounds(samples: Sequence[float], rounds: int) -> list[Sequence[float]]:
+    """Samples of one case that was taken in turns with others, by round: all have as many, or differ by one."""
+    ends = [len(samples) * number // rounds for number in range(rounds + 1)]
+    return [samples[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def ratio_of_rounds(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> Ratio:
+    """The ratio of two cases that were taken in turns in one run, round after round in an order drawn anew.
+
+    What drifts in a run, and what a case leaves to the next, is then in how a case's rounds differ. So a round counts
+    once, as a run does in `ratio_of_runs`, and the interval is that one's. With fewer than `FEWEST_ROUNDS` a side it is
+    `ratio_of_medians` of all samples. Either way it is true `WITHIN_RUN` alone: both have one process.
+    """
+    if min(len(a), len(b)) < FEWEST_ROUNDS:
+        return ratio_of_medians([each for part in a for each in part], [each for part in b for each in part])
+    return replace(ratio_of_runs(a, b), between_runs=False)
 
 
 def run_deviation(*arms: Sequence[Sequence[float]]) -> float:

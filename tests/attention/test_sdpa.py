@@ -19,18 +19,6 @@ def test_output_and_gradients(impl: str, case: Case, is_causal: bool) -> None:
     assert_within_budget(actual, q, k, v, do, is_causal, case.head_dim**-0.5)
 
 
-def test_flex_without_gradients() -> None:
-    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
-    o = attention(q, k, v, is_causal=True, impl="flex")
-    assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
-
-
-def test_flex_has_no_backward_on_the_cpu() -> None:
-    q, k, v, _ = Case(40, 40, 16).inputs(torch.float32)
-    with pytest.raises(UsageError, match="no backward on the CPU"):
-        attention(q.requires_grad_(), k, v, impl="flex")
-
-
 @pytest.mark.parametrize("impl", ["sdpa-cudnn", "sdpa-efficient"])
 def test_a_backend_that_cannot_run_is_not_replaced(impl: str) -> None:
     q, k, v, _ = Case(8, 8, 16).inputs(torch.float32)

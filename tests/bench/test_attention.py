@@ -11,6 +11,8 @@ from trainstep.attention.eager import attention_eager
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
 from trainstep.errors import UsageError
+from trainstep.kinds import AttentionRow
+from trainstep.stats import ratio_of_rounds
 
 SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes", dtype="fp32")
 
@@ -52,6 +54,55 @@ def test_a_row_has_times_rates_memory_and_errors():
     assert 0 < row.values["o_error"] < 1e-6
     assert 0 < row.error_share < 1
     assert row.error_nearest.split()[0] in ("o", "dq", "dk", "dv")
+
+
+def test_implementations_of_a_shape_are_timed_in_turns(monkeypatch):
+    order, timed = [], bench._time
+    monkeypatch.setattr(
+        bench,
+        "_time",
+        lambda implementation, *rest: order.append((implementation, rest)) or timed(implementation, *rest),
+    )
+    other = dataclasses.replace(SMALL, seq=32)
+    impls = ("sdpa", "eager", "flash-triton")
+    cases = [dataclasses.replace(case, impl=impl) for impl in impls for case in (SMALL, other)]
+    rows = list(run_cases(cases, device="cpu", warmup=1, passes=7, rounds=3))
+    assert [(row.impl, row.seq, row.status) for row in rows] == [
+        (impl, seq, "unsupported" if impl == "flash-triton" else "ok") for seq in (64, 32) for impl in impls
+    ], "shape by shape, and no ratio to ours, which did not run"
+    assert [rest[-2:] for _, rest in order] == [(1, passes) for passes in (2, 2, 3) for _ in range(2)] * 2
+    for start in range(0, 12, 2):
+        assert order[start][0] is not order[start + 1][0], "each once a round"
+    firsts = {order[start][0] for start in range(0, 6, 2)}
+    assert len(firsts) == 2, "orders are drawn anew"
+    for row in rows:
+        if row.status == "ok":
+            assert (row.n, row.rounds, len(row.samples["both"])) == (7, 3, 7)
+
+
+def _timed(impl, rounds, *milliseconds):
+    case = dataclasses.asdict(dataclasses.replace(SMALL, impl=impl))
+    samples = dict.fromkeys(("forward", "backward", "both"), milliseconds)
+    return AttentionRow(**case, rounds=rounds, samples=samples)
+
+
+def test_ours_stands_beside_each_other_by_rounds():
+    ours = _timed("flash-triton", 3, 1.0, 1.0, 1.1, 1.1, 1.05, 1.05)
+    theirs = _timed("sdpa", 3, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+    failed = dataclasses.replace(_timed("flex", None), status="failed")
+    (row,) = bench.ratio_rows([theirs, ours, failed])
+    assert (row.impl, row.peer, row.seq, row.rounds) == ("flash-triton", "sdpa", 64, 3)
+    wanted = ratio_of_rounds([[1.0], [1.1], [1.05]], [[2.0]] * 3)
+    assert (row.both, row.both_low, row.both_high) == (wanted.value, wanted.interval.low, wanted.interval.high)
+    assert row.forward == row.backward == row.both
+    assert 0.45 < row.both_low < row.both < row.both_high < 0.6
+
+
+def test_without_rounds_the_ratio_is_of_all_samples():
+    """As in rows of before there were any."""
+    (row,) = bench.ratio_rows([_timed("flash-triton", None, *[1.0] * 8), _timed("sdpa", None, *[2.0] * 8)])
+    assert (row.both, row.rounds) == (0.5, None)
+    assert row.both_low == pytest.approx(0.5 / 1.02)
 
 
 def test_compilation_is_counted_and_kept_out_of_the_passes():
@@ -122,9 +173,9 @@ def test_the_cache_is_overwritten_on_a_gpu():
 
 
 def test_what_cannot_run_here_is_a_row():
-    cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("flash-triton", "sdpa-cudnn", "sdpa")]
+    cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("flash-triton", "sdpa-cudnn", "flash-attn", "sdpa")]
     rows = list(run_cases(cases, device="cpu", warmup=1, passes=1))
-    assert [row.status for row in rows] == ["unsupported", "unsupported", "ok"]
+    assert [row.status for row in rows] == ["unsupported"] * 3 + ["ok"]
     assert "NVIDIA" in rows[0].reason
     assert rows[0].values["predicted_peak_gib"] > 0
 
@@ -147,10 +198,10 @@ def test_impossible_cases(axes):
         grid_cases(axes)
 
 
-@pytest.mark.parametrize(("warmup", "passes"), [(0, 1), (1, 0)])
-def test_nothing_to_run(warmup, passes):
+@pytest.mark.parametrize(("warmup", "passes", "rounds"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_nothing_to_run(warmup, passes, rounds):
     with pytest.raises(UsageError, match="expected at least one of each"):
-        list(run_cases([SMALL], device="cpu", warmup=warmup, passes=passes))
+        list(run_cases([SMALL], device="cpu", warmup=warmup, passes=passes, rounds=rounds))
 
 
 @pytest.mark.gpu

@@ -7,12 +7,14 @@ import pytest
 from trainstep.errors import UsageError
 from trainstep.kinds import row_of
 from trainstep.report.compare import compare, comparison_table, repeatability
+from trainstep.stats import median_interval
 
 
-def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, **changes):
+def step(median, *, precision="fp32", repeat=0, n=10, seed=0, spread=0.002, run=None, **changes):
     rng = random.Random(seed)
     samples = [median * (1 + rng.uniform(-spread, spread)) for _ in range(n)]
     case = {"workload": "small", "precision": precision, "mode": "step", "warmup": 5, "repeat": repeat, "steps": n}
+    case |= {} if run is None else {"run": run}
     return row_of("step", case, {"step_ms": median}, samples={"step": samples}, **changes)
 
 
@@ -68,6 +70,45 @@ def test_repeatability_is_of_every_later_pass_with_the_first_alone():
     assert (later.verdict, last.verdict) == ("slower", "faster")
     assert later.old_ms == last.old_ms == pytest.approx(100, rel=0.01)
     assert (later.new_ms, last.new_ms) == pytest.approx((150, 50), rel=0.01)
+
+
+def runs(median, numbers):
+    """Rows as `bench ab` writes them: each of a process of its own."""
+    return [step(median * (1 + number / 1000), run=number, seed=number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "between"),
+    [
+        (runs(100.0, (0, 1)), runs(50.0, (0, 1)), True),
+        (runs(100.0, (0, 1, 2)), runs(50.0, (0, 1, 2, 3)), True),
+        (runs(100.0, (0,)), runs(50.0, (0,)), False),
+        (runs(100.0, (0, 1, 2)), runs(50.0, (0,)), False),
+        (runs(100.0, (0, 1, 2)), [step(50.0)], False),
+        (runs(100.0, (0, 1, 2)), runs(50.0, (0, 0, 1)), False),
+        ([step(100.0), step(100.0, repeat=1)], [step(50.0), step(50.0, repeat=1)], False),
+    ],
+    ids=["two", "several", "one", "one of them", "none of them", "one run twice", "passes of one process"],
+)
+def test_several_processes_a_side_are_compared_between_runs(old, new, between):
+    (only,) = compare(old, new)
+    assert only.speedup.between_runs is between
+    assert only.verdict == "faster"
+    (row,) = comparison_table([only], "").texts()
+    assert row[-1] == ("faster" if between else "faster within this run")
+    assert row[-2].endswith("] between runs" if between else "] within this run")
+
+
+def test_runs_of_their_own_are_no_passes_over_one_case():
+    assert repeatability(runs(100.0, (0, 1, 2))) == []
+
+
+def test_what_is_not_called_is_not_qualified():
+    (alike,) = compare([step(100.0)], [step(100.5)])
+    (few,) = compare([step(100.0, n=5)], [step(50.0, n=5)])
+    table = comparison_table([alike, few], "").texts()
+    assert [row[-1] for row in table] == ["inconclusive", "inconclusive"]
+    assert table[1][-2] == "needs 7 samples a side"
 
 
 def test_a_loss_that_was_infinite_on_both_sides_is_no_agreement():
@@ -182,3 +223,26 @@ def test_losses_of_the_same_steps_are_held_against_each_other():
     (without,) = compare([step(100.0)], [step(90.0)])
     assert without.loss_difference is None
     assert "losses differ by" not in comparison_table([without], "").columns
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, 0.0, -1.0])
+def test_samples_that_are_no_times_get_no_verdict(bad):
+    row = step(100.0)
+    with pytest.raises(UsageError, match=r"small.* samples.* expected milliseconds above 0"):
+        compare([step(100.0)], [replace(row, samples={"step": [*row.samples["step"], bad]})])
+
+
+def test_many_passes_of_one_case_take_time_in_proportion_to_their_number(monkeypatch):
+    """Counted in intervals of medians, of which a pass needs one; each pass against each would need 100 times more."""
+    asked = []
+    monkeypatch.setattr(
+        "trainstep.stats.median_interval", lambda *args, kept=median_interval: asked.append(1) or kept(*args)
+    )
+    passes = [step(100.0 + index % 7, repeat=index, seed=index) for index in range(200)]
+    for count in (100, 200):
+        asked.clear()
+        compare(passes[:count], passes[:count])
+        assert len(asked) <= 4 * count, "two sides, and as much again to spare"
+    asked.clear()
+    assert len(repeatability(passes)) == 199
+    assert len(asked) <= 4 * 200

@@ -1,10 +1,14 @@
 import csv
 import io
 import itertools
+import unicodedata
 
+import pytest
+import rich.console
 from markdown_it import MarkdownIt
 
 from trainstep.kinds import StepRow, row_of
+from trainstep.report.blocks import found, literal
 from trainstep.report.formats import to_csv, to_latex, to_markdown, to_terminal, to_typst, write_tables
 from trainstep.report.subjects import TABLES, make_tables
 from trainstep.report.tables import make_table, text_table
@@ -115,3 +119,50 @@ def test_a_single_row_in_a_terminal_has_its_settings_in_the_caption_and_its_fail
     failed = row_of("step", case, status="failed", reason="no room")
     assert make_table(TABLES[StepRow], [failed], "terminal").texts() == [("m", "failed: no room")]
     assert "precision" in make_table(TABLES[StepRow], [failed]).columns, "files keep them as columns"
+
+
+HOSTILE = "ok\x1b[2J\x1b]0;owned\x07\r\u202egnp.exe\u2066\u200f\u2028\x9b31m\udc80\x00end"
+
+
+def terminal_text(table):
+    console = rich.console.Console(file=io.StringIO(), width=400, force_terminal=False)
+    console.print(to_terminal(table))
+    return console.file.getvalue()
+
+
+def is_safe(text):
+    """No character that is not seen but obeyed: controls, half surrogates, other line ends, directions of writing."""
+    bidi = "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    obeyed = [each for each in text if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") or each in bidi]
+    return not set(obeyed) - set("\n\t")
+
+
+def test_names_cannot_steer_a_terminal():
+    table = text_table("x", HOSTILE, [HOSTILE], [[HOSTILE]])
+    shown = terminal_text(table)
+    assert is_safe(shown)
+    assert r"\x1b[2J" in shown
+    assert r"\u202egnp.exe" in shown
+    for writer in (to_markdown, to_latex, to_typst, to_csv):
+        assert is_safe(writer(table)), writer
+        writer(table).encode()
+
+
+def test_findings_cannot_steer_a_terminal():
+    sentence = found("kernels.top", "kernel {kernel}" + literal(HOSTILE), kernel=HOSTILE).sentence
+    assert is_safe(sentence)
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "-2+3+cmd", "\t=1", "=-1", "-x"])
+def test_a_spreadsheet_runs_no_formula_of_a_name(text):
+    (_, (cell,)) = csv.reader(io.StringIO(to_csv(text_table("x", "y", ["name"], [[text]]))))
+    assert cell == f"'{text}"
+
+
+@pytest.mark.parametrize(
+    "text", ["-1.5", "+3", "-0.5%", "-1.2e-05", "-1,234", "−3", "–", "1-2", "-1.5 ± 0.2", "-1 [-2–3]"]
+)
+def test_numbers_of_a_spreadsheet_stay_numbers(text):
+    (_, (cell,)) = csv.reader(io.StringIO(to_csv(text_table("x", "y", ["name"], [[text]]))))
+    assert cell == text

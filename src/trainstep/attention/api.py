@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainstep.attention import sdpa, tuned
+from trainstep.attention import flash_attn, flex, sdpa, tuned
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import prepare
 from trainstep.errors import UnsupportedError, UsageError
@@ -41,7 +41,9 @@ _BY_NAME: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]] = {
     "flash-triton": _flash_triton,
     "sdpa": sdpa.attention_sdpa,
     **{name: partial(sdpa.attention_sdpa_backend, impl=name) for name in sdpa.BACKENDS},
-    "flex": sdpa.attention_flex,
+    "flex": flex.attention_flex,
+    "flex-max-autotune": flex.attention_flex_max_autotune,
+    "flash-attn": flash_attn.attention_flash_attn,
 }
 
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")

@@ -73,3 +73,9 @@ def _misfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "every dimension must be at least 1"
     batch = slice(None, -3 if q.ndim >= 4 else -2)  # a 3-D tensor's first dimension is its batch, which is not shared
     return None if q.shape[batch] == k.shape[batch] else "q and k must have the same leading (batch) dimensions"
+
+
+def four_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """All as (batch, heads, length, head_dim), with 1 for what is missing, and whether key heads are shared."""
+    q, k, v = (t.flatten(0, -4) if t.ndim > 4 else t[(None,) * (4 - t.ndim)] for t in (q, k, v))
+    return q, k, v, q.shape[1] != k.shape[1]

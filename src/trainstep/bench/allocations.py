@@ -17,9 +17,10 @@ from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
+from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.recording import Recording, StepWatch, record_on_cpu, record_on_cuda
-from trainstep.measure.allocations.snapshot import imported_timelines, load_snapshot, write_snapshot
-from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Timeline, bytes_by, interned, outline
+from trainstep.measure.allocations.snapshot import write_snapshot
+from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Timeline, interned, outline
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Row, Scalar
@@ -103,7 +104,7 @@ def _timeline_row(
     timeline: Timeline, group_of: Callable[[Allocation], Group], own: Mapping[str, Any]
 ) -> MemoryTimelineRow:
     drawn = outline(timeline, group_of)
-    unknown = sum(each.block.bytes for each in timeline.alive(timeline.peak_state) if each.owner == "unknown")
+    unknown, _ = timeline.totals(lambda each: each.owner, timeline.peak_state).get("unknown", (0, 0))
     blocks = [each.block for each, _ in drawn.kept]
     whats, what = interned([_what(each) for each, _ in drawn.kept])
     stacks, stack = interned([_stack(each) for each, _ in drawn.kept])
@@ -164,8 +165,8 @@ def _colour_name(activation: Allocation) -> str:
 
 def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
     """A group per owner; activations in several, by the parts of the model that own most of them at the peak."""
-    activations = [each for each in timeline.allocations if each.owner == "activations"]
-    named = list(bytes_by(activations, _colour_name))[:NAMED_MODULES]
+    totals = timeline.totals(lambda each: _colour_name(each) if each.owner == "activations" else None)
+    named = [name for name in totals if name is not None][:NAMED_MODULES]
 
     def group_of(each: Allocation) -> Group:
         name = each.owner
@@ -178,27 +179,25 @@ def groups_by_owner(timeline: Timeline) -> Callable[[Allocation], Group]:
 
 def groups_by_size(timeline: Timeline) -> Callable[[Allocation], Group]:
     """A group for each owner with the most bytes at the peak, one for all others; owners like ours in their bands."""
-    named = list(bytes_by(timeline.alive(timeline.peak_state), lambda each: each.owner))[:NAMED_LINES]
+    named = list(timeline.totals(lambda each: each.owner, timeline.peak_state))[:NAMED_LINES]
     bands = {owner: OWNERS.index(owner) if owner in OWNERS else 0 for owner in named}
     return lambda each: Group(each.owner, bands[each.owner]) if each.owner in bands else Group("others", 0)
 
 
 def _owner_rows(timeline: Timeline, own: Mapping[str, Any]) -> Iterator[OwnerRow]:
     """Owners of the peak, the largest first, each with its largest parts."""
-    at_peak, peak = timeline.alive(timeline.peak_state), timeline.peak
+    state, peak = timeline.peak_state, timeline.peak
 
-    def row(members: Sequence[Allocation], **part: Any) -> OwnerRow:
-        size = sum(each.block.bytes for each in members)
-        share = size / peak if peak else None
-        return OwnerRow(**own, **part, mib=size / MIB, share=share, allocations=len(members))
+    def row(size: int, count: int, **part: Any) -> OwnerRow:
+        return OwnerRow(**own, **part, mib=size / MIB, share=size / peak if peak else None, allocations=count)
 
-    for owner in bytes_by(at_peak, lambda each: each.owner):
-        owned = [each for each in at_peak if each.owner == owner]
-        yield row(owned, owner=owner)
+    of_parts = timeline.totals(lambda each: (each.owner, _part(each)), state)
+    for owner, total in timeline.totals(lambda each: each.owner, state).items():
+        yield row(*total, owner=owner)
         if owner in ("activations", "temporaries"):
-            parts = [part for part, size in bytes_by(owned, _part).items() if size >= LEAST_SHARE * peak]
-            for part in parts[:PARTS]:
-                yield row([each for each in owned if _part(each) == part], owner=owner, **part._asdict())
+            parts = [(part, each) for (own_of, part), each in of_parts.items() if own_of == owner]
+            for part, total in [each for each in parts if each[1][0] >= LEAST_SHARE * peak][:PARTS]:
+                yield row(*total, owner=owner, **part._asdict())
 
 
 class _Part(NamedTuple):
@@ -222,21 +221,18 @@ def _part(each: Allocation) -> _Part:
 
 def _largest_rows(timeline: Timeline, own: Mapping[str, Any]) -> Iterator[AllocationRow]:
     """The largest allocations that were made while the log was kept, alike ones as one row."""
-    alike: dict[tuple[Scalar, ...], list[Allocation]] = {}
-    for each in timeline.allocations:
-        if each.block.start:
-            key = (each.block.bytes, each.owner, without_numbers(each.what), each.phase, each.operation, each.line)
-            alike.setdefault(key, []).append(each)
-    ranked = sorted(alike.values(), key=lambda group: (-group[0].block.bytes, group[0].block.start))
-    for rank, group in enumerate(ranked[:LARGEST], start=1):
-        first = group[0]
+
+    def origin(each: Allocation) -> tuple[str, ...]:
+        return each.owner, without_numbers(each.what), each.phase, each.operation, each.line
+
+    for rank, (first, count) in enumerate(timeline.largest(origin, LARGEST), start=1):
         yield AllocationRow(
             **own,
             rank=rank,
             mib=first.block.bytes / MIB,
-            count=len(group),
+            count=count,
             owner=first.owner,
-            module=without_numbers(first.what) if len(group) > 1 else first.what,
+            module=without_numbers(first.what) if count > 1 else first.what,
             phase=first.phase or None,
             operation=first.operation or None,
             line=first.line,

@@ -1,36 +1,39 @@
 """`trainstep bench attention`: time and memory of attention, forward and backward, case by case over a grid.
 
-Each case is first checked (see `check.attention`); a wrong one gets no time. Before every pass the L2 cache is
-overwritten, which also keeps the device busy while the host launches the pass. Compilation is timed apart, and a
-compilation that happens during the timed passes is counted and shown.
+Each case is first checked (see `check.attention`); a wrong one gets no time. Then the implementations of one shape are
+timed in turns, so that what drifts reaches all alike. Before every pass the L2 cache is overwritten, which also keeps
+the device busy while the host launches the pass. Compilation is timed apart, and a compilation that happens during the
+timed passes is counted and shown.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trainstep.attention import attention
+from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
-from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.outcome import Failure, attempt, failed_row, release_memory
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
-from trainstep.kinds import AttentionRow
+from trainstep.kinds import AttentionRatioRow, AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.timing import CpuClock, Timing, device_clock, time_steps
+from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.records import Scalar, make_row
-from trainstep.stats import summarize
+from trainstep.stats import in_rounds, ratio_of_rounds, summarize
 from trainstep.workload import resolve_device
 
 FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
@@ -39,27 +42,93 @@ FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
 BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""
 
-COMPILED_IMPLS = ("eager-compiled", "flex")
+OURS = "flash-triton"
+
+COMPILED_IMPLS = ("eager-compiled", "flex", "flex-max-autotune")
 """Made by torch.compile, so that on a CPU their allocations cannot be followed."""
 
 
-def run_cases(cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int) -> Iterator[AttentionRow]:
-    """Measure case by case and yield each row when it is known; one that fails, or is wrong, is a row too."""
-    if warmup < 1 or passes < 1:
-        raise UsageError(f"warmup is {warmup} and passes {passes}; expected at least one of each")
+def run_cases(
+    cases: Iterable[AttentionCase], *, device: str, warmup: int, passes: int, rounds: int = 1
+) -> Iterator[AttentionRow | AttentionRatioRow]:
+    """Measure shape by shape and yield the rows of each when they are known; a case that fails, or is wrong, is a row.
+
+    Args:
+        warmup: passes before the timed ones, in each round.
+        passes: timed passes of a case, divided among the rounds.
+        rounds: turns that the implementations of one shape take, each round in an order drawn anew.
+    """
+    if warmup < 1 or passes < 1 or rounds < 1:
+        raise UsageError(f"warmup is {warmup}, passes {passes} and rounds {rounds}; expected at least one of each")
     target = resolve_device(device)
+    shapes: dict[tuple[Any, ...], list[AttentionCase]] = {}
     for case in cases:
-        result = attempt(partial(_measure, case, target, warmup, passes))
-        columns, environment = asdict(case), describe(target)
-        row = partial(make_row, AttentionRow, columns, environment=environment)
-        if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
-            yield failed_row(AttentionRow, columns, result, environment, _predicted(case, target))
-        elif isinstance(result, Errors):
-            allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
-            yield row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
-        else:
-            values, samples = result
-            yield row(values | _predicted(case, target), samples=samples)
+        shapes.setdefault((case.shape, case.causal, case.dtype), []).append(case)
+    for alike in shapes.values():
+        try:
+            rows = _measure_in_turns(alike, target, warmup, passes, min(rounds, passes))
+        finally:
+            release_memory()
+        yield from rows
+        yield from ratio_rows(rows)
+
+
+@dataclass
+class _Checked:
+    """A case that is right: what is known of it besides its times, and the passes timed so far."""
+
+    implementation: Implementation
+    values: dict[str, Scalar]
+    passes: list[Sample] = field(default_factory=list)
+    recompilations: int = 0
+
+
+def _measure_in_turns(
+    cases: Sequence[AttentionCase], device: torch.device, warmup: int, passes: int, rounds: int
+) -> list[AttentionRow]:
+    """The rows of cases of one shape. All are checked first; compiled code is kept until all are timed."""
+    found: dict[AttentionCase, _Checked | Errors | Failure] = {
+        case: attempt(partial(_check, case, device), drop_compiled=False) for case in cases
+    }
+    draw = random.Random(0)
+    for part in in_rounds(range(passes), rounds):
+        ready = [(case, each) for case, each in found.items() if isinstance(each, _Checked)]
+        for case, checked in draw.sample(ready, len(ready)):
+            failed = attempt(partial(_time_round, checked, case, device, warmup, len(part)), drop_compiled=False)
+            if isinstance(failed, Failure):
+                found[case] = failed
+    return [_row(case, result, device, rounds) for case, result in found.items()]
+
+
+def _row(case: AttentionCase, result: _Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
+    columns, environment = asdict(case), describe(device)
+    row = partial(make_row, AttentionRow, columns, environment=environment)
+    if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
+        return failed_row(AttentionRow, columns, result, environment, _predicted(case, device))
+    if isinstance(result, Errors):
+        allowed = {f"{name}_allowed": result.allowed[name, "all"] for name in NAMES}
+        return row(_error_values(result) | allowed, status="wrong", reason=_what_is_wrong(result))
+    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in ("forward", "backward")}
+    if isinstance(device_clock(device), CpuClock):
+        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
+    else:
+        samples["both"] = [sample.ms for sample in result.passes]  # with the gap between them
+    counts = {"n": len(result.passes), "rounds": rounds, "recompilations_timed": result.recompilations}
+    return row(_time_values(case, samples) | counts | result.values | _predicted(case, device), samples=samples)
+
+
+def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
+    """Our kernels over each other implementation, for rows of one shape and run."""
+    timed = [row for row in rows if row.status == "ok"]
+    for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == OURS != b.impl):
+        values: dict[str, Scalar] = {"rounds": ours.rounds}
+        for name in ours.samples:
+            both = [in_rounds(row.samples[name], row.rounds or 1) for row in (ours, theirs)]
+            ratio = ratio_of_rounds(*both)
+            values[name] = ratio.value
+            if ratio.interval is not None:
+                values |= {f"{name}_low": ratio.interval.low, f"{name}_high": ratio.interval.high}
+        yield make_row(AttentionRatioRow, {**ours.case, "peer": theirs.impl}, values, environment=ours.environment)
 
 
 def _error_values(errors: Errors) -> dict[str, Scalar]:
@@ -78,9 +147,7 @@ def _what_is_wrong(errors: Errors) -> str:
     )
 
 
-def _measure(
-    case: AttentionCase, device: torch.device, warmup: int, passes: int
-) -> tuple[dict[str, Scalar], dict[str, list[float]]] | Errors:
+def _check(case: AttentionCase, device: torch.device) -> _Checked | Errors:
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, is_causal=case.is_causal, impl=case.impl)
 
@@ -91,24 +158,21 @@ def _measure(
     compiled = _compilations() - compiled_before
     if not errors.within_budget:
         return errors
-    memory = _memory_values(implementation, case, device)
-    compiled_before = _compilations()
-    timing = _time(implementation, case, device, warmup, passes)
-    samples = {name: [sample.laps[name].ms for sample in timing.samples] for name in ("forward", "backward")}
-    if isinstance(device_clock(device), CpuClock):
-        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
-    else:
-        samples["both"] = [sample.ms for sample in timing.samples]  # with the gap between them
-    values = _time_values(case, samples) | {
-        "n": passes,
-        **memory,
+    values: dict[str, Scalar] = {
+        **_memory_values(implementation, case, device),
         "check_s": check_s,
         "compilations": compiled,
-        "recompilations_timed": _compilations() - compiled_before,
+        "package": flash_attn.installed()[0] if case.impl == "flash-attn" else None,
         **_error_values(errors),
-        **gpu_state(device),
     }
-    return values, samples
+    return _Checked(implementation, values)
+
+
+def _time_round(checked: _Checked, case: AttentionCase, device: torch.device, warmup: int, passes: int) -> None:
+    compiled_before = _compilations()
+    checked.passes += _time(checked.implementation, case, device, warmup, passes).samples
+    checked.recompilations += _compilations() - compiled_before
+    checked.values |= gpu_state(device)
 
 
 def _time(

@@ -38,9 +38,10 @@ def failed_row(
     return make_row(kind, case, values or {}, status=failure.status, reason=failure.reason, environment=environment)
 
 
-def attempt(work: Callable[[], Result]) -> Result | Failure:
+def attempt(work: Callable[[], Result], *, drop_compiled: bool = True) -> Result | Failure:
     """Run `work`; turn what a grid must survive into a `Failure`, and give back the memory either way.
 
+    Without `drop_compiled` compiled code stays, for work that is attempted again.
     A `UsageError` other than `UnsupportedError` goes through: it is about the whole run, not about one case.
     """
     try:
@@ -52,7 +53,7 @@ def attempt(work: Callable[[], Result]) -> Result | Failure:
     except Exception as error:
         return classify(error)
     finally:
-        release_memory()
+        release_memory(drop_compiled=drop_compiled)
 
 
 def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[Result] | Failure:
@@ -87,9 +88,10 @@ def one_line(error: BaseException, limit: int = 240) -> str:
     return first if len(first) <= limit else first[: limit - 1] + "…"
 
 
-def release_memory() -> None:
+def release_memory(*, drop_compiled: bool = True) -> None:
     """Drop what the last case left behind: garbage, cached device memory, compiled code."""
-    torch.compiler.reset()
+    if drop_compiled:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from trainstep.errors import UsageError
 from trainstep.kinds import CeilingRow, ProfileRow
 from trainstep.measure.environment import describe, measure_ceilings
 from trainstep.measure.flops import UNKNOWN_LISTS, Lists
-from trainstep.measure.profile.kernels import KernelProfile, profile_of
+from trainstep.measure.profile.chrome import read_chrome_trace
+from trainstep.measure.profile.kernels import KernelProfile, profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys
 from trainstep.measure.profile.ranges import announce, record_steps, run_under_nvtx
-from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import Timing, device_clock, time_steps
 from trainstep.precision import Rate
 from trainstep.records import Row, Scalar, make_row
@@ -71,16 +71,31 @@ def profile_records(
     if isinstance(found, Failure):
         yield failed_row(ProfileRow, case, found, environment)
         return
-    plain, profiled, profile = found
-    values = _timing_values(plain, profiled, profile) | {"trace": trace.name if trace is not None else None}
+    plain, profiled, profiles = found
     samples = {"step": plain["step"], "profiled_step": profiled["step"]}
-    yield make_row(ProfileRow, case, values, samples=samples, environment=environment)
-    yield from profile_rows(profile, case, config.precision, environment)
+    for own, profile, devices in _device_cases(profiles, case):
+        values = _timing_values(plain, profiled, profile) | devices
+        values["trace"] = trace.name if trace is not None else None
+        yield make_row(ProfileRow, own, values, samples=samples, environment=environment)
+        yield from profile_rows(profile, own, config.precision, environment)
+
+
+def _device_cases(
+    profiles: Mapping[str, KernelProfile], case: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], KernelProfile, dict[str, Scalar]]]:
+    """Each device's case and profile, and how many devices there are; one alone is not named."""
+    several = len(profiles) > 1
+    for device, profile in profiles.items():
+        yield (
+            {**case, **({"device": device} if several else {})},
+            profile,
+            {"devices": len(profiles) if several else None},
+        )
 
 
 def _measure(
     source: WorkloadSource, config: StepConfig, warmup: int, steps: int, profiled_steps: int, trace: Path | None
-) -> tuple[dict[str, list[float]], dict[str, list[float]], KernelProfile]:
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, KernelProfile]]:
     """Milliseconds of the step without and with the profiler, in the same process, and what it recorded."""
     runner = StepRunner(build_step(source, config))
     clock = device_clock(runner.step.device)
@@ -97,7 +112,7 @@ def _measure(
             prepare_next=runner.prepare_next,
         )
         recorded = read_chrome_trace(file)
-    return phase_samples(plain), phase_samples(profiled), profile_of(recorded, _lists(runner.step))
+    return phase_samples(plain), phase_samples(profiled), profiles_of(recorded, _lists(runner.step))
 
 
 def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: int) -> Timing:
@@ -124,16 +139,19 @@ def run_nvtx(source: WorkloadSource, config: StepConfig, *, warmup: int, steps: 
 def records_from_file(path: Path) -> Iterator[Row]:
     """The same rows, from a trace that was recorded elsewhere: an nsys SQLite export or torch.profiler's JSON.
 
+    Of several devices, each has its rows.
+
     Raises:
         UsageError: the file cannot be read, is neither, or holds no GPU work.
     """
     trace = read_nsys(path) if is_sqlite(path) else read_chrome_trace(path)
-    profile = profile_of(trace)
-    if not profile.kernels:
+    profiles = profiles_of(trace)
+    if not profiles:
         raise UsageError(f"{path} holds no kernels and no operators; profile with CUDA tracing on")
     environment = {"device": trace.device} if trace.device else {}
-    yield make_row(ProfileRow, {"workload": path.name}, summary_values(profile), environment=environment)
-    yield from profile_rows(profile, {"workload": path.name}, None, environment)
+    for case, profile, devices in _device_cases(profiles, {"workload": path.name}):
+        yield make_row(ProfileRow, case, summary_values(profile) | devices, environment=environment)
+        yield from profile_rows(profile, case, None, environment)
 
 
 def _pieces(config: StepConfig) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,8 @@ from trainstep.config import PHASES
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
 from trainstep.measure.allocations.timeline import interned
 from trainstep.measure.flops import COUNTED
-from trainstep.measure.profile.kernels import MATMULS, Kernel, KernelProfile, busy_us, gaps, short_name
+from trainstep.measure.profile.kernels import GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
+from trainstep.measure.profile.overlap import beside_us, busy_us, gaps, hidden_ms
 from trainstep.measure.profile.trace import Stream
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, make_row
@@ -25,14 +27,16 @@ def profile_rows(
     profile: KernelProfile, case: Mapping[str, Any], precision: str | None, environment: Mapping[str, Scalar]
 ) -> list[Row]:
     """All rows of a profile but the summary: families, pieces, kernels (longest first), the timeline."""
-    own = {**case, "environment": environment}
+    own = {**case, "environment": environment, "has_steps": None if profile.has_steps else False}
     values, series = timeline_values(profile, _middle_step(profile))
+    values["has_steps"] = own["has_steps"]
     timeline = make_row(TimelineRow, case, values, series=series, environment=environment)
     return [*_families(profile, precision, own), *_pieces(profile, own), *_kernels(profile, own), timeline]
 
 
 def _middle_step(profile: KernelProfile) -> str | None:
-    return profile.step_names[len(profile.step_names) // 2] if profile.step_names else None
+    names = list(profile.by_step())
+    return names[len(names) // 2] if names else None
 
 
 def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
@@ -42,8 +46,10 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
         "profiled_n": profile.steps,
         "on_cpu": profile.is_cpu,
         "has_steps": profile.has_steps,
-        "kernels": sum(each.is_call for each in step) / profile.steps,
+        "kernels": sum(each.is_call for each in step if each.kind != "copy") / profile.steps,
         "kernels_ms": profile.per_step_ms(),
+        **_copies(profile),
+        "notes": profile.notes or None,
         "busy_ms": busy_ms(profile),
         "phase_coverage": profile.share(lambda each: each.phase is not None),
         "module_coverage": profile.share(lambda each: each.phase is not None and each.module is not None),
@@ -59,7 +65,7 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
     values |= _top("step", step, profile)
     if forward:
         values |= {"matmul_share_forward": _matmul_share(forward)} | _top("forward", forward, profile)
-    if found := gaps(profile.of_step(_middle_step(profile))):
+    if found := gaps(profile.by_step().get(_middle_step(profile), [])):
         values |= {
             "gaps": len(found),
             "gaps_ms": sum(gap.duration_us for gap in found) / 1e3,
@@ -69,15 +75,43 @@ def summary_values(profile: KernelProfile) -> dict[str, Scalar]:
         }
     if communication := [each for each in step if each.lane == "communication"]:
         values["communication_ms"] = profile.per_step_ms(communication)
-        values["communication_overlapped_ms"] = profile.hidden_ms()
+        values["communication_overlapped_ms"] = hidden_ms(profile)
     return values
 
 
+def _copies(profile: KernelProfile) -> dict[str, Scalar]:
+    """Copies and fills, and of those the transfers between host and device; CUDA graphs recorded as one."""
+    moved = profile.transfers
+    copies = [*(each for each in profile.kernels if each.kind == "copy"), *moved]
+    graphs = [each for each in profile.kernels if each.family == GRAPH]
+    values: dict[str, Scalar] = {"copies": len(copies) / profile.steps} if copies else {}
+    if graphs:
+        values["graphs_ms"] = profile.per_step_ms(graphs)
+    if not moved:
+        return values
+    beside = sum(
+        beside_us(
+            (each for each in own if each.family == TRANSFER),
+            (each for each in own if each.family not in (TRANSFER, "communication")),
+        )
+        for own in profile.by_step().values()
+    )
+    told = [each for each in moved if re.search(r"(?i)pinned|pageable", each.name)]
+    to_host = [each for each in moved if re.search(r"DtoH|D2M|Device-to-Host|DeviceToHost", each.name)]
+    return values | {
+        "transfers_ms": profile.per_step_ms(moved),
+        "transfers_overlapped_ms": beside / profile.steps / 1e3,
+        "transfers_gb": sum(each.bytes or 0 for each in moved) / profile.steps / 1e9 or None,
+        "transfers_pinned_share": _share((each for each in told if "inned" in each.name), told),
+        "transfers_to_host_share": _share(to_host, moved),
+    }
+
+
 def busy_ms(profile: KernelProfile, phase: str | None = None) -> float:
-    """Milliseconds per step in which at least one kernel ran: of any phase, or of the one named."""
-    own = profile.kernels if phase is None else _of_phase(profile, phase)
-    by_step = _grouped(own, lambda each: each.step)
-    return sum(busy_us(group) for group in by_step.values()) / profile.steps / 1e3
+    """Milliseconds per step in which at least one kernel or transfer ran: of any phase, or of the one named."""
+    steps = profile.by_step().values()
+    own = ([each for each in step if phase in (None, each.phase)] for step in steps)
+    return sum(map(busy_us, own)) / profile.steps / 1e3
 
 
 def _of_phase(profile: KernelProfile, phase: str) -> list[Kernel]:
@@ -149,13 +183,14 @@ def _families(profile: KernelProfile, precision: str | None, own: Mapping[str, A
     """One row per family of the whole step and of each phase, the most time first."""
     for phase in ("step", *PHASES):
         kernels = list(profile.kernels) if phase == "step" else _of_phase(profile, phase)
-        groups = _grouped(kernels, lambda each: each.family)
+        transfers = [each for each in profile.transfers if phase in ("step", each.phase)]
+        groups = _grouped([*kernels, *transfers], lambda each: each.family)
         for family, group in sorted(groups.items(), key=lambda item: -_us(item[1])):
             yield FamilyRow(
                 **own,
                 phase=phase,
                 family=family,
-                share=_share(group, kernels),
+                share=None if family == TRANSFER else _share(group, kernels),
                 ceiling_precision=_ceiling_precision(family, precision),
                 **_measured(group, profile),
             )
@@ -183,7 +218,7 @@ def _pieces(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[PieceRow
 def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelRow]:
     """One row per phase, module and kernel, the longest first; modules that differ in a number only are one."""
     groups = _grouped(
-        profile.kernels,
+        (*profile.kernels, *profile.transfers),
         lambda each: (each.phase or UNKNOWN, without_numbers(each.module or UNKNOWN), each.name, each.family),
     )
     for (phase, module, name, family), group in sorted(groups.items(), key=lambda item: -_us(item[1])):
@@ -196,7 +231,7 @@ def _kernels(profile: KernelProfile, own: Mapping[str, Any]) -> Iterator[KernelR
             family=family,
             operator=max(operators, key=lambda each: _us(operators[each])),
             mean_us=measured["ms"] * 1e3 / measured["calls"] if measured["calls"] else None,
-            share=_share(group, profile.kernels),
+            share=None if family == TRANSFER else _share(group, profile.kernels),
             **measured,
             full_name=name if short_name(name) != name else None,
         )
@@ -209,7 +244,7 @@ def timeline_values(
 
     Where there are more than `longest` bars, short neighbours are drawn as one, and the values say so.
     """
-    kernels = profile.of_step(step)
+    kernels = profile.by_step().get(step, [])
     bars, shortest_us = _fitted([_Bar(each) for each in kernels], longest)
     start = min((bar.start for bar in bars), default=0.0)
     series: dict[str, Sequence[Scalar]] = {

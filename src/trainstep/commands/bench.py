@@ -134,15 +134,18 @@ class BenchAttention(Common):
     """Time attention, forward and backward, over a grid: every flag with commas is an axis. Checked before timed."""
 
     grid: GridName | None = None
-    """A named grid, as defaults for the axes: naive (eager against compiled) or flash (every implementation)."""
+    """A named grid, as defaults for the axes: naive (eager against compiled) or flash (what runs everywhere)."""
     case: ListName | None = None
     """A named list of shapes instead: leaderboard (CS336's case) or peers; --impl and --dtype still apply."""
     axes: AttentionGrid = field(default_factory=dict)
     """The cases; every combination of the values is one."""
     warmup: int = 5
-    """Passes before the timed ones."""
+    """Passes before the timed ones, in each round."""
     passes: int = 100
-    """Timed passes, each forward and backward."""
+    """Timed passes, each forward and backward, divided among the rounds."""
+    rounds: int = 5
+    """Turns that the implementations of a shape take, in an order drawn anew each time; ratios to ours count a round as
+    one sample from 3 up."""
     device: str = "auto"
     """auto (a GPU when there is one), cpu, cuda or cuda:N."""
     out: Path = Path("results/bench-attention")
@@ -153,7 +156,8 @@ class BenchAttention(Common):
 
         axes = axes_of({**(GRIDS[self.grid] if self.grid else {}), **self.axes}, AttentionCase())
         cases = listed_cases(self.case, axes["impl"], axes["dtype"]) if self.case else grid_cases(axes)
-        records = run_cases(cases, device=self.device, warmup=self.warmup, passes=self.passes)
+        times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
+        records = run_cases(cases, device=self.device, **times)
         return run_and_report(records, self.out, "bench attention", total=len(cases))
 
 
@@ -190,12 +194,15 @@ class BenchParallel(OneModel):
     """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed."""
 
     scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
-    """The schemes, in order; single is the step without communication that the others are held against."""
+    """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""
+    rounds: int = 3
+    """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
+    one sample from 3 up."""
     trace: FlagCreatePairsOff[bool] = False
     """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
     the other, and says how much communication is hidden behind computation."""
     warmup: int = 5
-    """Steps before the timed ones."""
+    """Steps before the timed ones, in each round."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
     out: Path = Path("results/bench-parallel")
@@ -210,7 +217,7 @@ class BenchParallel(OneModel):
         with join_group(config.device, timeout_s=self.timeout) as process:
             source = self.source()
             cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
-            records = run_cases(cases, process, self.out if self.trace else None)
+            records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
             return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
 
 

@@ -6,8 +6,9 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainstep.errors import printable
 from trainstep.guards import StopSignals
 
 if TYPE_CHECKING:
@@ -71,20 +72,25 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
 def _with_progress(
     records: Iterable[Row], console: rich.console.Console, title: str, total: int | None
 ) -> Iterator[Row]:
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=total)
+        task = progress.add_task(escape(printable(title)), total=total)
         for record in records:
             what = " ".join(str(value) for value in record.case.values() if value is not None)
-            progress.update(task, advance=1, description=f"{title}: {what[:60]}")
+            progress.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
             yield record
 
 
 def console_for_output() -> rich.console.Console:
-    """Prints text as it is, on lines of 160 characters where the output is no terminal."""
+    """Prints text as it is, on lines of 160 characters where the output is no terminal; no name in it is obeyed."""
     import rich.console
 
-    return rich.console.Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    class Console(rich.console.Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
+
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainstep.kinds.kernels import *
 from trainstep.kinds.memory import *
 from trainstep.kinds.parallel import *
 from trainstep.kinds.plan import *
-from trainstep.kinds.row import Row, make_row
+from trainstep.kinds.row import Row, check_columns, check_types, make_row
 from trainstep.kinds.steps import *
 
 KINDS: Mapping[str, type[Row]] = {
@@ -34,11 +35,18 @@ def rows_of(kind: str, case: Mapping[str, Any], values: Mapping[str, Any] | None
         rest: samples, series, environment, status, reason.
 
     Raises:
-        ValueError: no such kind, or columns that it does not have.
+        ValueError: no such kind, columns that it does not have, or values of another type than its fields.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind of row {kind!r}")
-    return [make_row(KINDS[kind], *columns, **rest) for columns in migrated(kind, case, values or {})]
+    check_columns(
+        {**case, **(values or {})}, **{name: rest.get(name, {}) for name in ("samples", "series", "environment")}
+    )
+    rows = []
+    for columns in migrated(kind, case, values or {}):
+        check_types(KINDS[kind], *columns)
+        rows.append(make_row(KINDS[kind], *columns, **rest))
+    return rows
 
 
 def row_of(*columns: Any, **more: Any) -> Row:
@@ -56,6 +64,9 @@ def migrated(kind: str, case: Mapping[str, Any], values: Mapping[str, Any]) -> l
     if kind == "plan scaling" and "strategy" not in case:
         return _by_strategy(dict(case), values)
     columns = dict(case), dict(values)
+    for own, (name, expected) in itertools.product(columns, _ONCE_TEXTS.items()):
+        if kind in _CHANGES and not isinstance(own.get(name, ""), expected):
+            raise ValueError(f"{name} is {own[name]!r}, expected a text")
     for name in _JOINED.get(kind, ()):
         if isinstance(texts := values.get(name), str):
             columns[1][name] = texts.split(", ")
@@ -106,9 +117,9 @@ def _owner(case: Columns, values: Columns) -> None:
     part = case.pop("part", "all")
     if part == "all":
         return
-    if case["owner"] not in ("activations", "temporaries") or "device" in case:  # of an imported snapshot
+    if case.get("owner") not in ("activations", "temporaries") or "device" in case:  # of an imported snapshot
         case["line"] = part
-    elif case["owner"] == "activations":
+    elif case.get("owner") == "activations":
         outside = {"the loss": "loss", "the model itself": "forward"}
         case |= {"phase": outside[part]} if part in outside else {"module": part}
     else:
@@ -127,5 +138,7 @@ def _allocation(case: Columns, values: Columns) -> None:
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
     each.__name__[1:]: each for each in (_ceiling, _family, _dtype, _residual, _owner, _allocation)
 }
+_ONCE_TEXTS: Mapping[str, Any] = {"what": str, "part": str, "made_in": str | None, "ceiling": str | None}
+"""Columns of earlier versions that are taken apart, and what they must be."""
 _JOINED = {"profile": ("sums_disagree",), "dtype": ("parameters", "inputs", "outputs", "gradients")}
 """Columns whose words were joined to one text."""

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from trainstep.kinds.row import GpuState, Rates, StepSettings, Timed, setting
+from trainstep.kinds.row import GpuState, Rates, Row, StepSettings, Timed, setting
 
 
-class ProfileRow(StepSettings, Timed, kind="profile"):
+class OfDevice(StepSettings):
+    """What one device did, per step; the device is named where there are several."""
+
+    device: str | None = setting(None)
+    has_steps: bool | None = None  # whether the trace announces its steps; otherwise every figure is of the whole trace
+
+
+class ProfileRow(OfDevice, Timed, kind="profile"):
     """One profiled step, times per step: of the step and its phases without the profiler ("forward") and with it
     ("forward_profiled"), and of a phase's kernels, summed ("forward_kernels") and without overlap ("forward_busy").
     """
 
+    devices: int | None = None  # how many devices the trace is of; None for one
     profiled_n: int | None = None  # steps that the profiler recorded
     on_cpu: bool | None = None
-    has_steps: bool | None = None  # whether the trace announces its steps; otherwise every figure is of the whole trace
     kernels: float | None = None
     kernels_ms: float | None = None  # summed; kernels that overlap count twice
-    busy_ms: float | None = None
+    copies: float | None = None  # what copy engines did: copies and fills, which are no kernels
+    transfers_ms: float | None = None  # of copies between host and device, summed
+    transfers_overlapped_ms: float | None = None  # beside kernels
+    transfers_gb: float | None = None
+    transfers_pinned_share: float | None = None  # of their time, to or from pinned memory; None where not told
+    transfers_to_host_share: float | None = None  # of their time
+    graphs_ms: float | None = None  # of CUDA graphs recorded as one
+    notes: tuple[str, ...] | None = None  # what the reader of the trace left out or could not tell
+    busy_ms: float | None = None  # in which a kernel or a transfer ran
     phase_coverage: float | None = None  # share of the kernel time whose phase is known
     module_coverage: float | None = None
     cost_coverage: float | None = None
@@ -55,19 +70,19 @@ class ProfileRow(StepSettings, Timed, kind="profile"):
     trace: str | None = None  # file name
 
 
-class FamilyRow(StepSettings, Rates, kind="family"):
+class FamilyRow(OfDevice, Rates, kind="family"):
     """Kernels of one family in one phase ("step" for all)."""
 
     phase: str = setting()
     family: str = setting()
     calls: float | None = None
     ms: float | None = None
-    share: float | None = None  # of the phase's kernel time
+    share: float | None = None  # of the phase's kernel time; None for transfers, which are none
     ceiling_precision: str | None = None
     """The precision of the measured product whose rate bounds this family; None for families that are no products."""
 
 
-class PieceRow(StepSettings, Rates, kind="attention piece"):
+class PieceRow(OfDevice, Rates, kind="attention piece"):
     """Scores, softmax or weighted sum of eager attention; `main` is its product or softmax alone."""
 
     phase: str = setting()
@@ -82,7 +97,7 @@ class PieceRow(StepSettings, Rates, kind="attention piece"):
     main_flop_per_byte: float | None = None
 
 
-class KernelRow(StepSettings, Rates, kind="kernel"):
+class KernelRow(OfDevice, Rates, kind="kernel"):
     """One kernel in one phase and module; modules that differ in a number only are one row."""
 
     phase: str = setting()
@@ -93,11 +108,11 @@ class KernelRow(StepSettings, Rates, kind="kernel"):
     calls: float | None = None
     ms: float | None = None
     mean_us: float | None = None
-    share: float | None = None  # of the step's kernel time
+    share: float | None = None  # of the step's kernel time; None for transfers, which are none
     full_name: str | None = None  # where `kernel` is a shortened form of it
 
 
-class TimelineRow(StepSettings, kind="timeline"):
+class TimelineRow(OfDevice, kind="timeline"):
     """One step kernel by kernel, as series: start and duration in nanoseconds, and indices into lists of names."""
 
     kernels: int | None = None
@@ -116,6 +131,8 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     head_dim: int = setting()
     causal: str = setting()  # yes or no
     dtype: str = setting()
+    rounds: int | None = None  # in turns with the other implementations of the shape; samples come round after round
+    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
     forward_tflops: float | None = None
     backward_tflops: float | None = None  # backward counts as 2.5 forwards, causal attention as half
     both_tflops: float | None = None
@@ -137,3 +154,29 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     predicted_before_backward_gib: float | None = None
     predicted_peak_gib: float | None = None
     score_matrices_at_peak: float | None = None
+
+
+class AttentionRatioRow(Row, kind="attention ratio"):
+    """Our kernels over a peer's on one shape, in one run: times, below 1 where ours are faster.
+
+    The intervals are those within this run.
+    """
+
+    impl: str = setting()
+    peer: str = setting()
+    batch: int = setting()
+    heads: int = setting()
+    seq: int = setting()
+    head_dim: int = setting()
+    causal: str = setting()  # yes or no
+    dtype: str = setting()
+    rounds: int | None = None
+    forward: float | None = None
+    forward_low: float | None = None
+    forward_high: float | None = None
+    backward: float | None = None
+    backward_low: float | None = None
+    backward_high: float | None = None
+    both: float | None = None
+    both_low: float | None = None
+    both_high: float | None = None

@@ -43,6 +43,7 @@ class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
 
     scheme: str = setting()
     world_size: int = setting()
+    rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
     collectives: int | None = None
@@ -71,13 +72,30 @@ class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
     worst_parameter: str | None = None
     float32_error: float | None = None  # of all gradients, the same in float32
     float32_allowed: float | None = None
-    optimizer_error: float | None = None  # of two updates from equal gradients
+    optimizer_error: float | None = None  # of updates from equal gradients
     optimizer_allowed: float | None = None
     ranks_agree: bool | None = None  # whether all ranks have the same parameters, to the bit
     loss_error: float | None = None  # after a few steps, against one process on the whole batch
     loss_allowed: float | None = None
     update_error: float | None = None  # of the parameters, relative to how far they moved
     update_allowed: float | None = None
+
+
+class ParallelRatioRow(StepSettings, kind="parallel ratio"):
+    """One of our schemes over one of torch's, in one run: its step and its peak memory.
+
+    Of a peer with several settings it is the fastest.
+    """
+
+    scheme: str = setting()
+    peer: str = setting()
+    world_size: int = setting()
+    peer_setting: str | None = None  # the peer's fastest scheme
+    rounds: int | None = None
+    ratio: float | None = None  # of the steps' times, below 1 where ours is faster, with its interval within this run
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    peak_ratio: float | None = None  # of the peaks of memory
 
 
 class ParallelTraceRow(StepSettings, kind="parallel trace"):

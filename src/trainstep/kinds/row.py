@@ -16,8 +16,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from functools import cache, cached_property, lru_cache
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from trainstep.stats import Summary
 
@@ -102,18 +102,35 @@ class Row:
 
     def _columns(self, section: str) -> Mapping[str, Scalar]:
         found: dict[str, Scalar] = {}
-        for each in dataclasses.fields(self):
-            if each.metadata.get("section", "values") == section:
-                value = getattr(self, each.name)
-                if "times" in each.metadata:
-                    columns = itertools.product(value, _TIME_COLUMNS.items())
-                    found |= {f"{phase}_{end}": getattr(value[phase], part) for phase, (part, end) in columns}
-                else:
-                    found |= value if "open" in each.metadata else {each.name: value}
+        for name, form in _fields(type(self))[section]:  # type: ignore[arg-type]  # classes are hashable
+            value = getattr(self, name)
+            if form == "times":
+                columns = itertools.product(value, _TIME_COLUMNS.items())
+                found |= {f"{phase}_{end}": getattr(value[phase], part) for phase, (part, end) in columns}
+            elif form == "open":
+                found |= value
+            else:
+                found[name] = value
         return {name: value for name, value in found.items() if value is not None}
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@cache
+def _fields(kind: type[Row]) -> dict[str, list[tuple[str, str]]]:
+    """Of a kind: section → its fields in order, each with its form: "times", "open", or empty for a plain one."""
+    found: dict[str, list[tuple[str, str]]] = {"case": [], "values": []}
+    for each in dataclasses.fields(kind):
+        form = next((form for form in sorted(_SPREAD) if form in each.metadata), "")
+        found.setdefault(each.metadata.get("section", "values"), []).append((each.name, form))
+    return found
+
+
+@cache
+def _required(kind: type[Row]) -> list[str]:
+    """The fields that a row cannot do without."""
+    return [each.name for each in dataclasses.fields(kind) if each.default is each.default_factory is MISSING]
 
 
 @cache
@@ -144,10 +161,11 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     timed: dict[str, dict[str, Any]] = {}
     for section, columns in (("case", case), ("values", values)):
         for name, value in columns.items():
-            part = _part_of_times(name) if times_field is not None and section == "values" else None
             if plain.get(name) == section:
                 found[name] = tuple(value) if isinstance(value, list) else value
-            elif part is not None and (part[1] == "median" or f"{part[0]}_ms" in columns):
+                continue
+            part = _part_of_times(name) if times_field is not None and section == "values" else None
+            if part is not None and (part[1] == "median" or f"{part[0]}_ms" in columns):
                 timed.setdefault(part[0], {})[part[1]] = value
             elif section in open_fields:
                 found[open_fields[section]][name] = value
@@ -155,12 +173,96 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
                 raise ValueError(f"a row of kind {kind.kind!r} has no {name!r} among its {section}")
     if times_field is not None:
         found[times_field] = {phase: Times(**parts) for phase, parts in timed.items() if parts["median"] is not None}
-    required = [each.name for each in dataclasses.fields(kind) if each.default is each.default_factory is MISSING]
-    if missing := [name for name in required if name not in found]:
+    if missing := [name for name in _required(kind) if name not in found]:  # type: ignore[arg-type]
         raise ValueError(f"a row of kind {kind.kind!r} lacks {missing[0]!r} in its case")
     return kind(**found, **rest)
 
 
+_LARGEST = 2**64  # of a whole number: no size, count or address is larger
+
+
+def check_columns(
+    columns: Mapping[str, Any], samples: Mapping[str, Any], series: Mapping[str, Any], environment: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of words."""
+    for name, value in columns.items():
+        is_words = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+        if not _is_scalar(value) and not is_words:
+            raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
+    for name, value in environment.items():
+        if not _is_scalar(value):
+            raise ValueError(f"in the environment {name} is {_shown(value)}, which is no finite number and no text")
+    for name, column in samples.items():
+        if not isinstance(column, (list, tuple)) or not all(map(_is_number, column)):
+            raise ValueError(f"the samples of {name} are no list of finite numbers")
+    for name, column in series.items():
+        if not isinstance(column, (list, tuple)) or not all(map(_is_scalar, column)):
+            raise ValueError(f"the series {name} is no list of finite numbers and texts")
+
+
+def _is_number(value: object) -> bool:
+    """A number; None stands for one that is not finite."""
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)  # type: ignore[arg-type]
+    if kind is int:
+        return -_LARGEST < value < _LARGEST  # type: ignore[operator]
+    return value is None or kind is bool or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_scalar(value: object) -> bool:
+    return type(value) is str or _is_number(value) or isinstance(value, str)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a whole number of over 64 bits"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_types(kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a column is not of its field's type; `check_columns` has passed."""
+    types = _types(kind)  # type: ignore[arg-type]  # classes are hashable
+    times = _layout(kind)[1] is not None  # type: ignore[arg-type]
+    for columns in (case, values):
+        for name, value in columns.items():
+            expected = types.get(name)
+            if expected is None and times and columns is values and _part_of_times(name) is not None:
+                expected = _NUMBERS
+            if expected is not None and value is not None and not isinstance(value, expected):
+                names = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in expected))
+                raise ValueError(f"{name} is {_shown(value)}, expected {names}")
+
+
+_NUMBERS: tuple[type, ...] = (float, int)
+_TYPE_NAMES: Mapping[type, str] = {
+    **dict.fromkeys((float, int), "a number"),
+    **dict.fromkeys((list, tuple), "a list of texts"),
+    str: "a text",
+    bool: "true or false",
+}
+
+
+@cache
+def _types(kind: type[Row]) -> dict[str, tuple[type, ...]]:
+    """Of a kind: the types that JSON may give each plain field."""
+    hints = get_type_hints(kind)
+    found = {}
+    for name in _layout(kind)[0]:  # type: ignore[arg-type]
+        allowed: list[type] = []
+        for each in get_args(hints[name]) or (hints[name],):
+            origin = get_origin(each) or each
+            if origin is float:
+                allowed += _NUMBERS
+            elif origin is tuple:
+                allowed += (list, tuple)
+            elif origin in (int, str, bool):
+                allowed.append(origin)
+        if allowed:
+            found[name] = tuple(allowed)
+    return found
+
+
+@lru_cache(4096)
 def _part_of_times(name: str) -> tuple[str, str] | None:
     """The phase and the field of `Times` of a column such as `forward_low_ms`."""
     found = ((name.removesuffix(f"_{end}"), part) for part, end in _TIME_COLUMNS.items() if name.endswith(f"_{end}"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from trainstep.errors import printable
 from trainstep.records import Row, Scalar
 from trainstep.report.columns import Cell, median_cell
 from trainstep.report.numbers import as_float, gib, number, numeric
@@ -121,7 +122,8 @@ class Finding:
 def found(id: str, template: str, **figures: Scalar) -> Finding:
     """A finding that says its figures: `{step_ms:ms}`, `{peak_gib:gib}`, `{names:list}`, `{rate:n}`, `{share:.0%}`."""
     topic = id.partition(".")[0]
-    return Finding(_TOPIC_OF.get(topic, topic), _Figures().vformat(template, (), figures), id, figures)
+    sentence = printable(_Figures().vformat(template, (), figures)).replace("\n", " ")
+    return Finding(_TOPIC_OF.get(topic, topic), sentence, id, figures)
 
 
 def literal(text: str) -> str:

@@ -11,7 +11,7 @@ from trainstep.errors import UsageError
 from trainstep.records import Row, Scalar
 from trainstep.report.numbers import number
 from trainstep.report.tables import Table, text_table
-from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_of_medians, ratio_of_runs, verdict
+from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 
 ACROSS = (
     *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
@@ -107,6 +107,12 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
     found: dict[CaseKey, list[Row]] = {}
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
+            if bad := [x for x in record.samples["step"] if x is None or not 0 < x < math.inf]:
+                case = ", ".join(f"{name} {number(value)}" for name, value in record.case.items())
+                raise UsageError(
+                    f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
+                    "above 0"
+                )
             names = MATCHED_BY[record.kind] or sorted(record.case)
             key = (("kind", record.kind), *((name, record.case.get(name)) for name in names))
             found.setdefault(key, []).append(record)
@@ -123,12 +129,14 @@ def _compare_case(key: CaseKey, old: Sequence[Row], new: Sequence[Row], spread: 
 
 
 def _ratio_of_passes(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], spread: float) -> Ratio:
-    everything = ratio_of_medians([x for each in before for x in each], [x for each in after for x in each], spread)
-    pairs = [ratio_of_medians(a, b, spread).interval for a in before for b in after]
-    whole = [interval for interval in pairs if interval is not None]
-    if len(whole) < len(pairs):
-        return Ratio(everything.value, None)
-    return Ratio(everything.value, Interval(min(each.low for each in whole), max(each.high for each in whole)))
+    """The ratio of all samples; its interval covers those of each pass against each, whose ends are the passes' own."""
+    value = _median(before) / _median(after)
+    sides = [[ratio_interval_of(each) for each in side] for side in (before, after)]
+    over, under = ([each for each in side if each is not None] for side in sides)
+    if len(over) < len(before) or len(under) < len(after):
+        return Ratio(value, None)
+    low = min(each.low for each in over) / max(each.high for each in under) / (1 + spread)
+    return Ratio(value, Interval(low, max(each.high for each in over) / min(each.low for each in under) * (1 + spread)))
 
 
 def _median(passes: Sequence[Sequence[float]]) -> float:

@@ -5,10 +5,12 @@ Every writer escapes what its format treats as special, so names from a user's m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainstep.errors import printable
 from trainstep.records import Row
 from trainstep.report.subjects import make_tables
 from trainstep.report.tables import Table
@@ -23,7 +25,9 @@ TERMINAL_CELL = 60  # Characters of a cell that the terminal shows
 def to_markdown(table: Table) -> str:
     """A GitHub-flavoured Markdown table, its caption above."""
     escaped = _escaped(table, _MARKDOWN)
-    return f"{_escape(table.caption, _MARKDOWN)}\n\n{escaped.to_markdown(index=False, disable_numparse=True)}\n"
+    return (
+        f"{_escape(printable(table.caption), _MARKDOWN)}\n\n{escaped.to_markdown(index=False, disable_numparse=True)}\n"
+    )
 
 
 def to_latex(table: Table) -> str:
@@ -31,7 +35,7 @@ def to_latex(table: Table) -> str:
     escaped = _escaped(table, _LATEX)
     header, *body = (" & ".join(row) + " \\\\\n" for row in [escaped.columns, *escaped.to_numpy()])
     return (
-        f"\\begin{{table}}\n\\caption{{{_escape(table.caption, _LATEX)}}}\n"
+        f"\\begin{{table}}\n\\caption{{{_escape(printable(table.caption), _LATEX)}}}\n"
         f"\\begin{{tabular}}{{{'l' * len(table.columns)}}}\n\\hline\n{header}\\hline\n{''.join(body)}\\hline\n"
         "\\end{tabular}\n\\end{table}\n"
     )
@@ -44,13 +48,23 @@ def to_typst(table: Table) -> str:
     body = "\n".join("    " + ", ".join(f"[{cell}]" for cell in row) + "," for row in escaped.itertuples(index=False))
     return (
         f"#figure(\n  table(\n    columns: {len(table.columns)},\n    table.header({header}),\n{body}\n  ),\n"
-        f"  caption: [{_escape(table.caption, _TYPST)}],\n)\n"
+        f"  caption: [{_escape(printable(table.caption), _TYPST)}],\n)\n"
     )
 
 
 def to_csv(table: Table) -> str:
-    """Comma-separated values, quoted where needed (RFC 4180)."""
-    return str(table.frame().to_csv(index=False))
+    """Comma-separated values, quoted where needed (RFC 4180); an apostrophe before what a spreadsheet would run."""
+    frame = table.frame().map(_no_formula)
+    frame.columns = [_no_formula(title) for title in frame.columns]
+    return str(frame.to_csv(index=False))
+
+
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+_QUANTITY = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?[%×]?( ± .*| \[.*\])?")
+
+
+def _no_formula(text: str) -> str:
+    return f"'{text}" if _FORMULA.match(text) and not _QUANTITY.fullmatch(text) else text
 
 
 WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst, "csv": to_csv}
@@ -76,10 +90,10 @@ def to_terminal(table: Table) -> rich.table.Table:
     import rich.text
 
     drawn = rich.table.Table(
-        title=rich.text.Text(table.caption), box=rich.box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+        title=rich.text.Text(printable(table.caption)), box=rich.box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
     for title in table.columns:
-        drawn.add_column(rich.text.Text(title), overflow="fold")
+        drawn.add_column(rich.text.Text(printable(title)), overflow="fold")
     for row in table.texts():
         cells = (cell if len(cell) <= TERMINAL_CELL else cell[: TERMINAL_CELL - 1] + "…" for cell in row)
         drawn.add_row(*map(rich.text.Text, cells))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainstep.errors import printable
 from trainstep.records import Row
 from trainstep.report.columns import Cell, Column, outcome_cell
 
@@ -38,14 +39,14 @@ class Table:
     name: str = ""  # File name without ending, and the page's `data-table`
 
     def texts(self) -> list[tuple[str, ...]]:
-        """The cells' texts, row by row."""
-        return [tuple(cell.plain for cell in row.cells) for row in self.rows]
+        """The cells' texts, row by row, safe to print."""
+        return [tuple(printable(cell.plain) for cell in row.cells) for row in self.rows]
 
     def frame(self) -> pandas.DataFrame:
         """As a pandas frame of strings."""
         import pandas
 
-        return pandas.DataFrame(self.texts(), columns=list(self.columns))
+        return pandas.DataFrame(self.texts(), columns=[printable(title) for title in self.columns])
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Definition:
     """What a table of one kind of row shows, wherever it is shown."""
 
     kind: type[Row]
-    caption: str
+    caption: str | Callable[[Sequence[Row]], str]
+    """The caption, or what makes it of the rows."""
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
     """The columns, or what makes them of the rows."""
     key: Callable[[Row], str] | None = None  # A row's `data-row` on the page; by default its place
@@ -62,7 +64,9 @@ class Definition:
     name: str = ""  # By default the kind's, with hyphens
 
 
-def define(kind: type[Row], caption: str, *columns: Column, **options: Any) -> Definition:
+def define(
+    kind: type[Row], caption: str | Callable[[Sequence[Row]], str], *columns: Column, **options: Any
+) -> Definition:
     """A definition of these columns, with the other fields of `Definition` as options."""
     return Definition(kind, caption, columns, **options)
 
@@ -78,7 +82,8 @@ def make_table(definition: Definition, rows: Sequence[Row], place: Place = "file
     """
     columns, key, is_strong = definition.columns, definition.key, definition.is_strong
     name = name or definition.name or definition.kind.kind.replace(" ", "-")
-    table = tabulate(name, definition.caption, columns(rows) if callable(columns) else columns, rows, place)
+    caption = definition.caption(rows) if callable(definition.caption) else definition.caption
+    table = tabulate(name, caption, columns(rows) if callable(columns) else columns, rows, place)
     lines = [
         replace(line, key=key(row) if key else str(index), is_strong=is_strong is not None and is_strong(row))
         for index, (line, row) in enumerate(zip(table.rows, rows, strict=True))

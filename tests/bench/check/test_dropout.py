@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainstep.bench.check.dropout import without_dropout
+from trainstep.bench.check.dropout import eager_random, without_dropout
 
 X = torch.linspace(0.5, 2, 64).view(1, 4, 16)
 
@@ -39,16 +39,43 @@ def test_it_drops_nothing_and_afterwards_does_again(name):
 def test_what_would_drop_nothing_is_not_counted():
     with without_dropout() as seen:
         assert torch.equal(nn.Dropout(0.5).eval()(X), X)
+        assert torch.equal(nn.Dropout(0.0)(X), X)
         assert torch.equal(F.alpha_dropout(X), X), "not training, by default"
         F.scaled_dot_product_attention(X, X, X)
     assert seen.calls == 0
 
 
+class Compiled(nn.Module):
+    """Dropout alone would not be compiled: a frame of torch.nn is left as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.compile()
+
+    def forward(self, x):
+        return self.dropout(x) + 0.0
+
+
+def draw(dropout):
+    torch.manual_seed(0)
+    return dropout(X)
+
+
 def test_what_is_compiled_inside_has_none_and_outside_has():
-    dropout = nn.Dropout(0.5)
-    dropout.compile()
-    assert not torch.equal(dropout(X), X)
+    compiled = Compiled()
+    assert not torch.equal(draw(compiled), X)
     with without_dropout() as seen:
-        assert torch.equal(dropout(X), X)
-    assert seen.calls == 1
-    assert not torch.equal(dropout(X), X)
+        assert torch.equal(draw(compiled), X)
+        assert torch.equal(draw(compiled), X)
+    assert seen.calls
+    assert not torch.equal(draw(compiled), X)
+
+
+def test_what_is_compiled_inside_draws_as_eager_code_does():
+    compiled, eager = Compiled(), draw(nn.Dropout(0.5))
+    own = draw(compiled)
+    assert not torch.equal(own, eager), "or else nothing is shown here"
+    with eager_random():
+        assert torch.equal(draw(compiled), eager)
+    assert torch.equal(draw(compiled), own)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from tests.planted.parallel import quick
+from trainstep.bench import parallel
 from trainstep.bench.check.reference import Reference
-from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel import ParallelCase, run
+from trainstep.bench.parallel.check import Comparison
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
@@ -30,7 +32,8 @@ def _records(process, schemes, precision, broken):
         config = dataclasses.replace(CONFIG, precision=precision)
         cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=6) for scheme in schemes]
         with quick():
-            return [(row.case, row.values, row.status, row.reason) for row in run_cases(cases, process)]
+            rows = run_cases(cases, process)
+            return [(row.case, row.values, row.status, row.reason) for row in rows if row.kind == "parallel"]
     finally:
         DistributedDataParallel.finish_gradient_synchronization = kept
 
@@ -47,13 +50,18 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
         "fsdp",
         "torch-ddp",
         "torch-zero",
+        "torch-zero-1000",
         "torch-fsdp2",
+        "torch-fsdp2-bf16-reduce",
     )
     rows, nothing = two.run(_records, schemes, precision, False)
     assert nothing == [], "only the first rank has the records"
     assert [case["scheme"] for case, *_ in rows] == list(schemes)
     found = {}
     for case, values, status, reason in rows:
+        if (case["scheme"], precision) == ("torch-fsdp2-bf16-reduce", "fp32"):
+            assert (status, "fp32 has none; use bf16" in reason) == ("unsupported", True)
+            continue
         assert status == "ok", f"{case['scheme']}: {reason}"
         assert values["step_ms"] > 0
         found[case["scheme"]] = values
@@ -88,6 +96,56 @@ def test_a_scheme_that_trains_something_else_shows_no_speed(two):
     assert "step_ms" not in values
     assert "its gradients: the gradients off by" in reason
     assert fine == "ok"
+
+
+def _rounds(process, fails_on):
+    built = []
+
+    def build(scheme, *arguments, **options):
+        built.append(scheme.name)
+        if built.count("flat") == fails_on and scheme.name == "flat":
+            raise RuntimeError("the second time it does not fit")
+        return right(scheme, *arguments, **options)
+
+    right, source = parallel.build, builtin_source("little", MODEL)
+    schemes = ("single", "flat", "torch-ddp", "bucketed-1")
+    cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=2) for scheme in schemes]
+    right_ones = {case.scheme: None for case in cases}
+    known = Comparison(right_ones, 1, False)
+    with (
+        quick(),
+        mock.patch.object(parallel, "build", build),
+        mock.patch.object(run, "compare_with_one_process") as judge,
+    ):
+        judge.return_value = known
+        rows = list(run_cases(cases, process, rounds=4))
+    return built, rows
+
+
+@pytest.mark.distributed
+def test_schemes_are_timed_in_turns_in_an_order_drawn_anew(two):
+    (built, rows), (elsewhere, nothing) = two.run(_rounds, 0)
+    assert (built, nothing) == (elsewhere, [])
+    orders = [built[start : start + 4] for start in range(0, 16, 4)]
+    assert len(built) == 16
+    assert {tuple(sorted(order)) for order in orders} == {("bucketed-1", "flat", "single", "torch-ddp")}
+    assert len(set(map(tuple, orders))) > 1
+    timed = [row for row in rows if row.kind == "parallel"]
+    assert [row.scheme for row in timed] == ["single", "flat", "torch-ddp", "bucketed-1"], "as they were asked for"
+    assert {(row.rounds, row.n, len(row.samples["step"])) for row in timed} == {(4, 8, 8)}
+    ratios = {row.scheme: row for row in rows if row.kind == "parallel ratio"}
+    assert list(ratios) == ["flat", "bucketed-1"]
+    assert all(row.ratio_low < row.ratio < row.ratio_high for row in ratios.values())
+
+
+@pytest.mark.distributed
+def test_a_scheme_that_fails_in_one_round_has_no_time(two):
+    (built, rows), _ = two.run(_rounds, 2)
+    found = {row.scheme: row for row in rows if row.kind == "parallel"}
+    assert (found["flat"].status, found["flat"].times) == ("failed", {})
+    assert "does not fit" in found["flat"].reason
+    assert built.count("flat") == 2, "it is not tried again"
+    assert [row.rounds for name, row in found.items() if name != "flat"] == [4, 4, 4]
 
 
 class _Unlike(nn.Module):
@@ -129,7 +187,8 @@ def _own(process, schemes, make, precision="fp32"):
     config = dataclasses.replace(config, precision=precision)
     cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=1) for scheme in schemes]
     with quick():
-        return [(row.case["scheme"], row.status, row.reason) for row in run_cases(cases, process)]
+        rows = run_cases(cases, process)
+        return [(row.scheme, row.status, row.reason) for row in rows if row.kind == "parallel"]
 
 
 def _linear():

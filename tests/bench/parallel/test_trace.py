@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainstep.kinds import ParallelTraceRow
+from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import GLOO
-from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.records import of_kind, read_records
 
 REPOSITORY = Path(__file__).parents[3]

@@ -12,7 +12,6 @@ from trainstep.bench.step import measure_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError
 from trainstep.measure.allocations.recording import StepWatch, record_on_cpu
-from trainstep.measure.allocations.timeline import bytes_by
 from trainstep.training_step import TrainingStep
 from trainstep.workload import builtin_source
 
@@ -23,7 +22,7 @@ ROTARY = 4 * 32 * MODEL.head_dim
 
 
 def owners(timeline, state):
-    return bytes_by(timeline.alive(state), lambda each: each.owner)
+    return {owner: size for owner, (size, _) in timeline.totals(lambda each: each.owner, state).items()}
 
 
 def end_of(timeline, phase):

@@ -9,11 +9,10 @@ import random
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.measure.allocations import snapshot as module
+from trainstep.measure.allocations import loading as module
+from trainstep.measure.allocations.loading import imported_timelines, load_snapshot
 from trainstep.measure.allocations.snapshot import (
     blocks_of,
-    imported_timelines,
-    load_snapshot,
     snapshot_of,
     with_owners,
     write_snapshot,
@@ -198,7 +197,8 @@ def test_damaged_files_are_a_user_s_error_or_a_snapshot(tmp_path):
 def test_files_that_are_absent_or_too_large(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"cannot read .*No such file"):
         load_snapshot(tmp_path / "absent.pickle")
-    monkeypatch.setattr(module, "LARGEST_FILE", 100)
-    (tmp_path / "large.pickle").write_bytes(plain_bytes())
-    with pytest.raises(UsageError, match="is the most that is read; record fewer steps"):
+    monkeypatch.setattr(module, "LARGEST_WHOLE", 100)
+    log = [event("alloc", each, 1) for each in range(2000)]
+    (tmp_path / "large.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[*log, log[0]]]}))
+    with pytest.raises(UsageError, match="is the most that is read where events are not as torch writes them"):
         load_snapshot(tmp_path / "large.pickle")

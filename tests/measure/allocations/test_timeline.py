@@ -5,7 +5,6 @@ from trainstep.measure.allocations.timeline import (
     Group,
     PhaseSpan,
     Timeline,
-    bytes_by,
     interned,
     made_at,
     outline,
@@ -26,7 +25,11 @@ FIVE_EVENTS = Timeline(
 def test_live_bytes_of_each_state():
     assert FIVE_EVENTS.live.tolist() == [100, 110, 160, 110, 100, 107]
     assert (FIVE_EVENTS.peak, FIVE_EVENTS.peak_state) == (160, 2)
-    assert bytes_by(FIVE_EVENTS.alive(2), lambda each: each.owner) == {"parameters": 100, "temporaries": 60}
+    assert FIVE_EVENTS.totals(lambda each: each.owner, 2) == {"parameters": (100, 1), "temporaries": (60, 2)}
+    assert FIVE_EVENTS.totals(lambda each: each.owner) == {
+        "parameters": (100, 1), "temporaries": (60, 2), "gradients": (7, 1)
+    }  # fmt: skip
+    assert [each.owner for each in FIVE_EVENTS.alive(3)] == ["parameters", "temporaries"]
     assert [FIVE_EVENTS.phase_of(state) for state in range(6)] == ["", *["forward"] * 3, *["backward"] * 2]
 
 

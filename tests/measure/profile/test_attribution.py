@@ -10,9 +10,10 @@ from torch import nn
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.flops import UNKNOWN_LISTS, Lists
+from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import MATMULS, profile_of
 from trainstep.measure.profile.ranges import announce, classify_range, record_steps
-from trainstep.measure.profile.trace import Range, Stream, Trace, Work, attribute, owner_of, read_chrome_trace
+from trainstep.measure.profile.trace import Range, Stream, Trace, Work, attribute, owner_of
 from trainstep.measure.timing import CpuClock
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source

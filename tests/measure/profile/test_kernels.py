@@ -10,21 +10,10 @@ import pytest
 
 from tests.measure.profile.test_trace import event
 from trainstep.measure.flops import Tensors
-from trainstep.measure.profile.kernels import (
-    Kernel,
-    busy_us,
-    difference,
-    gaps,
-    intersection,
-    kernel_family,
-    length,
-    operator_family,
-    overlap_of,
-    profile_of,
-    short_name,
-    union,
-)
-from trainstep.measure.profile.trace import Range, Stream, Trace, own_time, read_chrome_trace
+from trainstep.measure.profile.chrome import read_chrome_trace
+from trainstep.measure.profile.kernels import Kernel, kernel_family, operator_family, profile_of, short_name
+from trainstep.measure.profile.overlap import busy_us, difference, gaps, intersection, length, overlap_of, union
+from trainstep.measure.profile.trace import Range, Stream, Trace, own_time
 
 
 def kernel(start, duration, lane="compute", stream=7):
@@ -266,8 +255,16 @@ KERNELS = {
         "triton_red_fused_sum_7",
         f"{AT}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)",
     ],
-    "copy": [
+    "transfer": [
         "Memcpy HtoD (Pinned -> Device)",
+        "Memcpy DtoH (Device -> Pageable)",
+        "[CUDA memcpy Host-to-Device]",
+        "[CUDA memcpy Device-to-Host]",
+        "CopyHostToDevice",
+    ],
+    "CUDA graph": ["CUDA graph 17"],
+    "copy": [
+        "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
         "[CUDA memcpy Device-to-Device]",
         f"{AT}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::lambda>(int)",

@@ -6,7 +6,7 @@ import pytest
 
 from trainstep.errors import UsageError
 from trainstep.measure.profile import nsys
-from trainstep.measure.profile.kernels import profile_of
+from trainstep.measure.profile.kernels import profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, nsys_command, read_nsys, require_nsys
 
 PROCESS, OTHER = 4242, 4243
@@ -96,7 +96,7 @@ def export(path, *, version="3.24.14", leave_out=(), without=(), kernels=KERNELS
 def test_kernels_belong_to_the_ranges_of_the_thread_that_launched_them(tmp_path, version):
     trace = read_nsys(export(tmp_path / "profile.sqlite", version=version))
     assert trace.device == "NVIDIA H200"
-    profile = profile_of(trace)
+    profile, other = profiles_of(trace).values()
     found = [(each.family, each.phase, each.module, each.operator, each.duration_us) for each in profile.kernels]
     assert found == [
         ("FP32 SIMT matmul", "forward", "blocks.0.up", "aten::mm", 30.0),
@@ -105,7 +105,9 @@ def test_kernels_belong_to_the_ranges_of_the_thread_that_launched_them(tmp_path,
     ]
     assert profile.steps == 1
     assert {each.step for each in profile.kernels} == {"0"}
-    assert profile.outside_us == 1.0, "the other process takes no step, though its kernel has the first one's id"
+    assert profile.outside_us == 0
+    (kernel,) = other.kernels
+    assert (kernel.phase, other.has_steps) == (None, False), "the other process takes no step, though the ids are alike"
 
 
 def test_the_same_correlation_id_of_another_process_is_another_launch(tmp_path):
@@ -116,15 +118,15 @@ def test_the_same_correlation_id_of_another_process_is_another_launch(tmp_path):
 
 
 def test_without_ranges_all_kernels_count_and_none_is_placed(tmp_path):
-    profile = profile_of(read_nsys(export(tmp_path / "profile.sqlite", leave_out=["NVTX_EVENTS"])))
-    assert len(profile.kernels) == 4
-    assert {each.phase for each in profile.kernels} == {None}
-    assert (profile.steps, profile.has_steps) == (1, False)
+    profiles = profiles_of(read_nsys(export(tmp_path / "profile.sqlite", leave_out=["NVTX_EVENTS"]))).values()
+    assert [len(profile.kernels) for profile in profiles] == [3, 1]
+    assert {each.phase for profile in profiles for each in profile.kernels} == {None}
+    assert {(profile.steps, profile.has_steps) for profile in profiles} == {(1, False)}
 
 
 def test_tables_and_columns_that_may_be_absent(tmp_path):
     absent = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET", "TARGET_INFO_GPU", "META_DATA_EXPORT")
-    profile = profile_of(read_nsys(export(tmp_path / "a.sqlite", leave_out=absent, without=("textId",))))
+    profile, _ = profiles_of(read_nsys(export(tmp_path / "a.sqlite", leave_out=absent, without=("textId",)))).values()
     assert [each.phase for each in profile.kernels] == ["forward", "backward"]
 
 

@@ -4,9 +4,10 @@ import pytest
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.profile.kernels import MATMULS, busy_us, profile_of
+from trainstep.measure.profile.chrome import read_chrome_trace
+from trainstep.measure.profile.kernels import MATMULS, profile_of
+from trainstep.measure.profile.overlap import busy_us
 from trainstep.measure.profile.ranges import announce, record_steps
-from trainstep.measure.profile.trace import read_chrome_trace
 from trainstep.measure.timing import device_clock
 from trainstep.training_step import build_step
 from trainstep.workload import builtin_source
@@ -54,10 +55,10 @@ def test_kernels_are_where_they_belong(tmp_path, settings):
     assert profile.steps == STEPS
     unknown = {(each.name, each.operator, each.phase) for each in profile.kernels if not (each.phase and each.module)}
     assert profile.share(lambda each: bool(each.phase and each.module)) >= 0.98, unknown
-    for index, name in enumerate(profile.step_names):
+    for index, kernels in enumerate(profile.by_step().values()):
         laps = timing.samples[index].laps
         for phase, lap in laps.items():
-            own = [each for each in profile.of_step(name) if each.phase == phase]
+            own = [each for each in kernels if each.phase == phase]
             assert busy_us(own) / 1e3 <= lap.ms * 1.02 + 0.02, phase
 
     def product_flops(phase, module):

@@ -6,10 +6,11 @@ import json
 import pytest
 
 from trainstep.errors import UsageError
-from trainstep.measure.profile import trace as module
+from trainstep.measure.profile import chrome as module
+from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import profile_of
 from trainstep.measure.profile.ranges import classify_range
-from trainstep.measure.profile.trace import COMPILED, ENGINE, Range, own_time, read_chrome_trace
+from trainstep.measure.profile.trace import COMPILED, ENGINE, Range, own_time
 
 
 def event(category, name, start, duration, *, tid=10, pid=1, **arguments):
@@ -88,7 +89,7 @@ def cut(data):
         (b"", "not a trace of torch.profiler"),
         (b"\x00\x01\x02", "not a trace of torch.profiler"),
         (b'{"hello": 1}', "no list of traceEvents"),
-        (b"[1, 2]", "no list of traceEvents"),
+        (b"[1, 2]", "no object with a list of traceEvents"),
         (cut(json.dumps(GPU).encode()), "cut short"),
         (cut(gzip.compress(json.dumps(GPU).encode())), "cut short"),
         (gzip.compress(json.dumps(GPU).encode())[:-8] + b"damaged!", "damaged"),
@@ -108,7 +109,7 @@ def test_what_is_no_trace_is_said_in_one_line(tmp_path, content, says):
 def test_a_missing_file_and_one_too_large_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="No such file"):
         read_chrome_trace(tmp_path / "absent.json")
-    monkeypatch.setattr(module, "LARGEST", 100)
+    monkeypatch.setattr(module, "MOST", 5)
     with pytest.raises(UsageError, match=r"\(0\.0 GiB\) holds more than"):
         read_chrome_trace(write(tmp_path / "trace.json", GPU))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,10 +70,75 @@ def test_every_kind_has_its_finding() -> None:
     assert "9.9531 in fp16, and 10.0021 if only" in found["precision.accumulation"].sentence
 
 
+def test_dtypes_are_told_by_precision_of_the_rows_that_ran() -> None:
+    def row(precision: str, module: str, **more: Any) -> DtypeRow:
+        return DtypeRow(**{**CASE, "precision": precision}, module=module, **more)
+
+    rows = [
+        row("fp32", "(forward's result)", outputs=("fp32",)),
+        row("bf16", "(forward's result)", outputs=("bf16", "fp32")),
+        row("bf16", "(loss)", outputs=("fp32",)),
+        row("bf16", "fc", parameters=("fp32",), gradients=("fp32",)),
+        row("bf16", "norm", parameters=("bf16", "fp32")),
+        row("fp16", "(loss)", outputs=("fp16",), status="failed"),
+    ]
+    plain, mixed = findings(rows)
+    assert plain.figures == {"precision": "fp32", "result": "fp32", "loss": "–", "parameters": ("none",),
+                             "gradients": ("none",)}  # fmt: skip
+    assert mixed.figures == {"precision": "bf16", "result": "bf16, fp32", "loss": "fp32",
+                             "parameters": ("bf16, fp32", "fp32"), "gradients": ("fp32",)}  # fmt: skip
+    assert mixed.sentence == (
+        "Under bf16, forward's result is bf16, fp32 and the loss fp32; parameters are bf16, fp32 and fp32, their "
+        "gradients fp32."
+    )
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_sums_are_told_where_both_were_taken(missing: int) -> None:
+    sums = [row for row in STUDY if isinstance(row, AccumulationRow)]
+    (found,) = findings(sums)
+    assert found.sentence.startswith("0.01 added a thousand times is 9.9531 in fp16, and 10.0021 if only")
+    assert findings(sums[missing : missing + 1]) == []
+
+
 def test_predictions_that_agree_say_how_closely() -> None:
     rows = [PeakRow(context=context, mode="step", prediction_error=error) for context, error in ((1, 0.01), (2, -0.04))]
     (found,) = findings(rows)
     assert (found.id, dict(found.figures)) == ("memory.predicted", {"worst": 0.04, "peaks": 2, "over": 0})
+
+
+@pytest.mark.parametrize(
+    ("errors", "sentence"),
+    [
+        ((0.0,), "The plan predicts the measured peak to within 0.01%."),
+        ((-0.0123,), "The plan predicts the measured peak to within 1.23%."),
+        ((0.0001, 0.0), "The plan predicts 2 measured peaks to within 0.01%."),
+    ],
+)
+def test_how_closely_is_told_with_how_many(errors: tuple[float, ...], sentence: str) -> None:
+    (found,) = findings([PeakRow(context=n, mode="step", prediction_error=error) for n, error in enumerate(errors)])
+    assert found.sentence == sentence
+
+
+def test_what_does_not_fit_would_have_needed_what_is_predicted_if_that_is_known() -> None:
+    case: dict[str, Any] = {"context": 256, "mode": "step", "status": "out of memory", "reason": "no room"}
+    known, unknown = findings([PeakRow(**case, predicted_gib=200.0), PeakRow(**case | {"context": 512})])
+    assert known.sentence == "Does not fit: a step at context 256: it needs 200.00 GiB by prediction."
+    assert unknown.sentence == "Does not fit: a step at context 512."
+
+
+def test_a_block_is_the_sum_of_all_its_tensors_whatever_the_order_of_rows() -> None:
+    rows = [row for row in STUDY if isinstance(row, ResidualRow) and row.part == "first block"]
+    (found,) = findings(rows[::-1])
+    assert dict(found.figures)["gib"] == 1.0
+    assert findings(rows[:1]) == findings(rows[1:]) == [], "without the sum, or the largest, nothing is said"
+
+
+def test_a_compiled_step_is_told_beside_the_eager_one_alone() -> None:
+    eager, compiled = (row for row in STUDY if isinstance(row, ResidualRow) and row.part == "step")
+    assert findings([eager]) == findings([compiled]) == []
+    assert "residuals.compiled-step" not in {each.id for each in findings([eager, replace(compiled, status="failed")])}
+    assert [each.id for each in findings([compiled, eager])] == ["residuals.compiled-step"]
 
 
 def test_a_compiled_block_is_set_beside_the_eager_one_under_each_precision() -> None:
@@ -134,6 +200,41 @@ def test_what_the_best_policy_costs_has_its_interval_and_its_subject(
     )
 
 
+def test_a_study_without_a_policy_of_blocks_has_no_best() -> None:
+    assert findings([policy("none", 9.0)]) == []
+    assert best([policy("none", 9.0), policy("every-1", None, status="out of memory"), policy("every-2", 4.0)]).figures[
+        "best"
+    ] == ("2",)
+
+
+def test_each_of_several_studies_is_named() -> None:
+    rows = [
+        CheckpointingRow(**CASE | {"precision": precision}, checkpointing="every-1", peak_gib=4.0, attention=attention)
+        for precision, attention in (("fp32", "eager"), ("bf16", "sdpa"))
+    ]
+    assert [each.sentence for each in findings(rows)] == [
+        "fp32, eager: The best K is 1: a checkpoint every block peaks at 4.00 GiB.",
+        "bf16, sdpa: The best K is 1: a checkpoint every block peaks at 4.00 GiB.",
+    ]
+    assert findings(rows[:1])[0].sentence.startswith("The best K")
+
+
+def test_the_best_is_shown_beside_its_nearest_neighbours() -> None:
+    peaks = {"every-1": 5.0, "every-2": 4.0, "every-4": 3.0, "every-8": 4.5, "every-16": 6.0}
+    found = best([policy(name, peak) for name, peak in peaks.items()])
+    assert found.sentence.endswith("(beside it every-2 4.00 GiB and every-8 4.50 GiB).")
+
+
+def test_of_policies_that_peak_alike_the_smallest_k_is_timed() -> None:
+    steady = [100.0] * 7
+    rows = [policy("none", 9.0, *steady), policy("every-2", 4.0, *(2 * ms for ms in steady)),
+            policy("every-3", 4.0, *(3 * ms for ms in steady))]  # fmt: skip
+    found = best(rows)
+    assert found.figures["best"] == ("2", "3")
+    assert "every 2 or 3 blocks peaks at 4.00 GiB alike; without" in found.sentence
+    assert (found.figures["time_ratio"], "checkpoint every 2 blocks a step takes" in found.sentence) == (2.0, True)
+
+
 def test_checkpointing_that_saves_nothing_has_no_best_k() -> None:
     rows = [policy("none", 65.62 / 1024), policy("every-1", 65.61 / 1024), policy("every-2", 65.62 / 1024)]
     assert best(rows).id == "checkpointing.no-gain"
@@ -157,6 +258,8 @@ def test_peaks_that_print_alike_are_not_ranked() -> None:
         (None, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB (beside it every-1 4.00 GiB and "
                        "every-4 5.00 GiB); without checkpointing 9.00 GiB."),
         (8.0, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
+        (3.0, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
+        (9.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 9.00 GiB)."),
         (10.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB). For a larger "
                              "batch or context the best K is 2: 3.00 GiB (beside it every-1 4.00 GiB and every-4 "
                              "5.00 GiB)."),

@@ -1,9 +1,10 @@
 """Collectives and schemes of data parallel training on the page."""
 
 from tests.report.page import Page
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow
+from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
+from trainstep.report.subjects.parallel import overlap_findings
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -93,3 +94,29 @@ def test_a_sharded_scheme_is_held_against_a_step_that_updates_its_part_alone():
     assert [(float(cells["alone_ms"]), float(cells.get("exposed_ms", 0))) for cells in found] == [
         (137.0, 0.0), (137.0, 23.0), (116.0, 13.0), (116.0, 80.0), (137.0, 13.0)
     ]  # fmt: skip
+
+
+def traced(name, share, exposed):
+    return ParallelTraceRow(
+        scheme=name, world_size=2, hidden_share=share, exposed_communication_ms=exposed, communication_ms=12.5
+    )
+
+
+def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
+    rows = [traced("fsdp", 0.6, 5.0), traced("flat", 0.0, 12.5), traced("bucketed-25", 0.9, 1.25),
+            traced("torch-ddp", None, None)]  # fmt: skip
+    (found,) = overlap_findings(rows)
+    assert found.figures == {
+        "most": "bucketed-25", "most_hidden_share": 0.9, "most_exposed_ms": 1.25, "most_communication_ms": 12.5,
+        "least": "flat", "least_hidden_share": 0.0, "least_exposed_ms": 12.5, "least_communication_ms": 12.5,
+    }  # fmt: skip
+    assert found.sentence == (
+        "Of communication in the traced step, computation hides 90% with bucketed-25 (1.25 of 12.5 ms are exposed), "
+        "and 0% with flat (12.5 of 12.5 ms)."
+    )
+    (alone,) = overlap_findings(rows[2:])
+    assert alone.sentence.endswith("computation hides 90% with bucketed-25 (1.25 of 12.5 ms are exposed).")
+    assert (alone.figures["most"], "least" in alone.figures) == ("bucketed-25", False)
+    (two,) = overlap_findings(rows[:2])
+    assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
+    assert overlap_findings(rows[3:]) == []

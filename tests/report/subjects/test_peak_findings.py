@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.report.test_findings import rung, step
-from trainstep.kinds import MemoryTimelineRow, OwnerRow
+from trainstep.kinds import AllocationRow, MemoryTimelineRow, OwnerRow
 from trainstep.report.subjects import findings
+from trainstep.report.subjects.allocations import owner_findings
 
 CASE = {"workload": "m", "precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach", "compile": "off",
         "loss": "dense", "batch": 4, "checkpointing": None}  # fmt: skip
@@ -123,6 +124,7 @@ def test_a_peak_that_the_fused_optimizer_removes_needs_no_sharding(optimizer, ot
     found = peak([row, *(timeline(case, shares, "optimizer") if shares else [])])
     assert (found.figures["phase"], sorted(found.figures["remedies"])) == ("optimizer", sorted(remedies))
     assert found.figures.get("without_gib") == (others if "the fused optimizer" in remedies else None)
+    assert ("; the other phases peak at 3.70 GiB" in found.sentence) is ("the fused optimizer" in remedies)
 
 
 def test_what_the_ladder_tried_is_given_by_its_result():
@@ -140,6 +142,47 @@ def test_what_the_ladder_tried_is_given_by_its_result():
     assert peak([row, tried[0], same]).sentence.endswith("On the ladder, fused optimizer left the peak at 3.99 GiB.")
     other = [dataclasses.replace(each, workload="another") for each in tried]
     assert peak([row, *other]).figures["remedies"] == ("the fused optimizer",)
+
+
+@pytest.mark.parametrize(("after", "told"), [(49.0, "left the peak at 49.0 GiB"), (48.9, "from 50.0 GiB to 48.9 GiB"),
+                                             (51.1, "from 50.0 GiB to 51.1 GiB")])  # fmt: skip
+def test_a_peak_that_changes_by_what_runs_differ_by_is_left(after, told):
+    row = analysed({}, optimizer_peak_gib=50.0, peak_gib=50.0, backward_peak_gib=3.5, at_rest_gib=3.4)
+    tried = [rung("baseline", "baseline", peak_gib=50.0), rung("fused optimizer", kept=False, peak_gib=after)]
+    assert peak([row, *tried]).sentence.endswith(f"{told}.")
+    (owners,) = owner_findings([*timeline({}, {"parameters": 1.0}), *tried])
+    assert ("On the ladder" in owners.sentence) is (after == 48.9)
+
+
+def test_a_part_that_owns_nothing_is_not_worth_a_change():
+    rows = timeline({}, {"activations": 0.6, "activations/the loss": 0.0, "parameters": 0.3})
+    assert "a chunked loss" not in peak([analysed({}), *rows]).figures["remedies"]
+    more = timeline({}, {"activations/the loss": 0.06})[1:]
+    assert "a chunked loss" in peak([analysed({}), *rows, *more]).figures["remedies"], "the two are added"
+
+
+def test_owners_of_nothing_are_told_so_and_those_of_an_unknown_share_are_not():
+    shares = {"parameters": 0.0, "batch": 0.5, "activations": 0.0, "activations/attention": 0.0}
+    first, *rows = timeline({}, shares)
+    (found,) = owner_findings([first, *rows])
+    assert found.sentence == (
+        "At its peak, 4.00 GiB in backward, memory is parameters 0%, batch 50% and activations 0%; of the activations, "
+        "those of blocks.*.attention are the most (0% of the peak)."
+    )
+    unknown = [replace(row, share=None) for row in rows]
+    (found,) = owner_findings([first, unknown[0], *rows[1:3], unknown[3]])
+    assert found.sentence == "At its peak, 4.00 GiB in backward, memory is batch 50% and activations 0%."
+    assert owner_findings([first, *unknown]) == owner_findings([replace(first, peak_gib=None), *rows]) == []
+
+
+@pytest.mark.parametrize(("count", "times"), [(None, ""), (1, ""), (2, ", 2 times a step")])
+def test_how_often_the_largest_allocation_is_made_is_told_where_it_is_not_once(count, times):
+    rows = timeline({}, {"parameters": 1.0})
+    largest = AllocationRow(**CASE, rank=1, mib=1024.0, count=count, line="train.py:3", operation="mul")
+    (found,) = owner_findings([*rows, largest])
+    assert f" The largest allocation, 1.00 GiB{times}, is made by train.py:3 (" in found.sentence
+    (found,) = owner_findings([*rows, replace(largest, mib=None)])
+    assert "largest" not in found.sentence
 
 
 @pytest.mark.parametrize(("rest", "remedies"), [(1.99, 0), (2.01, 2)])

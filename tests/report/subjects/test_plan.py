@@ -1,5 +1,7 @@
 """What a plan looks like: sentences, charts, and strategies that do not fit."""
 
+from dataclasses import replace
+
 from trainstep.kinds import PlanScalingRow, row_of
 from trainstep.report.blocks import Charts
 from trainstep.report.page import render
@@ -62,6 +64,21 @@ def test_where_nothing_fits():
     assert found.figures["fewest_gpus"] is None
     assert found.sentence.endswith("checkpoint activations, or take a smaller batch.")
     assert found_in(MACHINE) == {}
+
+
+def test_of_several_the_fastest_the_least_and_the_fewest_are_named():
+    fits = [strategy(name, fits=True, tokens_per_s=speed) for name, speed in (("a", 5.0), ("b", 7.0), ("c", 6.0))]
+    assert found_in(*fits)["plan.fastest"].figures["strategy"] == "b"
+    one = replace(strategy("single", fits=True), gpus=1)
+    assert "single is fastest on one GPU, with" in found_in(one)["plan.fastest"].sentence
+    none = [
+        strategy(name, fits=False, peak_gib=peak, smallest_gpus=gpus)
+        for name, peak, gpus in (("a", 30.0, 64), ("b", 20.0, None), ("c", 25.0, 1024), ("d", 40.0, 2048))
+    ]
+    found = found_in(*none)["plan.nothing-fits"]
+    assert (found.figures["strategy"], found.figures["fewest_gpus_strategy"]) == ("b", "a")
+    assert found.sentence.endswith("With a it takes 64 GPUs.")
+    assert found_in(*none[1:])["plan.nothing-fits"].sentence.endswith("With c it takes 1,024 GPUs.")
 
 
 def test_charts_say_that_they_predict_and_leave_out_what_does_not_fit():

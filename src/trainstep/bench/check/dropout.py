@@ -44,7 +44,7 @@ def eager_random() -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """Calls of functions that would have dropped something; those in compiled code once, when it was traced."""
+    """Calls of functions that would have dropped something; of those in compiled code one or all are counted."""
 
     calls: int = 0
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainstep.precision import PRECISIONS, PrecisionName
 
 _POOL = 2**22
+"""Moves that are drawn beyond those of the largest tensor: each tensor takes its own from another place."""
 _MEAN = (3 / (8 * math.log(2)) / 3) ** 0.5
 """Of rounding to nearest, in the root mean square: this part of the unit roundoff."""
 _TF32_NOISE = 2**-11 * _MEAN * 2**0.5
@@ -60,7 +61,7 @@ class RandomRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
-            if isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and args[0].dtype != args[1].dtype:
+            if args[0].dtype != args[1].dtype:
                 self._round(args[0])
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
@@ -115,10 +116,10 @@ class RandomRounding(TorchDispatchMode):
         bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
 
     def _moves(self, tensor: Tensor) -> Tensor:
-        """−1, 0 or 1 for each element, from a pool that is drawn once."""
+        """−1, 0 or 1 for each element, from a pool that is drawn once, and again for a tensor too large for it."""
         device, count = tensor.device, tensor.numel()
-        if device not in self._pools or len(self._pools[device]) < count:
-            drawn = torch.empty(max(_POOL, count), dtype=torch.int8, device=device)
+        if device not in self._pools or len(self._pools[device]) < count + _POOL // 2:
+            drawn = torch.empty(count + _POOL, dtype=torch.int8, device=device)
             drawn.random_(0, 24, generator=self._generator(device))
             self._pools[device] = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
         pool = self._pools[device]

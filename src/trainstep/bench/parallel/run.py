@@ -1,8 +1,9 @@
 """`trainstep bench parallel`: one workload under every scheme of data parallel training, on all ranks at once.
 
 First every scheme's gradients, updates and a few steps are compared with one process on the whole batch; no speed is
-shown of one that does not agree. Then each is timed. All ranks time the same steps, and a step lasts as long as on the
-slowest rank.
+shown of one that does not agree. Then they are timed in turns: in every round each is built anew, in an order drawn
+anew, so that drift reaches all alike, and one scheme's memory is not another's. All ranks time the same steps, and a
+step lasts as long as on the slowest rank.
 What communication costs is the difference to the same step without any ("single"). Each rank's memory is taken at three
 moments, and its collectives are recorded, beside what `plan.communication` says of both. When all are timed, one step
 of each may be recorded by the profiler, in a run of its own, so that nothing of the profiler is in the times.
@@ -11,8 +12,9 @@ of each may be recorded by the profiler, in a run of its own, so that nothing of
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
+from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.trace import trace_row, traced_step
 from trainstep.bench.step import count_tokens, phase_samples
 from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.errors import UsageError
-from trainstep.kinds import ParallelRow, ParallelTraceRow
+from trainstep.kinds import ParallelRatioRow, ParallelRow, ParallelTraceRow
 from trainstep.measure.collectives import Collective, recorded_collectives
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB
@@ -38,55 +41,75 @@ from trainstep.plan.strategies import largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar, Times, make_row
 from trainstep.replicas import local_gradients, local_state, uncounted_bytes
-from trainstep.schemes import Scheme
+from trainstep.schemes import SCHEMES, Scheme
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep
 
 
 def run_cases(
-    cases: Sequence[ParallelCase], process: Process, traces: Path | None = None
-) -> Iterator[ParallelRow | ParallelTraceRow]:
-    """Measure scheme by scheme, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
+    cases: Sequence[ParallelCase], process: Process, traces: Path | None = None, *, rounds: int = 1
+) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow]:
+    """Measure schemes, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
 
     Args:
         traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
+        rounds: how often each scheme is built and timed.
 
     Raises:
         UsageError: nothing to run, or a configuration that cannot be compared (fp16: its scaler skips steps).
     """
-    if not cases or cases[0].steps < 1 or cases[0].warmup < 0:
-        raise UsageError("nothing to run: name at least one scheme and one step, and a warm-up of 0 or more")
+    if not cases or cases[0].steps < 1 or cases[0].warmup < 0 or rounds < 1:
+        raise UsageError("nothing to run: name at least one scheme, one step and one round, and a warm-up of 0 or more")
     precision = cases[0].config.precision
     if PRECISIONS[precision].needs_scaler:
         raise UsageError(
             f"{precision} needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16"
         )
     comparison = compare_with_one_process(cases, process)
-    single_ms: float | None = None
-    timed: dict[ParallelCase, ParallelRow | None] = {}  # with their rows on rank 0
-    for case in [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]:
-        result: Result
-        agreement = comparison.schemes[case.scheme]
-        if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
-            result = agreement
-        else:
-            ranks = attempt_on_all_ranks(partial(measure, case, process), process)
-            result = ranks if isinstance(ranks, Failure) else Timed(ranks, agreement)
-        row: ParallelRow | None = None
-        if process.rank == 0:
-            row = parallel_row(case, process, result, num_parameters=comparison.num_parameters, single_ms=single_ms)
-            if not case.scheme.communicates and isinstance(result, Timed):
-                single_ms = row.times["step"].median
-            yield row
-        if isinstance(result, Timed):
-            timed[case] = row
+    known = [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]
+    agreements = {case: comparison.schemes[case.scheme] for case in known}
+    results = dict(time_in_turns(agreements, process, rounds))
+    rows: dict[ParallelCase, ParallelRow] = {}
+    if process.rank == 0:
+        count = comparison.num_parameters
+        rows = {case: parallel_row(case, process, results[case], num_parameters=count) for case in known}
+        yield from with_exposed(list(rows.values()))
+        yield from ratio_rows(list(rows.values()))
     if traces is None:
         return
-    for case, row in timed.items():
+    for case in [each for each in known if isinstance(results[each], Timed)]:
         file = traces / f"trace-{case.scheme.name}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
-        if row is not None:
-            yield trace_row(row, found, trace=file.name)
+        if process.rank == 0:
+            yield trace_row(rows[case], found, trace=file.name)
+
+
+def time_in_turns(
+    agreements: Mapping[ParallelCase, Agreement | Failure | None], process: Process, rounds: int
+) -> Iterator[tuple[ParallelCase, Result]]:
+    """Every case's result. Those that agree are built and timed once a round; one that fails is left out from then on.
+
+    All ranks draw the same orders.
+    """
+    taken: dict[ParallelCase, list[Sequence[RankMeasurement]]] = {}
+    for case, agreement in agreements.items():
+        if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
+            yield case, agreement
+        else:
+            taken[case] = []
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for case in draw.sample(list(taken), len(taken)):
+            ranks = attempt_on_all_ranks(partial(measure, case, process), process)
+            if isinstance(ranks, Failure):
+                del taken[case]
+                yield case, ranks
+            else:
+                taken[case].append(ranks)
+    for case, measured in taken.items():
+        agreement = agreements[case]
+        assert not isinstance(agreement, Failure), "it was not timed"
+        yield case, Timed(measured, agreement)
 
 
 @dataclass(frozen=True)
@@ -101,13 +124,16 @@ class RankMeasurement:
     """Of one step."""
     tokens: int | None
     """In this rank's batch; None where it is not known."""
+    gpu: Mapping[str, Scalar] = field(default_factory=dict)
+    """Its state right after the last timed step."""
 
 
 @dataclass(frozen=True)
 class Timed:
     """A scheme that was measured."""
 
-    ranks: Sequence[RankMeasurement]
+    rounds: Sequence[Sequence[RankMeasurement]]
+    """All ranks of each."""
     agreement: Agreement | None
     """None for single, which has nothing to agree with."""
 
@@ -125,6 +151,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
     clock = device_clock(process.device)
     timing = time_steps(lambda phase: step(batch, phase=phase), device=clock, warmup=warmup, steps=case.steps)
+    gpu = gpu_state(process.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
     hooks = [
@@ -137,7 +164,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         hook.remove()
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
-    return RankMeasurement(timing, memory, collectives, count_tokens(batch))
+    return RankMeasurement(timing, memory, collectives, count_tokens(batch), gpu)
 
 
 def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, int]:
@@ -156,12 +183,10 @@ def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, in
     return found
 
 
-def parallel_row(
-    case: ParallelCase, process: Process, result: Result, *, num_parameters: int, single_ms: float | None
-) -> ParallelRow:
-    """The row of a scheme, on rank 0. One that does not agree shows by how much, and no speed.
+def parallel_row(case: ParallelCase, process: Process, result: Result, *, num_parameters: int) -> ParallelRow:
+    """The row of a scheme, on rank 0, but for `exposed_ms`. One that does not agree shows by how much, and no speed.
 
-    `num_parameters` is the model's, and `single_ms` the step without communication, where it was timed before.
+    `num_parameters` is the model's.
     """
     environment = describe(process.device)
     columns: dict[str, Any] = case.columns(process.world_size)
@@ -171,11 +196,15 @@ def parallel_row(
         return make_row(
             ParallelRow, columns, result.columns(), status="wrong", reason=str(result), environment=environment
         )
-    slowest = max(result.ranks, key=lambda each: summarize([step.wall_ms for step in each.timing.samples]).median)
-    samples = phase_samples(slowest.timing)
+    slowest = [max(ranks, key=_step_ms) for ranks in result.rounds]
+    samples: dict[str, list[float]] = {}
+    for rank in slowest:
+        for name, milliseconds in phase_samples(rank.timing).items():
+            samples.setdefault(name, []).extend(milliseconds)
     times = {name: Times.of(summarize(milliseconds), spread=False) for name, milliseconds in samples.items()}
-    step, tokens = times["step"].median, [each.tokens for each in result.ranks if each.tokens is not None]
-    communicates, collectives = case.scheme.communicates, result.ranks[0].collectives
+    first = result.rounds[0]
+    step, tokens = times["step"].median, [each.tokens for each in first if each.tokens is not None]
+    communicates, collectives = case.scheme.communicates, first[0].collectives
     plan = planned_bytes(
         case.scheme,
         num_parameters,
@@ -188,16 +217,29 @@ def parallel_row(
     measured: dict[str, Any] = {
         **({} if result.agreement is None else result.agreement.columns()),
         "n": len(samples["step"]),
-        "exposed_ms": None if single_ms is None or not communicates else step - single_ms,
+        "rounds": len(result.rounds),
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         "collectives": len(collectives),
         "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / process.world_size / GIB,
         "sent_floor_gib": plan.sent / GIB if communicates else 0.0,
-        **_memory(result.ranks),
+        **_memory(first),
         **(moments(plan) if case.source.is_builtin else {}),  # a user's own optimizer may keep any state
-        **gpu_state(process.device),
+        **slowest[-1].gpu,
     }
     return ParallelRow(**columns, times=times, **measured, samples=samples, environment=environment)
+
+
+def _step_ms(rank: RankMeasurement) -> float:
+    return summarize([step.wall_ms for step in rank.timing.samples]).median
+
+
+def with_exposed(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
+    """The rows, those of schemes that communicate with what they take beyond the step without, where that was timed."""
+    single = next((row.step_ms for row in rows if not SCHEMES[row.scheme].communicates), None)
+    for row in rows:
+        if single is not None and row.step_ms is not None and SCHEMES[row.scheme].communicates:
+            row = dataclasses.replace(row, exposed_ms=row.step_ms - single)
+        yield row
 
 
 def _sent(call: Collective, world_size: int) -> int:

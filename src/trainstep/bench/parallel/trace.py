@@ -10,9 +10,11 @@ from pathlib import Path
 from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.profile_rows import timeline_values
 from trainstep.kinds import ParallelRow, ParallelTraceRow
-from trainstep.measure.profile.kernels import KernelProfile, Span, length, overlap_of, profile_of
+from trainstep.measure.profile.chrome import read_chrome_trace
+from trainstep.measure.profile.kernels import KernelProfile, profile_of
+from trainstep.measure.profile.overlap import Span, length, overlap_of
 from trainstep.measure.profile.ranges import record_steps
-from trainstep.measure.profile.trace import Trace, read_chrome_trace
+from trainstep.measure.profile.trace import Trace
 from trainstep.measure.timing import device_clock
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar, make_row
@@ -92,7 +94,7 @@ def trace_row(row: ParallelRow, found: Sequence[TracedStep | None] | Failure, *,
     profile = shown.profile
     overlap = overlap_of(profile.kernels)
     communication = length(overlap.communication)
-    drawn, series = timeline_values(profile, profile.step_names[0] if profile.kernels else None, LONGEST)
+    drawn, series = timeline_values(profile, next(iter(profile.by_step()), None), LONGEST)
     kept = {name: column for name, column in series.items() if not name.startswith("module")}
     start = min((each.start_us for each in profile.kernels), default=0.0)
     shortest = overlap.span_us * SHORTEST_SHARE

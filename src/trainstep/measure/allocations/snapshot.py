@@ -3,65 +3,31 @@
 A snapshot is a dict of plain values: `segments` (what the allocator holds, block by block, at the end) and
 `device_traces` (for every device, its log). Its form is documented at `torch.cuda.memory._snapshot`.
 
-In files snapshots are pickles. A pickle can run code when it is read. The reader here refuses every name that a pickle
-asks for, and so can make nothing but numbers, text, tuples, lists and dicts; then it checks that they are a snapshot.
-What is written is a pickle of protocol 4 with those plain values only, which pytorch.org/memory_viz reads.
+In files snapshots are pickles (`loading` reads them). What is written is a pickle of protocol 4 with plain values only,
+which pytorch.org/memory_viz reads.
 """
 
 from __future__ import annotations
 
 import pickle
-import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trainstep.errors import UsageError
-from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline, made_at
+from trainstep.measure.allocations.history import FREES, History
+from trainstep.measure.allocations.timeline import Allocation, Block, Frame, Timeline
 
-FREES = ("free_requested", "free_completed", "free")
-"""Events that end a block. A GPU's allocator logs the first two, one when a tensor dies and one when no stream uses its
-memory any more; only the first of them counts."""
-LARGEST_FILE = 2**30  # bytes of a snapshot that is still read; in memory it takes about ten times as much
-_FENCE, _GROWTH = 2**29, 40  # what reading may take: half a GiB, and this many times the file's size
 _UNKNOWN_CATEGORY = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
 """An event that names the category unknown: the viewer fails on a snapshot whose categories lack it."""
-_OPTIONAL = (str, type(None))
-_HOW = "expected what torch.cuda.memory._dump_snapshot writes"
 
 
 def blocks_of(snapshot: Mapping[str, Any], device: int) -> tuple[list[Block], int]:
     """One device's blocks (what the log has not made was there before), and how many events the log counts."""
-    blocks: list[Block] = []
-    alive: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    stacks: dict[int, tuple[Frame, ...]] = {}  # torch shares the lists of alike stacks: each is made once
-    events = 0
-
-    def stack_of(holder: Mapping[str, Any]) -> tuple[Frame, ...]:
-        frames: Sequence[Mapping[str, Any]] = holder.get("frames", ())
-        if id(frames) not in stacks:
-            stacks[id(frames)] = tuple(Frame(each["filename"], each["line"], each["name"]) for each in frames)
-        return stacks[id(frames)]
-
-    for event, events, counts in _numbered(snapshot["device_traces"][device]):
-        if counts and event["action"] == "alloc":
-            alive[event["addr"]] = (events, event)
-        elif counts:
-            start, made = alive.pop(event["addr"], (0, event))
-            stack = stack_of(made) if start else ()
-            blocks.append(Block(start, events, made["size"], event["addr"], stack, made.get("category")))
-    for segment in snapshot["segments"]:
-        address = segment["address"]
-        for block in segment["blocks"] if segment["device"] == device else ():
-            if block["state"] == "active_allocated":
-                start, made = alive.pop(address, (0, block))
-                size = made["size"] if start else block.get("requested_size", block["size"])
-                blocks.append(Block(start, None, size, address, stack_of(made), made.get("category")))
-            address += block["size"]
-    for address, (start, made) in alive.items():  # a history that ends after the segments were read
-        blocks.append(Block(start, None, made["size"], address, stack_of(made), made.get("category")))
-    return sorted(blocks, key=lambda block: block.start), events
+    history = History()
+    history.feed(snapshot["device_traces"][device])
+    history.close(snapshot["segments"], device)
+    return history.blocks(), history.events
 
 
 def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int, bool]]:
@@ -78,21 +44,6 @@ def _numbered(log: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], i
                 waiting.add(event["addr"])
         events += counts
         yield event, events, counts
-
-
-def imported_timelines(snapshot: Mapping[str, Any]) -> dict[int, Timeline]:
-    """Device → timeline, for every device with a history; owners are categories where there are any, else lines."""
-
-    def owner(block: Block) -> str:
-        return block.category or made_at(block.frames) or ("no stack" if block.start else "before the history")
-
-    found = {}
-    for device, trace in enumerate(snapshot["device_traces"]):
-        if any(event["action"] == "alloc" for event in trace):
-            blocks, events = blocks_of(snapshot, device)
-            allocations = (Allocation(block, owner(block), "", "", frames=block.frames) for block in blocks)
-            found[device] = Timeline(tuple(allocations), events)
-    return found
 
 
 def with_owners(snapshot: dict[str, Any], timeline: Timeline, device: int) -> dict[str, Any]:
@@ -157,102 +108,6 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
             segments.append({**place, **sizes, "frames": [], "blocks": [block]})
         address += rounded
     return {"segments": segments, "device_traces": [[*trace, dict(_UNKNOWN_CATEGORY)]]}
-
-
-def load_snapshot(path: Path) -> dict[str, Any]:
-    """Read a snapshot from a pickle, running none of its code; `UsageError` if it is none, or over `LARGEST_FILE`."""
-    try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            raise UsageError(
-                f"{path} has {size / 2**30:.1f} GiB, and {LARGEST_FILE / 2**30:.0f} GiB is the most that is read; "
-                "record fewer steps, or limit _record_memory_history(max_entries=…)"
-            )
-        with path.open("rb") as file, _memory_fence(_FENCE + _GROWTH * size):
-            if (start := file.read(1)) not in (b"", b"\x80"):
-                raise UsageError(f"{path} starts with {start!r}, as no pickle of torch does; {_HOW}")
-            file.seek(0)
-            content: dict[str, Any] = _PlainUnpickler(file).load()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UsageError:
-        raise
-    except MemoryError as error:
-        raise UsageError(f"{path} asks for far more memory than its {size:,} bytes can need; {_HOW}") from error
-    except Exception as error:  # what a damaged pickle raises is not limited to pickle's own errors
-        what = f"is damaged or no pickle ({type(error).__name__})"
-        if isinstance(error, (EOFError, pickle.UnpicklingError)):
-            cut = isinstance(error, EOFError) or "truncated" in str(error)
-            what = "is cut short" if cut else f"is no pickle of plain values ({error})"
-        raise UsageError(f"{path} {what}; {_HOW}") from error
-    _check(content, path)
-    return content
-
-
-@contextmanager
-def _memory_fence(room: int) -> Iterator[None]:
-    """Let the process grow by `room` bytes at most (on Linux): a pickle of ten bytes can ask for gigabytes."""
-    statistics = Path("/proc/self/statm")
-    if not statistics.exists():
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(statistics.read_text().split()[0]) * resource.getpagesize() + room
-    fences = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(most, *fences) if fences else most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Makes plain values only: whatever else a pickle can make, it has to ask for by name first."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise UsageError(f"the pickle asks for {module}.{name}, which a snapshot does not need; it was not run. {_HOW}")
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise UsageError(f"the pickle refers to something outside of itself, which a snapshot does not; {_HOW}")
-
-
-def _check(content: Any, path: Path) -> None:
-    def check(is_so: bool, otherwise: str) -> None:
-        if not is_so:
-            raise UsageError(f"{path} is no memory snapshot: {otherwise}; {_HOW}")
-
-    check(_has(content, device_traces=list), "it has no device_traces")
-    check(_has(content, segments=list), "it has no segments")
-    for segment in content["segments"]:
-        check(_has(segment, address=int, device=int, blocks=list), "a segment lacks its address, device or blocks")
-        for block in segment["blocks"]:
-            check(_has(block, state=str) and _has_size(block) and _has_frames(block), "a block lacks its size or state")
-            is_plain = _has_size({"requested_size": 0} | block, "requested_size") and _has(block, category=_OPTIONAL)
-            check(is_plain, "a block has a size or category of the wrong kind")
-    for trace in content["device_traces"]:
-        log: list[Any] = trace if isinstance(trace, list) else [trace]
-        for event in log:
-            check(_has(event, action=str) and _has_frames(event), "a trace holds something that is no event")
-            if event["action"] in ("alloc", *FREES):
-                check(_has(event, addr=int) and _has_size(event), "an event lacks its address or size")
-            check(_has(event, category=_OPTIONAL), "an event's category is no text")
-    check(
-        any(event["action"] == "alloc" for trace in content["device_traces"] for event in trace),
-        "it holds no history; call torch.cuda.memory._record_memory_history() before what is to be seen",
-    )
-
-
-def _has(value: Any, **types: type | tuple[type, ...]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in types.items())
-
-
-def _has_size(value: Mapping[str, Any], name: str = "size") -> bool:
-    return isinstance(value.get(name), int) and 0 <= value[name] < 2**48
-
-
-def _has_frames(value: Mapping[str, Any]) -> bool:
-    frames = value.get("frames", [])
-    return isinstance(frames, list) and all(_has(frame, filename=str, line=int, name=str) for frame in frames)
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:

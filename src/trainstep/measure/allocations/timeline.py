@@ -9,11 +9,10 @@ rest by group, so that nothing is lost from the total, and thins the total out t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +76,72 @@ def made_at(frames: Sequence[Frame]) -> str:
     return "" if found is None else str(found)
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Columns(NamedTuple):
+    """Allocations as columns of shape (allocations,)."""
+
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]  # below 0 where it outlived the log
+    bytes: NDArray[np.int64]
+    label: NDArray[np.int32]  # index into `examples`
+    examples: list[Allocation]  # of each label one allocation: all that have it differ in when and how large alone
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What blocks have in common."""
+
+    frames: tuple[Frame, ...]
+    category: str | None
+    is_old: bool  # whether they were there before the log began
+
+    @property
+    def owner(self) -> str:
+        """Their category, else the line that made them."""
+        return self.category or made_at(self.frames) or ("before the history" if self.is_old else "no stack")
+
+
+class Table(Sequence[Allocation]):
+    """Allocations as columns of shape (allocations,); each is made when it is asked for."""
+
+    def __init__(
+        self,
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        size: NDArray[np.int64],
+        address: NDArray[np.int64],
+        label: NDArray[np.int32],
+        labels: Sequence[Label],
+    ) -> None:
+        self.columns = Columns(start, end, size, label, [])
+        self._address, self._labels, self._owners = address, labels, [each.owner for each in labels]
+        self.columns.examples.extend(self._allocation(0, None, 0, 0, each) for each in range(len(labels)))
+
+    def _allocation(self, start: int, end: int | None, size: int, address: int, label: int) -> Allocation:
+        frames, category = self._labels[label].frames, self._labels[label].category
+        return Allocation(
+            Block(start, end, size, address, frames, category), self._owners[label], "", "", frames=frames
+        )
+
+    def __len__(self) -> int:
+        return len(self.columns.start)
+
+    @overload
+    def __getitem__(self, place: int) -> Allocation: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Allocation]: ...
+    def __getitem__(self, place: int | slice) -> Allocation | list[Allocation]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        start, end, size, label = (int(column[place]) for column in self.columns[:4])
+        return self._allocation(start, None if end < 0 else end, size, int(self._address[place]), label)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        return (self[place] for place in range(len(self)))
+
+
 @dataclass(frozen=True)
 class PhaseSpan:
     """A phase of the step, from the state before its first event to the state after its last."""
@@ -88,14 +153,68 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    allocations: tuple[Allocation, ...]  # in the order in which they were made
+    allocations: Sequence[Allocation]  # in the order in which they were made
     events: int
     phases: tuple[PhaseSpan, ...] = ()
 
     @cached_property
     def live(self) -> NDArray[np.int64]:
         """Bytes alive in each of the `events` + 1 states."""
-        return live_bytes((each.block for each in self.allocations), self.events)
+        return self._live(slice(None))
+
+    def _live(self, chosen: slice | NDArray[Any]) -> NDArray[np.int64]:
+        """Bytes that some of the allocations hold in each of the `events` + 1 states."""
+        start, end, size = (column[chosen] for column in self.columns[:3])
+        change = np.zeros(self.events + 2, dtype=np.int64)
+        np.add.at(change, start, size)
+        np.subtract.at(change, end[end >= 0], size[end >= 0])
+        return change[:-1].cumsum()
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The allocations as columns."""
+        if isinstance(self.allocations, Table):
+            return self.allocations.columns
+        blocks = [each.block for each in self.allocations]
+        ends = (-1 if block.end is None else block.end for block in blocks)
+        start, end, size = (
+            np.fromiter(each, np.int64, len(blocks))
+            for each in ((block.start for block in blocks), ends, (block.bytes for block in blocks))
+        )
+        return Columns(start, end, size, np.arange(len(blocks), dtype=np.int32), list(self.allocations))
+
+    def totals(self, key: Callable[[Allocation], Key], state: int | None = None) -> dict[Key, tuple[int, int]]:
+        """Bytes and number of allocations by owner, module or whatever `key` says, the most bytes first.
+
+        Args:
+            key: of an allocation's owner, origin and stack alone.
+            state: of what is alive in it; by default of all.
+        """
+        start, end, size, label, examples = self.columns
+        chosen = slice(None) if state is None else (start <= state) & ((end < 0) | (state < end))
+        keys: dict[Key, int] = {}
+        numbers = np.array([keys.setdefault(key(each), len(keys)) for each in examples], dtype=np.int64)
+        of_each = numbers[label[chosen]]
+        counts = np.bincount(of_each, minlength=len(keys))
+        sums = np.zeros(len(keys), dtype=np.int64)
+        np.add.at(sums, of_each, size[chosen])
+        found = {each: (int(sums[place]), int(counts[place])) for each, place in keys.items() if counts[place]}
+        return dict(sorted(found.items(), key=lambda each: -each[1][0]))
+
+    def largest(self, key: Callable[[Allocation], Key], most: int) -> list[tuple[Allocation, int]]:
+        """The largest kinds of allocations made while the log was kept: of each the first, and how many are alike.
+
+        Alike are those of one size and one `key`, which is of an allocation's owner, origin and stack alone.
+        """
+        start, _, size, label, examples = self.columns
+        made = np.flatnonzero(start > 0)
+        keys: dict[Key, int] = {}
+        numbers = np.array([keys.setdefault(key(each), len(keys)) for each in examples], dtype=np.int64)
+        _, rank = np.unique(size[made], return_inverse=True)
+        alike = rank * max(1, len(keys)) + numbers[label[made]]
+        _, first, counts = np.unique(alike, return_index=True, return_counts=True)
+        order = np.lexsort((start[made[first]], -size[made[first]]))[:most]
+        return [(self.allocations[int(made[first[each]])], int(counts[each])) for each in order]
 
     @property
     def peak_state(self) -> int:
@@ -108,7 +227,9 @@ class Timeline:
         return int(self.live.max())
 
     def alive(self, state: int) -> list[Allocation]:
-        return [each for each in self.allocations if is_alive(each.block, state)]
+        start, end = self.columns[:2]
+        places = np.flatnonzero((start <= state) & ((end < 0) | (state < end)))
+        return [self.allocations[int(place)] for place in places]
 
     def phase_of(self, state: int) -> str:
         """The phase that a state is in; empty outside of all."""
@@ -117,27 +238,6 @@ class Timeline:
 
 def is_alive(block: Block, state: int) -> bool:
     return block.start <= state and (block.end is None or state < block.end)
-
-
-def live_bytes(blocks: Iterable[Block], events: int) -> NDArray[np.int64]:
-    """Bytes that the blocks hold in each of `events` + 1 states."""
-    change = np.zeros(events + 2, dtype=np.int64)
-    for block in blocks:
-        change[block.start] += block.bytes
-        if block.end is not None:
-            change[block.end] -= block.bytes
-    return change[:-1].cumsum()
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-def bytes_by(allocations: Iterable[Allocation], key: Callable[[Allocation], Key]) -> dict[Key, int]:
-    """Bytes by owner, module or whatever `key` says, the largest first."""
-    totals: Counter[Key] = Counter()
-    for each in allocations:
-        totals[key(each)] += each.block.bytes
-    return dict(totals.most_common())
 
 
 @dataclass(frozen=True)
@@ -160,18 +260,21 @@ def outline(
     timeline: Timeline, group_of: Callable[[Allocation], Group], *, kept: int = KEPT, bins: int = BINS
 ) -> Outline:
     """The largest `kept` allocations and the sums of the others, by group, in `bins` stretches at most."""
-    found = {group_of(each) for each in timeline.allocations}
+    label, examples = timeline.columns[3:]
+    size = timeline.columns.bytes
+    group_of_label = [group_of(each) for each in examples]
+    found = {group_of_label[each] for each in np.unique(label)}
     groups = tuple(sorted(found, key=lambda group: (group.band, group.name)))
     index = {group: place for place, group in enumerate(groups)}
-    order = sorted(timeline.allocations, key=lambda each: -each.block.bytes)
-    shown = {id(each) for each in order[:kept]}
+    group = np.array([index.get(each, -1) for each in group_of_label], dtype=np.int64)[label]
+    order = np.argsort(-size, kind="stable")
+    shown, small = np.sort(order[:kept]), order[kept:]
     edges = np.unique(np.linspace(0, timeline.events + 1, min(bins, timeline.events + 1) + 1).astype(np.int64))
     rest = np.zeros((len(groups), len(edges) - 1), dtype=np.int64)
-    for group, place in index.items():
-        small = (each.block for each in order[kept:] if group_of(each) == group)
-        rest[place] = _largest(live_bytes(small, timeline.events), edges)
-    drawn = tuple((each, index[group_of(each)]) for each in timeline.allocations if id(each) in shown)
-    smallest = order[: kept or 1][-1].block.bytes if order else 0
+    for place in range(len(groups)):
+        rest[place] = _largest(timeline._live(small[group[small] == place]), edges)
+    drawn = tuple((timeline.allocations[int(place)], int(group[place])) for place in shown)
+    smallest = int(size[order[: kept or 1][-1]]) if len(order) else 0
     return Outline(groups, drawn, smallest, edges, _largest(timeline.live, edges), rest)
 
 

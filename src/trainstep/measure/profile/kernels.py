@@ -1,11 +1,7 @@
 """Which GPU kernels (on a CPU: operators) ran, in which phase and module, for how long, and what they achieved.
 
-And how much of a step's communication computation hides, by the times of its kernels. Communication is NCCL's kernels
-and copies from GPU to GPU; on a CPU, Gloo's threads while a collective runs, and the c10d operators that start one. It
-includes waiting for late ranks. Computation is all else that the device does, copies within it included; on a CPU not
-the engine's own time, in which hooks wait for collectives. So, from the first kernel's start to the last one's end,
-
-    span = computation + exposed communication + idle,    communication = hidden + exposed.
+Work is told apart by device: what one GPU does hides nothing that another waits for. Transfers between host and device
+are not kernels; they stand beside them.
 
 Kernels are told by their names: those that cuBLAS, cuDNN, CUTLASS, PyTorch's own CUDA code, Triton (our kernels and
 torch.compile's) and NCCL give them. Matrix products are of two kinds that must not be confused: on tensor cores, and on
@@ -15,12 +11,10 @@ the ordinary float32 units (`simt`, `sgemm`, `ffma`), which are an order of magn
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
@@ -31,7 +25,11 @@ Matmul = Literal["tensor-core matmul", "FP32 SIMT matmul", "matmul"]
 """`matmul` is a CPU's, where there is only one kind."""
 MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 _Maths = Literal["fused attention", "softmax", "normalisation", "elementwise", "reduction", "optimizer"]
-Family = Matmul | _Maths | Literal["copy", "communication", "other"]
+Family = Matmul | _Maths | Literal["copy", "transfer", "communication", "CUDA graph", "other"]
+TRANSFER: Family = "transfer"
+"""Copies between host and device. They are no kernels: no kernel time, and nothing that a better kernel would save."""
+GRAPH: Family = "CUDA graph"
+"""A whole graph, where the profiler recorded no more of it than when it ran."""
 
 _OUR_KERNELS = {f"{each}_kernel" for each in ["forward", "delta", "dq", "dkdv", "backward", "prepare_dq", "finish_dq"]}
 
@@ -43,7 +41,10 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^nccl|ncclDevKernel|ncclKernel|all_reduce_kernel|allreduce_kernel|all_gather_kernel|nvshmem"),
     ("communication", r"^Memcpy PtoP|^\[CUDA memcpy Peer-to-Peer"),  # from GPU to GPU, by a copy engine
     ("communication", r"symmetric_memory::|^(void )?barrier_kernel|(put|wait)_signal_kernel"),
+    (TRANSFER, r"^Memcpy (HtoD|DtoH|HtoH|M2D|D2M)|^\[CUDA memcpy (Host|Device)-to-Host|^\[CUDA memcpy Host-to-"),
+    (TRANSFER, r"^Copy(HostToDevice|DeviceToHost)"),  # as ROCm calls them
     ("copy", r"^Memcpy|^Memset|^\[CUDA mem"),
+    (GRAPH, r"^CUDA graph \d+$"),
     ("optimizer", r"multi_tensor_apply_kernel|FusedAdam|fused_adam|FusedSgd|FusedAdagrad|adamw_kernel|lamb_kernel"),
     ("fused attention", r"flash_(fwd|bwd)|flash::|flash_attn|Flash_(fwd|bwd)|FlashAttn|sdpa_(sm|fprop|bprop|flash)"),
     ("fused attention", r"cudnn.*(sdpa|flash)|flex_attention|fmha|mem_eff|attention_kernel_backward_batched"),
@@ -143,7 +144,9 @@ class Kernel:
     module: str | None  # also `(loss)` and `(optimizer)`, what no module owns; None where unknown
     piece: str | None
     operator: str | None
-    call: int | None = None  # the operator call it belongs to, where that call's cost is counted
+    call: int | None = (
+        None  # the operator call it belongs to, where that call's cost is counted; a transfer's own number
+    )
     flops: float | None = None  # of the whole call; at one of its kernels only, the longest
     bytes: float | None = None
     kind: WorkKind = "kernel"
@@ -155,13 +158,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """The kernels of some whole steps."""
+    """The kernels that one device ran in some whole steps."""
 
     kernels: tuple[Kernel, ...]  # in the order they started
     steps: int  # how many steps they are of; 1 where the trace has no steps
     has_steps: bool  # whether steps were announced; otherwise all figures are of the whole trace
     is_cpu: bool
     outside_us: float  # time of kernels outside of all steps, which are left out: the preparation of batches
+    transfers: tuple[Kernel, ...] = ()  # between host and device, in the order they started
+    notes: tuple[str, ...] = ()  # what the trace's reader left out or could not tell, as sentences
 
     def per_step_ms(self, kernels: Iterable[Kernel] | None = None) -> float:
         """Milliseconds per step that kernels took, added up."""
@@ -172,29 +177,58 @@ class KernelProfile:
         total = sum(each.duration_us for each in self.kernels)
         return sum(each.duration_us for each in self.kernels if known(each)) / total if total else 0.0
 
-    def hidden_ms(self) -> float:
-        """Milliseconds per step of communication while something is computed."""
-        hidden = (overlap_of(self.of_step(name)).hidden for name in self.step_names)
-        return sum(map(length, hidden)) / self.steps / 1e3
+    def by_step(self) -> dict[str | None, list[Kernel]]:
+        """Step → its kernels and transfers, in the order they started."""
+        found: dict[str | None, list[Kernel]] = {}
+        for each in sorted((*self.kernels, *self.transfers), key=lambda each: each.start_us):
+            found.setdefault(each.step, []).append(each)
+        return found
 
-    def of_step(self, step: str | None) -> list[Kernel]:
-        return [each for each in self.kernels if each.step == step]
 
-    @property
-    def step_names(self) -> list[str | None]:
-        return list(dict.fromkeys(each.step for each in self.kernels))
+def profiles_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> dict[str, KernelProfile]:
+    """Device → its profile, in the order of their names.
+
+    Attributes, classifies and counts the work of a trace; `lists` tells of the optimizer's lists of tensors.
+    """
+    placed: dict[str, list[Placed]] = {}
+    for each in attribute(trace):
+        placed.setdefault(_device_name(each[0].stream.owner, is_cpu=trace.is_cpu), []).append(each)
+    found = {device: _profile(trace, own, lists) for device, own in placed.items()}
+    return dict(sorted(found.items(), key=lambda each: (len(each[0]), each[0])))
 
 
 def profile_of(trace: Trace, lists: Lists = UNKNOWN_LISTS) -> KernelProfile:
-    """Attribute, classify and count the work of a trace; `lists` tells of the optimizer's lists of tensors."""
-    placed = attribute(trace)
-    has_steps = any(each.kind == "step" for each in trace.ranges)
-    inside = [each for each in placed if each[1].step is not None or not has_steps]
+    """The profile of a trace that is of one device, or of none.
+
+    Raises:
+        ValueError: it is of several; `profiles_of` tells them apart.
+    """
+    found = profiles_of(trace, lists)
+    if len(found) > 1:
+        raise ValueError(f"the trace is of {len(found)} devices: {', '.join(found)}; expected one")
+    return next(iter(found.values()), KernelProfile((), 1, False, trace.is_cpu, 0.0, notes=trace.notes))
+
+
+def _device_name(owner: int | str, *, is_cpu: bool) -> str:
+    return f"process {owner}" if is_cpu else f"GPU {owner}" if isinstance(owner, int) else owner
+
+
+def _profile(trace: Trace, placed: Sequence[Placed], lists: Lists) -> KernelProfile:
+    """The profile of one device's work; where none of it is in a step, of all of it."""
+    inside = [each for each in placed if each[1].step is not None]
+    has_steps = bool(inside)
+    inside = inside or list(placed)
     calls, costs = _costs(trace.ranges, inside, lists, is_cpu=trace.is_cpu)
-    kernels = [_kernel(each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
-    steps = len({each.step for each in kernels}) if has_steps else 1
+    found = [_kernel(each, trace.ranges, calls.get(index), costs.get(index)) for index, each in enumerate(inside)]
+    kernels = tuple(each for each in found if each.family != TRANSFER)
+    transfers = tuple(
+        replace(each, bytes=work.bytes, call=-1 - index)
+        for index, (each, (work, _)) in enumerate(zip(found, inside, strict=True))
+        if each.family == TRANSFER
+    )
+    steps = len({each.step for each in found}) if has_steps else 1
     total, kept = (sum(work.duration for work, _ in group) for group in (placed, inside))
-    return KernelProfile(tuple(kernels), max(1, steps), has_steps, trace.is_cpu, total - kept)
+    return KernelProfile(kernels, steps, has_steps, trace.is_cpu, total - kept, transfers, trace.notes)
 
 
 def _kernel(placed: Placed, ranges: Sequence[Range], call: int | None, cost: Cost | None) -> Kernel:
@@ -258,99 +292,3 @@ def _left_to_others(cost_of: Mapping[int, Cost], parents: Mapping[int, int | Non
             outer = parents.get(outer)
     told = ((call, cost.flops or 0, cost.bytes or 0) for call, cost in cost_of.items())
     return {call for call, own, moved in told if size[call] and flops[call] >= own and size[call] >= moved}
-
-
-def busy_us(kernels: Iterable[Kernel]) -> float:
-    """Time in which at least one of the kernels ran, streams laid over one another."""
-    return length(union((each.start_us, each.end_us) for each in kernels))
-
-
-@dataclass(frozen=True)
-class Gap:
-    start_us: float
-    duration_us: float
-    before: Kernel  # the one that ended it
-
-
-def gaps(kernels: Sequence[Kernel]) -> list[Gap]:
-    """All stretches between the first and the last kernel in which none ran, the longest first."""
-    ordered = sorted(kernels, key=lambda each: each.start_us)
-    ends = itertools.accumulate((each.end_us for each in ordered), max)
-    found = (Gap(end, each.start_us - end, each) for end, each in zip(ends, ordered[1:], strict=False))
-    return sorted((gap for gap in found if gap.duration_us > 0), key=lambda gap: -gap.duration_us)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Unions of spans in microseconds."""
-
-    computation: Sequence[Span]
-    communication: Sequence[Span]
-
-    @property
-    def hidden(self) -> list[Span]:
-        """Communication while something is computed."""
-        return intersection(self.communication, self.computation)
-
-    @property
-    def exposed(self) -> list[Span]:
-        """Communication while nothing is computed."""
-        return difference(self.communication, self.computation)
-
-    @property
-    def idle_us(self) -> float:
-        """Time between the first kernel's start and the last one's end in which neither runs."""
-        return self.span_us - length(union([*self.computation, *self.communication]))
-
-    @property
-    def span_us(self) -> float:
-        """From the first kernel's start to the last one's end."""
-        both = union([*self.computation, *self.communication])
-        return both[-1][1] - both[0][0] if both else 0.0
-
-
-def overlap_of(kernels: Iterable[Kernel]) -> Overlap:
-    """The computation and the communication of one step on one device."""
-    found: dict[bool, list[Span]] = {True: [], False: []}
-    for each in kernels:
-        if each.kind != "engine":
-            found[each.lane == "communication"].append((each.start_us, each.end_us))
-    return Overlap(union(found[False]), union(found[True]))
-
-
-Span = tuple[float, float]  # (start, end). A sorted sequence of spans that neither overlap nor touch is a union
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same points as a union; empty spans are gone."""
-    merged: list[Span] = []
-    for start, end in sorted(span for span in spans if span[0] < span[1]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def intersection(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """The points that both have. Both are unions."""
-    shared: list[Span] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            shared.append((start, end))
-        ends_first = first[i][1] <= second[j][1]
-        i, j = i + ends_first, j + (not ends_first)
-    return shared
-
-
-def difference(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """The points that the first has and the second has not. Both are unions."""
-    bounds = [-math.inf, *itertools.chain(*second), math.inf]
-    return intersection(first, list(zip(bounds[::2], bounds[1::2], strict=True)))
-
-
-def length(spans: Sequence[Span]) -> float:
-    """How long the spans of a union are together."""
-    return sum(end - start for start, end in spans)

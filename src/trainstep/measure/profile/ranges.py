@@ -29,9 +29,12 @@ from trainstep.measure.timing import DeviceClock, Timing, time_steps
 
 AnnouncedKind = Literal["step", "phase", "module", "attention"]
 ANNOUNCED: tuple[AnnouncedKind, ...] = ("step", "phase", "module", "attention")
-RangeKind = AnnouncedKind | Literal["node", "operator", "compiled", "collective", "other"]
-"""What a range is: one of ours, or by torch: a node of backward, an operator's call, a call of compiled code, a
-collective of Gloo on the thread that runs it (from when it begins there until all is received); or anybody's."""
+RangeKind = (
+    AnnouncedKind | Literal["profiler step", "named step", "node", "operator", "compiled", "collective", "other"]
+)
+"""What a range is: one of ours, or by torch: a step of its profiler's schedule, a node of backward, an operator's call,
+a call of compiled code, a collective of Gloo on the thread that runs it (from when it begins there until all is
+received); or anybody's, of which those are told apart that are named as steps are."""
 Step = Callable[[PhaseContext], object]
 ROOT = "(model)"  # the name of the outermost module, whose own dotted name is empty
 WARMUP = 2  # steps under the profiler before those that are recorded: one to start it, one as it is when recording
@@ -39,6 +42,11 @@ GLOO = "gloo:"  # how torch begins the names of Gloo's collectives
 _ENGINE = "autograd::engine::evaluate_function: "
 _COMPILED = "## Call CompiledFxGraph"
 _NVTX = re.compile(r"(?P<name>.*?)(?:, seq = (?P<sequence>\d+))?(?:, op_id = \d+)?(?:, sizes = .*)?", re.DOTALL)
+_PROFILER_STEP = re.compile(r"ProfilerStep\W?\d+")
+_NAMED_STEP = re.compile(
+    r"((train|training|trainer|global|main)[\s_.:-]*)?(step|iteration|iter)[\s_#:=.-]*\d*", re.IGNORECASE
+)
+"""How others announce a whole step: "step 3", "iteration_12", "train_step"; a micro step or an optimizer's is none."""
 _BACKWARD_NODE = re.compile(r"(?:\w+::)*\w*Backward\d*")
 
 
@@ -61,6 +69,10 @@ def classify_range(text: str, *, is_backward: bool = False) -> tuple[RangeKind, 
     ours = parse_range(name)
     if ours is not None:
         return *ours, None
+    if _PROFILER_STEP.fullmatch(name):
+        return "profiler step", name, None
+    if _NAMED_STEP.fullmatch(name):
+        return "named step", name, None
     if name.startswith(_ENGINE):
         return "node", name.removeprefix(_ENGINE), sequence
     if is_backward or name.endswith("AccumulateGrad") or _BACKWARD_NODE.fullmatch(name):

@@ -1,11 +1,8 @@
 """What a profiler recorded, whoever recorded it: ranges on host threads, the work that was started inside them, and to
 which step, phase, module and operator each piece of work belongs.
 
-torch.profiler's JSON (read here) and Nsight Systems' SQLite exports (`nsys`) are both read into a `Trace`.
-
-In the JSON, events of phase X carry a category: `cpu_op` and `user_annotation` become ranges; `kernel`, `gpu_memcpy`
-and `gpu_memset` become work, joined by correlation id to the `cuda_runtime` or `cuda_driver` call that launched them. A
-trace without GPU work is a CPU's: there, every operator's own time (without that of the operators it calls) is work.
+torch.profiler's JSON (`chrome`) and Nsight Systems' SQLite exports (`nsys`) are both read into a `Trace`. On a CPU,
+every operator's own time (without that of the operators it calls) is work.
 
 Work belongs where its launch stands: to the ranges that were open on the launching thread at that moment. A node of
 backward runs in a thread that opened no module's range; but autograd gave it the sequence number of the forward
@@ -25,19 +22,14 @@ process, when the work was launched. Work whose launch was not recorded is unkno
 from __future__ import annotations
 
 import bisect
-import gzip
-import json
-import zlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from trainstep.errors import UsageError
 from trainstep.measure.flops import Tensors
-from trainstep.measure.profile.ranges import RangeKind, classify_range
+from trainstep.measure.profile.ranges import RangeKind
 
-LARGEST = 2**30  # bytes of JSON that are read at most: as Python objects they take several times as much memory
 COMPILED = "compiled code"  # the name of a CPU's compiled loops: they make no operator calls of their own
 ENGINE = "autograd engine"  # the name of the engine's own time on a CPU
 
@@ -51,7 +43,7 @@ engine, of compiled code, and Gloo's collectives."""
 class Stream(NamedTuple):
     """What runs one piece of work after the other."""
 
-    owner: int | str  # a GPU's number; on a CPU, the process
+    owner: int | str  # a GPU's number, or a device's name where that does not tell it; on a CPU, the process
     number: int | str  # the stream's; on a CPU, the thread's
 
 
@@ -79,6 +71,7 @@ class Work:
     stream: Stream
     launch: Launch | None  # None where the trace does not tell
     is_continued: bool = False  # whether it is a further stretch of work that was counted already
+    bytes: float | None = None  # that a copy moves
 
 
 @dataclass(frozen=True)
@@ -87,6 +80,7 @@ class Trace:
     work: list[Work] = field(default_factory=list)
     device: str = ""  # name of the device that the work ran on, if the trace tells
     is_cpu: bool = False  # whether operators stand for kernels
+    notes: tuple[str, ...] = ()  # what the reader left out or could not tell, as sentences
 
 
 def parents_of(ranges: Sequence[Range]) -> list[int | None]:
@@ -99,91 +93,6 @@ def parents_of(ranges: Sequence[Range]) -> list[int | None]:
         parents.append(stack[-1] if stack else None)
         stack.append(index)
     return parents
-
-
-def read_chrome_trace(path: Path) -> Trace:
-    """The trace in a file that `torch.profiler` exported; `UsageError` if it is none, cut short, or too large."""
-    try:
-        with path.open("rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
-            text = stream.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise UsageError(
-                f"{path} ({path.stat().st_size / 2**30:.1f} GiB) holds more than {LARGEST / 2**30:.1f} GiB of JSON; "
-                "profile fewer steps (--profiled-steps)"
-            )
-        content = json.loads(text)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path} is cut short or damaged: {error}; export the trace again") from error
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not a trace of torch.profiler (not JSON: {error}) nor an SQLite export, or cut short"
-        ) from error
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(events, list):
-        raise UsageError(f"{path} is not a trace of torch.profiler: it has no list of traceEvents")
-    try:
-        return _trace(events, content.get("deviceProperties") or [])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: an event is not as torch.profiler writes it ({error!r})") from error
-
-
-def _trace(events: Sequence[dict[str, Any]], devices: Sequence[dict[str, Any]]) -> Trace:
-    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
-    start = min((event["ts"] for event in spans), default=0.0)
-    launches: dict[int, Launch] = {}
-    ranges = []
-    for event in spans:
-        category, arguments = event.get("cat"), event.get("args", {})
-        if category in ("cuda_runtime", "cuda_driver") and "correlation" in arguments:
-            launches[arguments["correlation"]] = ((event["pid"], event["tid"]), event["ts"] - start)
-        elif category in ("cpu_op", "user_annotation"):
-            ranges.append(_range(event, arguments, start))
-    ranges.sort(key=lambda each: (each.thread, each.start, -each.end))
-    work = []
-    for event in spans:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            arguments = event.get("args", {})
-            kind: WorkKind = "kernel" if event["cat"] == "kernel" else "copy"
-            stream = Stream(arguments.get("device", event["pid"]), arguments.get("stream", event["tid"]))
-            launch = launches.get(arguments.get("correlation", -1))
-            work.append(Work(event["name"], kind, event["ts"] - start, event["dur"], stream, launch))
-    if work:
-        return Trace(ranges, work, ", ".join(dict.fromkeys(str(device.get("name", "")) for device in devices)))
-    return Trace(ranges, own_time(ranges), "CPU", is_cpu=True)
-
-
-def _range(event: dict[str, Any], arguments: dict[str, Any], start: float) -> Range:
-    kind, name, sequence = classify_range(event["name"], is_backward=bool(arguments.get("Fwd thread id")))
-    if event["cat"] == "cpu_op" and kind == "other":
-        kind = "operator"
-    elif event["cat"] == "user_annotation" and kind == "operator" and not name.startswith("triton_"):
-        kind = "other"  # somebody's own range, which may hold anything, waiting too
-    sequence = arguments.get("Sequence number", sequence)
-    tensors = None
-    if kind == "operator" and "Input Dims" in arguments:
-        tensors = _tensors(arguments["Input Dims"], arguments.get("Input type", []), arguments.get("Concrete Inputs"))
-    begin = event["ts"] - start
-    return Range((event["pid"], event["tid"]), begin, begin + event["dur"], kind, name, sequence, tensors)
-
-
-def _tensors(dims: Sequence[Any], types: Sequence[str], scalars: Sequence[str] | None) -> Tensors:
-    shapes: list[tuple[int, ...]] = []
-    dtypes: list[str] = []
-    counts: list[int] = []
-    unknown_lists = 0
-    for shape, dtype in zip(dims, types, strict=False):
-        if dtype == "TensorList" and not shape:
-            unknown_lists += 1
-        elif dtype not in ("", "Scalar", "ScalarList", "None"):
-            alone = [shape] if dtype != "TensorList" else shape
-            shapes += [tuple(each) for each in alone]
-            dtypes += [dtype] * len(alone)
-            counts.append(len(alone))
-    return Tensors(tuple(shapes), tuple(dtypes), tuple(counts), unknown_lists, tuple(scalars or ()))
 
 
 _OWN_NAMES: dict[RangeKind, tuple[WorkKind, str]] = {"operator": ("operator", ""), "collective": ("collective", "")}
@@ -242,26 +151,57 @@ Placed = tuple[Work, Attribution]
 
 def attribute(trace: Trace) -> list[Placed]:
     """Every piece of work of the trace, in the order it started, with its place."""
-    places = _Places(trace.ranges)
-    steps = [each for each in trace.ranges if each.kind == "step"]
-    steps.sort(key=lambda each: (each.start, each.thread[0]))
-    processes = {each.thread[0] for each in steps}
-
-    def step_at(time: float, process: int | None) -> str | None:
-        """The step under way in a process, or that began last in any; with the process where several take steps."""
-        began = steps[: bisect.bisect_right(steps, time, key=lambda each: each.start)]
-        step = next((each for each in reversed(began) if process in (None, each.thread[0])), None)
-        if step is None or (process is not None and time >= step.end):
-            return None
-        return step.name if len(processes) == 1 else f"{step.thread[0]}: {step.name}"
+    places, steps = _Places(trace.ranges), _Steps(trace.ranges)
 
     def place_of(work: Work) -> Attribution:
         if work.launch is None:
-            return Attribution(step=step_at(work.start, None))
-        (process, _), time = work.launch
-        return replace(places.at(*work.launch), step=step_at(time, process))
+            return Attribution(step=steps.begun_before(work.start))
+        thread, time = work.launch
+        place, step = places.at(thread, time), steps.at(thread[0], time)
+        return Attribution(step, place.phase, place.module, place.piece, place.operator, place.node)
 
     return [(work, place_of(work)) for work in sorted(trace.work, key=lambda work: work.start)]
+
+
+class _Steps:
+    """The steps of each process, by whoever announced them: we, else torch's profiler, else anybody.
+
+    A range inside a step is a part of it, however it is named. Steps of one name are numbered.
+    """
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        found: dict[RangeKind, list[Range]] = {"step": [], "profiler step": [], "named step": []}
+        for each in ranges:
+            if each.kind in found:
+                found[each.kind].append(each)
+        announced = sorted(next(filter(None, found.values()), []), key=lambda each: (each.start, -each.end))
+        self._steps: dict[int, list[Range]] = {}
+        for each in announced:
+            own = self._steps.setdefault(each.thread[0], [])
+            if not own or each.start >= own[-1].end:
+                own.append(each)
+        self._starts = {process: [each.start for each in own] for process, own in self._steps.items()}
+        self._names = {process: list(self._named(process)) for process in self._steps}
+
+    def _named(self, process: int) -> Iterator[str]:
+        seen = Counter[str]()
+        for each in self._steps[process]:
+            seen[each.name] += 1
+            name = each.name if seen[each.name] == 1 else f"{each.name} ({seen[each.name]})"
+            yield name if len(self._steps) == 1 else f"{process}: {name}"
+
+    def at(self, process: int, time: float) -> str | None:
+        """The step under way in a process."""
+        index = bisect.bisect_right(self._starts.get(process, []), time) - 1
+        return self._names[process][index] if index >= 0 and time < self._steps[process][index].end else None
+
+    def begun_before(self, time: float) -> str | None:
+        """The step that began last, for work whose launch is unknown; None where several processes take steps."""
+        if len(self._steps) != 1:
+            return None
+        ((process, starts),) = self._starts.items()
+        index = bisect.bisect_right(starts, time) - 1
+        return self._names[process][index] if index >= 0 else None
 
 
 def owner_of(place: Attribution) -> str | None:

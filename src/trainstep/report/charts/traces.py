@@ -26,6 +26,8 @@ FAMILY_ROLES: Mapping[str, str] = {
     "copy": "kind-8",
     "optimizer": "neutral",
     "communication": "warn",
+    "transfer": "series-2",
+    "CUDA graph": "series-4",
     "other": "series-1",
 }  # Colour of each family
 PHASE_ROLES: Mapping[str, str] = {"forward": "series-1", "loss": "warn", "backward": "series-3", "optimizer": "neutral"}
@@ -130,9 +132,9 @@ def timeline(row: TimelineRow) -> figure:
     lanes = [_PHASES, *sorted(map(str, row.series["lane_names"]), key=lambda lane: (order.get(lane, 0), lane))]
     height = {lane: -index for index, lane in enumerate(lanes)}
     bars, strips, ends = _Bars(), _Bars(), _ends(row)
-    plot = _lanes_figure(
-        {y: lane for lane, y in height.items()}, -len(lanes) + 0.4, max((last for _, last in ends), default=1.0)
-    )
+    start = "the first kernel" if row.has_steps is False else "the step’s first kernel"
+    end = max((last for _, last in ends), default=1.0)
+    plot = _lanes_figure({y: lane for lane, y in height.items()}, -len(lanes) + 0.4, end, start)
     plot.height = len(lanes) * LANE_HEIGHT + 60
     passed: dict[str, list[float]] = {}
     columns = (_texts(row, name) for name in ("lane", "family", "phase", "module"))
@@ -192,12 +194,14 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
     return plot
 
 
-def _lanes_figure(labels: Mapping[float, str], bottom: float, end: float) -> figure:
+def _lanes_figure(
+    labels: Mapping[float, str], bottom: float, end: float, start: str = "the step’s first kernel"
+) -> figure:
     """Time from 0 to `end` ms over named lanes."""
     from bokeh.models import Range1d
 
     along = Range1d(0, end, bounds=(0, end), min_interval=1e-3)
-    plot = empty_figure(x_range=along, y_range=Range1d(bottom, 0.6), x_axis_label="ms from the step’s first kernel")
+    plot = empty_figure(x_range=along, y_range=Range1d(bottom, 0.6), x_axis_label=f"ms from {start}")
     plot.xgrid.grid_line_color = COLOURS["rule"]
     name_ticks(plot.yaxis, labels, "ink")
     return plot

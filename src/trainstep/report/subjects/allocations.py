@@ -222,8 +222,8 @@ def _owners(step: StepRow, phase: str, records: Sequence[Row]) -> tuple[list[Own
     for timeline in of_kind(records, MemoryTimelineRow):
         if timeline.status == "ok" and timeline.peak_phase == phase and is_same_step(step, timeline):
             rows = [row for row in belonging(records, OwnerRow, timeline) if row.share is not None]
-            owners = sorted((row for row in rows if row.is_total), key=lambda row: -(row.share or 0))
-            sums = itertools.accumulate((row.share or 0 for row in owners), initial=0.0)
+            owners = sorted((row for row in rows if row.is_total), key=lambda row: numeric(row.share), reverse=True)
+            sums = itertools.accumulate((numeric(row.share) for row in owners), initial=0.0)
             named = [row for row, before in zip(owners, sums, strict=False) if before <= MOST]
             return named, [row for row in rows if not row.is_total]
     return [], []
@@ -256,7 +256,7 @@ def _remedies(owner: str, parts: Sequence[OwnerRow], step: StepRow, phase: str) 
 
 def _has(parts: Sequence[OwnerRow], names: frozenset[str]) -> bool:
     """Whether parts of these names own enough of the peak: the last of a module's name, or what made a temporary."""
-    return sum(row.share or 0 for row in parts if _maker(row) in names) >= WORTH
+    return sum(numeric(row.share) for row in parts if _maker(row) in names) >= WORTH
 
 
 def _maker(row: OwnerRow) -> str | None:
@@ -268,27 +268,27 @@ def _maker(row: OwnerRow) -> str | None:
 def owner_findings(records: Sequence[Row]) -> list[Finding]:
     """Who owns the peak of the first recorded step, and what the ladder made of it."""
     step = next((row for row in of_kind(records, MemoryTimelineRow) if row.status == "ok"), None)
-    if step is None or step.peak_phase is None:
+    if step is None or step.peak_phase is None or step.peak_gib is None:
         return []
-    own = belonging(records, OwnerRow, step)
-    shares = {row.owner: row.share or 0 for row in [row for row in own if row.is_total][:_NAMED]}
+    own = [(row, row.share) for row in belonging(records, OwnerRow, step) if row.share is not None]
+    shares = {row.owner: share for row, share in [each for each in own if each[0].is_total][:_NAMED]}
     if not shares:
         return []
     said = "At its peak, {peak_gib:gib} in {phase}, memory is "
     said += listed([f"{owner} {share:.0%}" for owner, share in shares.items()])
     figures: dict[str, Scalar] = {f"share of {owner}": share for owner, share in shares.items()}
-    part = next((row for row in own if row.owner == "activations" and not row.is_total), None)
+    part = next(((row, share) for row, share in own if row.owner == "activations" and not row.is_total), None)
     if part is not None:
         said += "; of the activations, those of {part} are the most ({share of the part:.0%} of the peak)"
-        figures |= {"part": owner_part(part), "share of the part": part.share or 0}
+        figures |= {"part": owner_part(part[0]), "share of the part": part[1]}
     said += "."
     largest = next(iter(belonging(records, AllocationRow, step)), None)
-    if largest is not None and largest.line:
+    if largest is not None and largest.line and largest.mib is not None:
         times = f", {largest.count} times a step" if (largest.count or 1) > 1 else ""
         said += f" The largest allocation, {{largest_gib:gib}}{times}, is made by {{line}} ({made_in(largest)})."
-        figures |= {"largest_gib": (largest.mib or 0) / 1024, "line": largest.line}
+        figures |= {"largest_gib": largest.mib / 1024, "line": largest.line}
     proof, proven = _proof(records, step.workload)
-    figures = {"peak_gib": step.peak_gib or 0, "phase": step.peak_phase, **figures, **proven}
+    figures = {"peak_gib": step.peak_gib, "phase": step.peak_phase, **figures, **proven}
     return [found("memory.owners", said + proof, **figures)]
 
 

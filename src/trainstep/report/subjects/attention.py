@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import AttentionRow
+from trainstep.kinds import AttentionRatioRow, AttentionRow
 from trainstep.records import Row, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Section
@@ -38,6 +38,19 @@ ATTENTION = define(
     columns.value("check and compilation (s)", "check_s", digits=2, brief=False, page=False),
     columns.value("graphs compiled", "compilations", brief=False, page=False),
     columns.value("recompiled while timed", "recompilations_timed", brief=False, page=False),
+    columns.value("rounds", "rounds", brief=False, page=False),
+    columns.value("package", "package", brief=False, page=False),
+    columns.OUTCOME,
+)
+
+
+RATIOS = define(
+    AttentionRatioRow,
+    "Attention: our kernels’ time over each other implementation’s; below 1 ours are faster",
+    *columns.named(*SHAPE, "seq"),
+    columns.word("beside", "peer"),
+    *(columns.ratio(name, name) for name in ("forward", "backward", "both")),
+    columns.value("rounds", "rounds"),
     columns.OUTCOME,
 )
 
@@ -62,8 +75,10 @@ def attention(records: Sequence[Row]) -> Section | None:
         "before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards: five products against "
         "two, one of which computes the scores again."
     )
-    table = make_table(ATTENTION, rows, "page")
-    return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, table])
+    tables = [make_table(ATTENTION, rows, "page")]
+    if ratios := of_kind(records, AttentionRatioRow):
+        tables.append(make_table(RATIOS, ratios, "page", name="attention ratios"))
+    return Section("attention", "Attention", "Attention by implementation", lead, [*blocks, *tables])
 
 
 def _both_ms(row: AttentionRow) -> float | None:
@@ -98,5 +113,5 @@ def _chart(
     return Chart(id, title, shape, partial(curves, lengths, series, "sequence length", unit), legend)
 
 
-TABLES = (ATTENTION,)
+TABLES = (ATTENTION, RATIOS)
 SECTIONS = (attention,)

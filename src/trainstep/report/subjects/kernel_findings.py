@@ -21,12 +21,14 @@ below it, latency sets the pace as likely."""
 AS_SMALL = 2.0  # Softmax this many times slower than its FLOPs explain is not called slow for its arithmetic
 NOTABLE = 1.05  # Factor from which two times are told apart
 TRACE = 0.01  # Share of the step's kernel time from which a family is named among others
+EXPOSED = 0.05
+"""Share of the time in which the device is busy that transfers may take with no kernel beside them."""
 IDLE = 0.10  # Share of the step in which the device may have nothing to do before it is remarked on
 _PLAIN = re.compile(r"array|char|float|double|int|long|bool|true|false|TensorList\w*Metadata")
 """Template arguments that do not say what a kernel does."""
 _COMPILED = ("compiled blocks", "compiled model")
 _FUSABLE = ("elementwise", "normalisation", "reduction", "copy")
-_SIMT = "FP32 SIMT matmul"
+_SIMT, _TRANSFER = "FP32 SIMT matmul", "transfer"
 
 
 def kernel_findings(records: Sequence[Row]) -> list[Finding]:
@@ -36,16 +38,54 @@ def kernel_findings(records: Sequence[Row]) -> list[Finding]:
         return []
     own = [row for row in records if profile.case.items() <= row.case.items()]
     return [
+        *_devices(profile, records),
+        *_reading(profile),
         *_trust(profile),
         *_top(profile, "forward", "the forward pass"),
-        *_top(profile, "step", "the whole step"),
+        *_top(profile, "step", "the whole step" if profile.has_steps is not False else "the whole trace"),
         *_matmuls(profile, own, records),
         *_softmax(own, records),
         *_memory_bound(profile, own, records),
         *_optimizer(profile, own, records),
+        *_transfers(profile),
+        *_graphs(profile),
         *_idle(profile, records),
         *_communication(profile),
     ]
+
+
+def _devices(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
+    """What one device says is not true of another, and what one hides is not hidden by another."""
+    if profile.devices is None:
+        return []
+    rows = [row for row in of_kind(records, ProfileRow) if row.status == "ok" and _same_trace(row, profile)]
+    hidden = tuple(
+        f"{row.device}: {(row.communication_overlapped_ms or 0) / row.communication_ms:.0%}"
+        for row in rows
+        if row.communication_ms
+    )
+    said = "The trace has {devices} devices, each measured by itself; what follows is of " + literal(
+        str(profile.device)
+    )
+    if hidden:
+        said += ". Of communication, this much runs beside the same device's compute: " + literal(", ".join(hidden))
+    return [found("kernels.devices", said + ".", devices=profile.devices, hidden_shares=hidden)]
+
+
+def _same_trace(row: Row, other: Row) -> bool:
+    return {**row.case, "device": ""} == {**other.case, "device": ""}
+
+
+def _reading(profile: ProfileRow) -> list[Finding]:
+    """What could not be read, in the reader's words."""
+    if not profile.notes:
+        return []
+    return [found("kernels.reading", literal(" ".join(profile.notes)), notes=profile.notes)]
+
+
+def _per(profile: ProfileRow) -> str:
+    """What a figure is of."""
+    return "per step" if profile.has_steps is not False else "in the trace"
 
 
 def _trust(profile: ProfileRow) -> Iterator[Finding]:
@@ -128,7 +168,7 @@ def _matmuls(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) ->
     if forward is not None and step is not None:
         said = (
             "Matrix products take {forward_share:share} of the kernel time in forward and {step_share:share} in the "
-            "whole step, fused attention not counted."
+            f"whole {'step' if profile.has_steps is not False else 'trace'}, fused attention not counted."
         )
         yield found("kernels.matmuls", said, forward_share=forward, step_share=step)
     simt = _families(own).get(_SIMT)
@@ -196,6 +236,7 @@ def _memory_bound(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row
 
 def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) -> list[Finding]:
     families = of_kind(own, FamilyRow)
+    families = [row for row in families if row.family != _TRANSFER]
     rows = [row for row in families if row.phase == "optimizer"]
     total = sum(row.ms or 0 for row in families if row.phase == "step")
     spent, moved = sum(row.ms or 0 for row in rows), sum(row.gb or 0 for row in rows)
@@ -228,11 +269,54 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
     return [found("kernels.idle", said, **figures)]
 
 
+def _transfers(profile: ProfileRow) -> list[Finding]:
+    """Copies between host and device that the kernels wait for: they are mended by memory and order, not by kernels."""
+    taken, beside = profile.transfers_ms, profile.transfers_overlapped_ms or 0
+    if not taken or taken - beside < EXPOSED * (profile.busy_ms or 0):
+        return []
+    to_host, pinned, gb = profile.transfers_to_host_share or 0, profile.transfers_pinned_share, profile.transfers_gb
+    rate = " ({gb:n} GB at {gb_s:n} GB/s)" if gb else ""
+    said = f"Transfers between host and device take {{ms:ms}} {_per(profile)}{rate}, "
+    said += "{overlapped_share:.0%} of it beside kernels"
+    if to_host > 0.5:
+        said += (
+            "; most of it goes to the host: .item(), .cpu() and printing a loss copy and wait, so take them every so "
+            "many steps, or into pinned memory with non_blocking=True"
+        )
+    elif pinned is None:
+        said += (
+            "; the trace does not say whether the host's memory is pinned, without which a copy cannot run beside "
+            "kernels: pin_memory=True in the DataLoader and .to(device, non_blocking=True)"
+        )
+    elif pinned < 0.5:
+        said += (
+            f"; {1 - pinned:.0%} of it is of pageable memory, which cannot be copied beside kernels: pin_memory=True "
+            "in the DataLoader and .to(device, non_blocking=True) make it so"
+        )
+    else:
+        said += (
+            ", though the memory is pinned already: copy the next batch while this one is computed, with "
+            "non_blocking=True on a stream of its own"
+        )
+    figures = {"ms": taken, "gb": gb, "gb_s": gb / taken * 1e3 if gb else None, "overlapped_share": beside / taken}
+    return [found("kernels.transfers", f"{said}.", **figures, pinned_share=pinned, to_host_share=to_host)]
+
+
+def _graphs(profile: ProfileRow) -> list[Finding]:
+    if not profile.graphs_ms or not profile.kernels_ms:
+        return []
+    said = (
+        "CUDA graphs take {share:share} of the kernel time ({ms:ms}), recorded as one each: which kernels and which "
+        "communication ran in them is not known. nsys profile --cuda-graph-trace=node records them."
+    )
+    return [found("kernels.graphs", said, share=profile.graphs_ms / profile.kernels_ms, ms=profile.graphs_ms)]
+
+
 def _communication(profile: ProfileRow) -> list[Finding]:
     if not profile.communication_ms or profile.communication_overlapped_ms is None:
         return []
     part = profile.communication_overlapped_ms / profile.communication_ms
-    said = "Communication takes {ms:ms} per step, {overlapped_share:.0%} of it beside compute."
+    said = f"Communication takes {{ms:ms}} {_per(profile)}, {{overlapped_share:.0%}} of it beside compute."
     return [found("kernels.communication", said, ms=profile.communication_ms, overlapped_share=part)]
 
 

@@ -21,24 +21,35 @@ from trainstep.report.tables import Definition, Table, TableRow, define, make_ta
 
 TOP_KERNELS = 25
 TOP_MODULES = 20
-_SETTINGS = tuple(map(columns.files_only, columns.SETTINGS))
+PER_STEP, IN_TRACE = "per step", "in the trace"
+_SETTINGS = tuple(map(columns.files_only, (*columns.SETTINGS, columns.case("device", "device"))))
 _RATES = (
     *columns.values({"TFLOP": "tflop", "GB": "gb"}, brief=False, page=False),
     *columns.values({"TFLOP/s": "tflops", "GB/s": "gb_s"}),
 )
 
 
+def _of_steps(rows: Sequence[Row]) -> str:
+    """What the figures of some rows are of."""
+    alike = {row.values.get("has_steps") is not False for row in rows}
+    return PER_STEP if alike == {True} else IN_TRACE if alike == {False} else f"{PER_STEP}, or {IN_TRACE} without steps"
+
+
+def _said(caption: str) -> Callable[[Sequence[Row]], str]:
+    return lambda rows: caption.format(per=_of_steps(rows))
+
+
 def _key(*names: str) -> Callable[[Row], str]:
     return lambda row: ": ".join(str(row.case[name]) for name in names)
 
 
-PROFILES = define(
-    ProfileRow,
-    "The step without and with the profiler, and what it found",
+_PROFILE_COLUMNS = (
     *(replace(each, brief=each.title in ("workload", "context", "precision")) for each in columns.SETTINGS),
     columns.median("step (ms) [95 %]", "step"),
     *columns.values({"with the profiler (ms)": "profiled_step_ms", "its cost (%)": "profiler_cost"}),
+    columns.case("device", "device"),
     columns.count("kernels per step", "kernels"),
+    columns.value("transfers (ms)", "transfers_ms"),
     *columns.values({"busy (ms)": "busy_ms", "idle (%)": "idle_share"}),
     *columns.values({"in a known phase (%)": "phase_coverage", "in a known module (%)": "module_coverage"}, digits=4),
     columns.value("matmul, of forward (%)", "matmul_share_forward"),
@@ -55,11 +66,32 @@ PROFILES = define(
 )
 
 
+def _profile_columns(rows: Sequence[Row]) -> list[Column]:
+    """Under titles that say what the figures are of."""
+    per = _of_steps(rows)
+    whole = {PER_STEP: "step", IN_TRACE: "trace"}.get(per, "step or trace")
+    return [
+        replace(each, title=each.title.replace(PER_STEP, per).replace("of the step", f"of the {whole}"))
+        for each in _PROFILE_COLUMNS
+    ]
+
+
+PROFILES = Definition(
+    ProfileRow,
+    lambda rows: (
+        "What the profiler found in the trace"
+        if _of_steps(rows) == IN_TRACE
+        else "The step without and with the profiler, and what it found"
+    ),
+    _profile_columns,
+)
+
+
 def families(ceilings: Sequence[CeilingRow]) -> Definition:
     """The table of families; on the page with the part of the measured ceilings that each reaches."""
     return define(
         FamilyRow,
-        "Kernel time by family, per step; rates over what is counted",
+        _said("Kernel time by family, {per}; rates over what is counted"),
         *_SETTINGS,
         columns.word("phase", "phase"),
         columns.word("family", "family"),
@@ -81,7 +113,7 @@ def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
     """
     assert isinstance(row, FamilyRow)
     parts = []
-    for each in ceilings:
+    for each in ceilings if row.family != "transfer" else ():  # of a bus, and not of the device's memory
         if each.operation == "copy" and each.gb_s and row.gb_s is not None:
             parts.append((row.gb_s / each.gb_s, "memory"))
         if each.precision and each.precision == row.ceiling_precision and each.tflops and row.tflops is not None:
@@ -95,7 +127,7 @@ def _of_limit(ceilings: Sequence[CeilingRow], row: Row) -> Cell:
 
 PIECES = define(
     PieceRow,
-    "The pieces of eager attention, per step: all kernels of a piece, and its matrix product or softmax alone",
+    _said("The pieces of eager attention, {per}: all kernels of a piece, and its matrix product or softmax alone"),
     *_SETTINGS,
     columns.word("phase", "phase"),
     columns.word("piece", "piece"),
@@ -115,7 +147,7 @@ def _kernel_cell(row: Row) -> Cell:
 
 KERNELS = define(
     KernelRow,
-    "Kernels by phase and module, per step, the longest first",
+    _said("Kernels by phase and module, {per}, the longest first"),
     *_SETTINGS,
     columns.word("phase", "phase"),
     columns.files_only(columns.case("module", "module")),
@@ -160,7 +192,8 @@ SECTIONS = (kernels,)
 def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str) -> list[Block]:
     rows, own = belonging(records, FamilyRow, profile), belonging(records, KernelRow, profile)
     ceilings = of_kind(records, CeilingRow)
-    charts = [_family_chart([row for row in rows if row.phase == "step"], title, suffix)]
+    per = _of_steps([profile])
+    charts = [_family_chart([row for row in rows if row.phase == "step"], title, suffix, per)]
     if roof := _roofline_chart(profile, ceilings, rows, title, suffix):
         charts.append(roof)
     found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}"), Charts(charts)]
@@ -169,16 +202,16 @@ def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str
     if sums := _phase_table(profile, title, suffix):
         found.append(sums)
     caption = (
-        f"Kernel time by family, per step: {title}. Within a phase, families below 1% are only in tables/family.csv; "
+        f"Kernel time by family, {per}: {title}. Within a phase, families below 1% are only in tables/family.csv; "
         "what comes from caches can exceed the limit of memory, and nothing that of arithmetic: clearly more than "
         "100% of it means that the machine was disturbed"
     )
     seen = [row for row in rows if row.phase == "step" or (row.share or 0) >= SEEN]
     found.append(make_table(replace(families(ceilings), caption=caption), seen, "page", name=f"families{suffix}"))
     if pieces := belonging(records, PieceRow, profile):
-        definition = replace(PIECES, caption=f"The pieces of attention, per step: {title}")
+        definition = replace(PIECES, caption=f"The pieces of attention, {per}: {title}")
         found.append(make_table(definition, pieces, "page", name=f"pieces{suffix}"))
-    return [*found, _module_table(own, title, suffix), _kernel_table(own, title, suffix)]
+    return [*found, _module_table(own, title, suffix, per), _kernel_table(own, title, suffix, per)]
 
 
 def _percent(row: Row, name: str, digits: int = 3) -> Cell:
@@ -195,11 +228,17 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
         ("In a known phase", _percent(profile, "phase_coverage", 4)),
         ("In a known phase and module", _percent(profile, "module_coverage", 4)),
         ("FLOPs or bytes counted for", _percent(profile, "cost_coverage")),
-        ("Kernels per step", value_cell(profile, "kernels", count)),
+        (f"Kernels {_of_steps([profile])}", value_cell(profile, "kernels", count)),
         ("Device busy", value_cell(profile, "busy_ms", lambda value: f"{number(value)} ms")),
     ]
     if profile.has_steps is False:
         facts.insert(0, ("Steps", Cell("none announced: every figure is of the whole trace", is_text=True)))
+    if profile.devices is not None:
+        facts.insert(0, ("Devices", Cell(f"{profile.devices}; this is {profile.device}", is_text=True)))
+    if profile.transfers_ms is not None:
+        part = (profile.transfers_overlapped_ms or 0) / (profile.transfers_ms or 1)
+        text = f"{number(profile.transfers_ms)} ms, {part:.0%} of it beside kernels"
+        facts.append(("Transfers between host and device", Cell(text, profile.transfers_ms, "transfers_ms")))
     if profile.step_ms is not None:
         cost = profile.profiler_cost or 0
         change = f"{number(profile.step_ms)} → {number(profile.profiled_step_ms)} ms"
@@ -214,12 +253,14 @@ def _facts(profile: ProfileRow) -> list[tuple[str, Cell]]:
     return facts
 
 
-def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str) -> Chart:
+def _family_chart(rows: Sequence[FamilyRow], title: str, suffix: str, per: str) -> Chart:
     drawn = []
     for row in rows:
-        label, tip = f"{number(row.ms)} ms · {row.share or 0:.0%}", f"{count(row.calls)} calls per step\n{_rates(row)}"
+        share = "no kernel time" if row.share is None else f"{row.share:.0%}"
+        label, tip = f"{number(row.ms)} ms · {share}", f"{count(row.calls)} calls {per}\n{_rates(row)}"
         drawn.append(Bar(row.family, row.ms, label, tip, role=FAMILY_ROLES.get(row.family, "accent")))
-    return Chart(f"families{suffix}", "Kernel time of one step by family", title, partial(bars, drawn, "ms per step"))
+    heading = f"Kernel time of {'one step' if per == PER_STEP else 'the trace'} by family"
+    return Chart(f"families{suffix}", heading, title, partial(bars, drawn, f"ms {per}"))
 
 
 def _rates(row: FamilyRow) -> str:
@@ -260,7 +301,8 @@ def _timeline_chart(row: TimelineRow, title: str, suffix: str) -> Chart:
     for name in map(str, row.series["family_names"]):
         shown.setdefault(FAMILY_ROLES.get(name, "series-1"), name)
     plot = partial(timeline, row)
-    return Chart(f"timeline{suffix}", "One step, kernel by kernel", caption, plot, list(shown.items()))
+    heading = "The whole trace, kernel by kernel" if row.has_steps is False else "One step, kernel by kernel"
+    return Chart(f"timeline{suffix}", heading, caption, plot, list(shown.items()))
 
 
 def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
@@ -287,8 +329,9 @@ def _phase_table(profile: ProfileRow, title: str, suffix: str) -> Table | None:
     return Table(caption, titles, rows, name=f"phase-sums{suffix}")
 
 
-def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
-    """Kernel time of each module by phase; alike modules are one row."""
+def _module_table(rows: Sequence[KernelRow], title: str, suffix: str, per: str) -> Table:
+    """Kernel time of each module by phase, transfers left out; alike modules are one row."""
+    rows = [row for row in rows if row.family != "transfer"]
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         own = times.setdefault(row.module, {})
@@ -307,14 +350,14 @@ def _module_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
         cells += [Cell(number(whole), whole, "ms"), Cell(f"{100 * whole / total:.1f}%" if total else NONE)]
         table_rows.append(TableRow(cells, module))
     titles = ["Module", *(f"{phase.capitalize()}, ms" for phase in PHASES), "All, ms", "Of the step"]
-    return Table(f"Kernel time by module, per step: {title}", titles, table_rows, name=f"modules{suffix}")
+    return Table(f"Kernel time by module, {per}: {title}", titles, table_rows, name=f"modules{suffix}")
 
 
-def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str) -> Table:
+def _kernel_table(rows: Sequence[KernelRow], title: str, suffix: str, per: str) -> Table:
     shown = list(rows[:TOP_KERNELS])
     if rest := rows[TOP_KERNELS:]:
         calls, ms, share = (sum(_number(row, name) for row in rest) for name in ("calls", "ms", "share"))
         name = f"{len(rest)} other rows"
         shown.append(KernelRow(phase="", module="", kernel=name, calls=calls, ms=ms, share=share))
-    definition = replace(KERNELS, caption=f"The kernels that take most time, per step: {title}")
+    definition = replace(KERNELS, caption=f"The kernels that take most time, {per}: {title}")
     return make_table(definition, shown, "page", name=f"kernels{suffix}")

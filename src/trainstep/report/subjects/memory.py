@@ -326,16 +326,16 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
         said = under + said if under else said[0].upper() + said[1:]
         return found(f"residuals.{id}", said, precision=rows[0].precision, **figures)
 
-    alls = {(row.part, row.compile): (row.mib or 0) / 1024 for row in rows if row.group == "all"}
+    alls = {(row.part, row.compile): row.mib / 1024 for row in rows if row.group == "all" and row.mib is not None}
     block, compiled_block = (alls.get(("first block", form)) for form in ("off", "blocks"))
     step, compiled_step = (alls.get(("step", form)) for form in ("off", "model"))
     first = next((row for row in rows if (row.part, row.compile, row.rank) == ("first block", "off", 1)), None)
-    if block is not None and first is not None:
+    if block is not None and first is not None and first.share is not None:
         said = (
             "forward keeps {gib:gib} for the backward of one block; the largest part, {share:.0%}, is kept for "
             f"{{operation}} in {{module}} ({first.tensor})."
         )
-        yield kept("block", said, gib=block, share=first.share or 0, operation=first.operation, module=first.module)
+        yield kept("block", said, gib=block, share=first.share, operation=first.operation, module=first.module)
     if block is not None and compiled_block is not None:
         said = "compiled, one block keeps {compiled_gib:gib} instead of {eager_gib:gib}."
         yield kept("compiled-block", said, eager_gib=block, compiled_gib=compiled_block)

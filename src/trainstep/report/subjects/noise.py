@@ -23,9 +23,9 @@ from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
 from trainstep.report.subjects.ladder_findings import control_name
 from trainstep.report.subjects.steps import analysed_step, is_same_step
-from trainstep.stats import WILD_INTERVAL
 
 NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine
+WILD_INTERVAL = 0.50  # One wider than this share of its median is not to be believed: something else must have run
 FEWEST = 5  # Samples whose extremes stand in for an interval
 APART = 0.10
 """Measurements of one step in one run are said to disagree when what encloses their medians is further apart."""
@@ -117,11 +117,10 @@ def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
-    """Rungs that were timed more than once."""
+    """Rungs that were timed for longer than was asked for."""
     again = tuple(row.rung for row in of_kind(rows, RungRow) if (row.attempts or 1) > 1)
     said = (
-        "Measured more than once, since the first times scattered or left the comparison with the rung before open: "
-        "{rungs:n}."
+        "Timed for longer than asked, since the first samples left the comparison with the rung before open: {rungs:n}."
     )
     return [found("noise.measured-again", said, rungs=again)] if again else []
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow, TrainRow
+from trainstep.kinds import (
+    CollectiveFitRow,
+    CollectiveRow,
+    ParallelRatioRow,
+    ParallelRow,
+    ParallelTraceRow,
+    TrainRow,
+)
 from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, told_apart
@@ -16,7 +23,7 @@ from trainstep.report.charts.lines import Series, curves
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.charts.traces import LEGEND, overlap_chart
 from trainstep.report.columns import Cell, Column
-from trainstep.report.numbers import NONE, number, typeset
+from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
@@ -105,6 +112,7 @@ _COLUMNS = (
     _RANKS,
     columns.case("scheme", "scheme"),
     _COUNT,
+    columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
     *columns.values({"tokens/s": "tokens_per_s", "collectives": "collectives"}),
     *columns.values({"sent (GiB)": "sent_gib", "sent by plan (GiB)": "sent_floor_gib"}),
@@ -148,6 +156,18 @@ TRACES = define(
     columns.count("kernels", "kernels", brief=False),
     columns.OUTCOME,
 )
+RATIOS = define(
+    ParallelRatioRow,
+    "Ours over torch’s: below 1 is faster, or smaller; a peer with several settings takes its fastest",
+    *columns.SETTINGS,
+    _RANKS,
+    _SCHEME,
+    columns.word("beside", "peer_setting"),
+    columns.ratio("time, ours over torch’s", "ratio"),
+    columns.value("peak memory, ours over torch’s", "peak_ratio"),
+    columns.value("rounds", "rounds"),
+    columns.OUTCOME,
+)
 RUNS = define(
     TrainRow,
     "Training runs: losses in nats per token; speed is the median over updates after the first ones",
@@ -170,7 +190,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     traced = [row for row in of_kind(records, ParallelTraceRow) if row.hidden_share is not None]
     if not traced:
         return []
-    traced.sort(key=lambda row: -(row.hidden_share or 0))
+    traced.sort(key=lambda row: numeric(row.hidden_share), reverse=True)
     said, figures = "Of communication in the traced step, computation hides ", dict[str, Scalar]()
     for which, row in list({"most": traced[0], "least": traced[-1]}.items())[: len(traced)]:
         said += ", and " if which == "least" else ""
@@ -257,7 +277,12 @@ def parallel(records: Sequence[Row]) -> Section | None:
         "long as on its slowest rank; what communication costs is the difference to the same step without any, where "
         "a sharded scheme’s rank updates only its part of the parameters."
     )
-    blocks = [*(_timed(rows) if rows else []), *(_traced(traced) if traced else [])]
+    ratios = of_kind(records, ParallelRatioRow)
+    blocks = [
+        *(_timed(rows) if rows else []),
+        *([make_table(RATIOS, ratios, "page", name="parallel ratios")] if ratios else []),
+        *(_traced(traced) if traced else []),
+    ]
     return Section("parallel", "Data parallel", "Data parallel training by scheme", lead, blocks)
 
 
@@ -333,6 +358,6 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
     return text
 
 
-TABLES = (COLLECTIVE, FIT, SCHEMES, TRACES, RUNS)
+TABLES = (COLLECTIVE, FIT, SCHEMES, RATIOS, TRACES, RUNS)
 RULES = (overlap_findings,)
 SECTIONS = (collectives, parallel)

@@ -13,7 +13,7 @@ from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, foun
 from trainstep.report.charts import KINDS
 from trainstep.report.charts.lines import Series, curves, key_of
 from trainstep.report.columns import Cell, Column, value_cell
-from trainstep.report.numbers import NONE, number, typeset
+from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, Table, TableRow, define, make_table
 
 _SETTINGS = columns.named("workload", "device", "batch", "context", "precision", "compile", "attention", "optimizer")
@@ -128,19 +128,19 @@ RULES = (findings,)
 
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
-    best = max(rows, key=lambda row: row.tokens_per_s or 0)
+    best = max(rows, key=lambda row: numeric(row.tokens_per_s))
     said = (
         f"Predicted: of what fits, {{strategy}} is fastest on {'one GPU' if best.gpus == 1 else '{gpus:,} GPUs'}, with "
         "{tokens_per_s:n} tokens/s at {utilisation:.0%} of the peak and {step_ms:ms} a step. What limits it: {limit}."
     )
-    figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation or 0, "step_ms": best.step_ms}
+    figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
     return found("plan.fastest", said, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
 
 
 def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
-    least = min(rows, key=lambda row: row.peak_gib or 0)
+    least = min(rows, key=lambda row: numeric(row.peak_gib))
     enough = [row for row in rows if row.smallest_gpus is not None]
-    fewest = min(enough, key=lambda row: row.smallest_gpus or 0, default=None)
+    fewest = min(enough, key=lambda row: numeric(row.smallest_gpus), default=None)
     said = (
         "Predicted: nothing fits. {strategy} needs least, {peak_gib:gib} on each GPU, which has room for "
         "{tensors_gib:gib} of tensors. "
@@ -151,7 +151,7 @@ def _nothing_fits(rows: Sequence[PlanRow]) -> Finding:
     else:
         said += "With {fewest_gpus_strategy} it takes {fewest_gpus:,} GPUs."
         figures = {"fewest_gpus": fewest.smallest_gpus, "fewest_gpus_strategy": fewest.strategy}
-    figures |= {"peak_gib": least.peak_gib or 0, "tensors_gib": least.tensors_gib or 0}
+    figures |= {"peak_gib": least.peak_gib, "tensors_gib": least.tensors_gib}
     return found("plan.nothing-fits", said, strategy=least.strategy, **figures)
 
 

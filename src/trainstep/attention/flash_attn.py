@@ -1,0 +1,70 @@
+"""FlashAttention's own packages: flash-attn 4 (`flash_attn.cute`), or else flash-attn 3 (`flash_attn_interface`).
+
+Neither is a dependency. `flash-attn` runs the newest that is installed, a row of `bench attention` says which version
+that is, and without one it is unsupported. Both come tuned by their authors, by GPU, head_dim and mask, and take no
+further setting: `flash_attn_func` as the repository's README shows it (Dao-AILab/flash-attention), gradients in
+whatever order is fastest (`deterministic=False`, its default).
+
+They take (batch, length, heads, head_dim). Tensors are handed over transposed, not copied: kernels read any strides of
+the first three dimensions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.attention.inputs import describe, four_dims
+from trainstep.errors import UnsupportedError
+
+PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface"}
+"""Name of the package → its module with `flash_attn_func`, the newest first."""
+
+
+def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """FlashAttention 4 or 3. UsageError: not on a GPU in 16 bits, neither package, causal with two lengths."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"impl='flash-attn' runs on NVIDIA GPUs in float16 and bfloat16; got {describe(q, k, v)}"
+        )
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        raise UnsupportedError(
+            f"impl='flash-attn' counts a causal mask from the end of the keys, not from the start: {describe(q, k, v)}"
+        )
+    return in_its_layout(installed()[1], q, k, v, is_causal, scale)
+
+
+def in_its_layout(
+    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> Tensor:
+    """`function`, which takes (batch, length, heads, head_dim), on tensors with heads before length."""
+    q4, k4, v4, _ = four_dims(q, k, v)
+    out = function(*(each.transpose(1, 2) for each in (q4, k4, v4)), softmax_scale=scale, causal=is_causal)
+    o: Tensor = out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp beside it
+    return o.transpose(1, 2).reshape(q.shape)
+
+
+@cache
+def installed() -> tuple[str, Callable[..., Any]]:
+    """The package that runs, `flash-attn-4 4.0.0`, and its function. UsageError: none can be imported."""
+    why = []
+    for package, module in PACKAGES.items():
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except (ImportError, AttributeError) as error:
+            why.append(f"{module}: {error}")
+            continue
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "of no known version"
+        return f"{package} {version}", function
+    raise UnsupportedError(
+        f"impl='flash-attn' needs flash-attn 4 (pip install flash-attn-4) or 3, and neither is here: {'; '.join(why)}"
+    )

@@ -1,0 +1,54 @@
+"""Ours over torch's, from the rows of one run of `bench parallel`: what the same training takes on the same GPUs.
+
+A peer is held against every scheme of ours that keeps the same parts of the training state on a rank. Of a peer with
+several settings the fastest is taken, so ours tuned is the least of the ratios of one peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainstep.kinds import ParallelRatioRow, ParallelRow
+from trainstep.records import make_row
+from trainstep.schemes import SCHEMES
+from trainstep.stats import Ratio, in_rounds, ratio_of_rounds
+
+
+def ratio_rows(rows: Sequence[ParallelRow]) -> Iterator[ParallelRatioRow]:
+    """A row for each scheme of ours and each peer of it; those that were not timed have none."""
+    timed = [row for row in rows if row.step_ms is not None]
+    peers: dict[str, ParallelRow] = {}
+    for row in timed:
+        peer = SCHEMES[row.scheme].peer
+        if peer is not None and (peer not in peers or _ms(row) < _ms(peers[peer])):
+            peers[peer] = row
+    for peer, theirs in peers.items():
+        for ours in timed:
+            own = SCHEMES[ours.scheme]
+            if own.peer is None and own.planned_as == SCHEMES[peer].planned_as:
+                yield _ratio_row(peer, theirs, ours)
+
+
+def time_ratio(ours: ParallelRow, theirs: ParallelRow) -> Ratio:
+    """Of the steps' times, by rounds where there were several."""
+    over, under = (in_rounds(row.samples["step"], row.rounds or 1) for row in (ours, theirs))
+    return ratio_of_rounds(over, under)
+
+
+def _ratio_row(peer: str, theirs: ParallelRow, ours: ParallelRow) -> ParallelRatioRow:
+    ratio = time_ratio(ours, theirs)
+    values: dict[str, Any] = {
+        "peer_setting": theirs.scheme,
+        "rounds": ours.rounds,
+        "ratio": ratio.value,
+        "ratio_low": ratio.interval.low if ratio.interval else None,
+        "ratio_high": ratio.interval.high if ratio.interval else None,
+        "peak_ratio": ours.peak_gib / theirs.peak_gib if ours.peak_gib and theirs.peak_gib else None,
+    }
+    return make_row(ParallelRatioRow, {**ours.case, "peer": peer}, values, environment=ours.environment)
+
+
+def _ms(row: ParallelRow) -> float:
+    assert row.step_ms is not None, "it was timed"
+    return row.step_ms

@@ -1,0 +1,67 @@
+"""torch.distributed.fsdp.fully_shard (FSDP2).
+
+A group for each block, and one for the rest, as in torch's tutorial "Getting Started with Fully Sharded Data Parallel
+(FSDP2)".
+
+reshard_after_forward: its default. Blocks give their gathered weights back after forward; the root's (embedding, last
+norm, head) stay, since backward begins with them (page of fully_shard).
+
+Prefetch: explicit, two blocks ahead in forward and in backward, as in the tutorial ("Explicit prefetching"), and as far
+as ours looks ahead. Left out where parameters may go unused: the order of blocks must then be taken from each step, as
+FSDP2 does by itself. The tutorial also gathers the root's weights before forward; here nothing would run beside that.
+
+param_dtype: the dtype the step computes in under autocast, so that weights travel in 16 bits (the tutorial's
+MixedPrecisionPolicy).
+
+reduce_dtype: two rows. float32 as in the tutorial and in torchtitan; or the same 16 bits, which sends half and sums
+with the rounding of 16 bits (page of MixedPrecisionPolicy: without it, the reduction is in param_dtype). Without
+autocast there is nothing to choose.
+
+Compiled, blocks are compiled in place before sharding, as in torchtitan ("after AC wrapping and before FSDP"), and as
+for ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainstep.blocks import find_blocks
+from trainstep.parallel.process import Process
+
+AHEAD = 2
+"""Blocks gathered before they are called."""
+
+
+def shard_fully(
+    module: nn.Module, process: Process, dtype: torch.dtype | None, *, narrow_reduce: bool, fixed_order: bool
+) -> None:
+    """Shard the module in place.
+
+    Args:
+        dtype: that of autocast; None computes in the parameters' own.
+        narrow_reduce: gradients are summed in `dtype`, instead of in float32.
+        fixed_order: every step calls all blocks, in order of definition.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32 if dtype and not narrow_reduce else None
+    )
+    mesh = DeviceMesh.from_group(process.group, process.device.type)
+    blocks = find_blocks(module)
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    if fixed_order:
+        _prefetch(cast(Sequence[FSDPModule], blocks))
+
+
+def _prefetch(blocks: Sequence[FSDPModule]) -> None:
+    for place, block in enumerate(blocks):
+        if after := blocks[place + 1 : place + 1 + AHEAD]:
+            block.set_modules_to_forward_prefetch(list(after))
+        if before := blocks[max(place - AHEAD, 0) : place]:
+            block.set_modules_to_backward_prefetch(list(reversed(before)))

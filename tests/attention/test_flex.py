@@ -1,0 +1,53 @@
+"""FlexAttention, with its defaults and tuned: the same numbers, and what it is asked for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.budget import Case, assert_within_budget, value_and_gradients
+from trainstep.attention import attention, flex
+from trainstep.errors import UsageError
+
+BOTH = ["flex", "flex-max-autotune"]
+
+
+@pytest.mark.parametrize("impl", BOTH)
+def test_without_gradients(impl: str) -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    o = attention(q, k, v, is_causal=True, impl=impl)
+    assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
+
+
+@pytest.mark.parametrize("impl", BOTH)
+def test_it_has_no_backward_on_the_cpu(impl: str) -> None:
+    q, k, v, _ = Case(40, 40, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match=f"{impl}.*no backward on the CPU"):
+        attention(q.requires_grad_(), k, v, impl=impl)
+
+
+def test_tuned_is_compiled_with_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def call_compiled(function: Any, q: torch.Tensor, *_: Any, **settings: Any) -> torch.Tensor:
+        calls.append(settings)
+        return q
+
+    monkeypatch.setattr(flex, "call_compiled", call_compiled)
+    q = torch.zeros(1, 2, 256, 16)
+    for impl in BOTH:
+        attention(q, q, q, is_causal=True, impl=impl)
+    plain, tuned = calls
+    assert "mode" not in plain
+    assert "kernel_options" not in plain
+    assert tuned["mode"] == "max-autotune-no-cudagraphs"
+    assert tuned["kernel_options"] == {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+    assert plain["block_mask"] is tuned["block_mask"], "made once"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_tuned_on_a_gpu(is_causal: bool) -> None:
+    q, k, v, do = (each.cuda() for each in Case(512, 512, 64).inputs(torch.bfloat16))
+    actual = value_and_gradients(lambda *t: attention(*t, is_causal=is_causal, impl="flex-max-autotune"), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, is_causal, 0.125)

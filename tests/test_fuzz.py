@@ -1,0 +1,42 @@
+"""A few damaged files of each kind; `python -m tests.fuzz` does thousands."""
+
+import sys
+
+import pytest
+
+from tests.fuzz import SUBJECTS, damaged_snapshot, judge, random
+from tests.fuzz import _hook as watch
+
+
+@pytest.mark.parametrize("subject", [name for name in SUBJECTS if name not in ("metrics", "checkpoint")])
+def test_damaged_files_end_in_rows_or_one_line(tmp_path, subject):
+    sys.addaudithook(watch)
+    wrong = {seed: found for seed in range(1, 41) if (found := judge(subject, seed, tmp_path))}
+    assert wrong == {}
+
+
+def test_the_judge_notices_code_that_runs_and_files_that_change(tmp_path, monkeypatch):
+    import pickle
+
+    from tests import fuzz
+
+    def run(path, page):
+        pickle.loads(path.read_bytes())
+
+    def change(path, page):
+        path.write_bytes(b"")
+
+    def fail(path, page):
+        raise KeyError("a traceback")
+
+    def last(path, page):
+        while True:
+            pass
+
+    sys.addaudithook(watch)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.1)
+    planted = lambda rng: pickle.dumps(fuzz.Planted())  # noqa: E731
+    for read, says in ((run, "ran"), (change, "changed"), (fail, "a traceback"), (last, "more than")):
+        monkeypatch.setitem(fuzz.SUBJECTS, "snapshot", fuzz.Subject("s.pickle", planted, read))
+        assert says in judge("snapshot", 1, tmp_path)
+    assert damaged_snapshot(random.Random(1)) == damaged_snapshot(random.Random(1)), "a seed makes one file"
