@@ -99,7 +99,7 @@ class BenchAb(_StepCases):
 
         from trainstep.bench.sweep.ab import arms_of, run_alone, run_arms
 
-        if self.max_runs < 2 or self.width <= 0:
+        if self.max_runs < 2 or not self.width > 0:
             raise UsageError(
                 f"max-runs is {self.max_runs}, width {self.width:g}; expected 2 runs or more, and a width above 0"
             )

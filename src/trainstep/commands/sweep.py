@@ -69,7 +69,7 @@ class Sweep(Common):
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
             raise UsageError(f"{given}; expected jobs and minutes from 1 up")
-        if self.timeout is not None and self.timeout <= 0:
+        if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
