@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import re
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.train.runs import config, names, on_rank
+from tests.workers import Workers
 from trainstep.errors import UsageError
 from trainstep.parallel.checkpoint_files import load_files, read_metadata
 from trainstep.parallel.process import join_group_or_alone
@@ -150,9 +154,35 @@ def test_the_group_of_the_checkpoints_waits_as_long_as_is_asked(tmp_path):
     """A rank that hangs while it writes: the others give up when they are told to."""
     with (
         mock.patch.object(loop, "CheckpointWriter", side_effect=KeyError) as writer,
-        pytest.raises(KeyError),
         join_group_or_alone("cpu", timeout_s=21.0) as process,
     ):
-        on_rank(process, config(), tmp_path / "run")
-    backend = writer.call_args.kwargs["group"]._get_backend(torch.device("cpu"))
-    assert backend.options._timeout.total_seconds() == 21.0
+        with pytest.raises(KeyError):
+            on_rank(process, config(), tmp_path / "run")
+        backend = writer.call_args.kwargs["group"]._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 21.0
+
+
+def _one_hangs(process, folder):
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    writer = CheckpointWriter(folder, keep=1, group=group, last=None)
+    write = FileSystemWriter.write_data
+
+    def hangs(*arguments):
+        time.sleep(6 * process.rank)
+        return write(*arguments)
+
+    with mock.patch.object(FileSystemWriter, "write_data", hangs):
+        writer.save(4, {"weight": torch.ones(3)}, {})
+        start = time.monotonic()
+        with pytest.raises(UsageError) as stopped:
+            writer.wait()
+    return time.monotonic() - start, str(stopped.value)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_while_it_writes_is_not_waited_for_longer_than_is_asked(tmp_path):
+    with Workers(2) as workers:
+        (seconds, message), _ = workers.run(_one_hangs, tmp_path)
+    assert "step-00000004 could not be written" in message
+    assert seconds < 5
+    assert list(tmp_path.glob("step-*")) == []
