@@ -1,6 +1,7 @@
 """What the mutation testing of the judges changes, and that its list of equivalent mutants is of mutants."""
 
 import ast
+import json
 import tomllib
 
 import pytest
@@ -78,6 +79,14 @@ def test_the_named_mutants_can_be_made_and_their_tests_exist():
         path, _, name = test.partition("::")
         assert f"def {name}" in (mutants.ROOT / path).read_text(), test
         compile(each.source, each.file, "exec")
+
+
+def test_of_every_judge_it_is_kept_that_most_mutants_were_killed():
+    kept = json.loads(mutants.RESULTS.read_text())
+    assert set(kept) == {file for pattern in mutants.JUDGES for file in mutants.files_of(pattern)}
+    for file, found in kept.items():
+        assert 0 < found["judged"] <= found["mutants"] - found["equivalent"] - found["gpu"], file
+        assert found["killed"] >= mutants.NEEDED * found["judged"], file
 
 
 def test_every_judge_has_tests():

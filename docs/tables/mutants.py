@@ -24,7 +24,7 @@ def mutants_table() -> Table:
     for file, found in json.loads(path.read_text(encoding="utf-8")).items():
         counts = [str(found[name]) for name in ("mutants", "judged", "killed", "equivalent", "gpu")]
         share = f"{found['killed'] / found['judged']:.1%}"
-        rows.append((f"`{file}`", *counts[:3], share, *counts[3:], found["commit"], found["date"]))
+        rows.append((file, *counts[:3], share, *counts[3:], found["commit"], found["date"]))
     return text_table("mutants", "Mutants of the judges, and how many a test noticed", COLUMNS, rows)
 
 

@@ -99,7 +99,8 @@ def headline() -> Table:
         (half,) = (row for row in kept if row.rung == "bf16 autocast")
         first_rows.append(first)
         speedup = f"{last.speedup:.2f}× [{last.speedup_low:.2f}–{last.speedup_high:.2f}]"
-        since = "{:.2f}× [{:.2f}–{:.2f}]".format(*after(half, last))
+        gain = after(half, kept)
+        since = f"{gain.value:.2f}×" + (f" [{gain.interval.low:.2f}–{gain.interval.high:.2f}]" if gain.interval else "")
         times.insert(1, number(half.step_ms))
         cells.append((size, *times, speedup, since, *peaks, f"{last.gradient_error:.2g} of {last.error_budget:.2g}"))
     wanted = (

@@ -1,4 +1,4 @@
-"""Tables of intervals: coverage by simulation, false calls on the A/A corpus, and what other tools say of its samples.
+"""Tables of the judges: planted wrongs; intervals by simulation, on the A/A corpus, and as other tools have them.
 
 The rules of the other tools are written from their documents, each cited; none of their code is here.
 """
@@ -6,16 +6,18 @@ The rules of the other tools are written from their documents, each cited; none 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from tables import RESULTS, NotMeasuredError, where
+from tables import RESULTS, NotMeasuredError, refuse_dirty, where
 from trainstep.kinds import StepRow
 from trainstep.records import by_case, of_kind, read_records
-from trainstep.report.numbers import number
+from trainstep.report.numbers import NONE, number
 from trainstep.report.tables import Table, text_table
 from trainstep.stats import ratio_of_medians, ratio_of_runs, run_deviation, smallest_found, verdict
 
@@ -179,7 +181,67 @@ def bootstrap(samples: np.ndarray, rng: np.random.Generator, draws: int = 200) -
     return float(low), float(high)
 
 
+LARGE = 3.0
+"""Times rounding: what is further off than that has to be caught."""
+Case = Mapping[str, Any]
+
+
+def planted() -> tuple[list[Case], str]:
+    """What `python -m tests.planted` kept, and where it ran."""
+    path = RESULTS / "planted.json"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    kept = json.loads(path.read_text("utf-8"))
+    rows = [StepRow(environment=kept["environment"])]
+    refuse_dirty(path.name, rows)
+    return kept["cases"], where(rows)
+
+
+def is_large(case: Case) -> bool:
+    """Whether it is more than three times rounding off, or more than a number says; in float32 all that is planted is,
+    so that what a judge does not see there at all is no excuse."""
+    return case["setting"] != "bf16" or case["rounding"] is None or case["rounding"] > LARGE
+
+
+def planted_table() -> Table:
+    """How many wrongs each judge catches, and how many right variations it calls wrong."""
+    cases, place = planted()
+    groups = {(case["judge"], case["setting"]): [0] * 6 for case in cases}
+    for case in cases:
+        counts = [case["wrong"], case["wrong"] and case["called"], case["wrong"] and is_large(case)]
+        counts += [counts[2] and case["called"], not case["wrong"], not case["wrong"] and case["called"]]
+        key = case["judge"], case["setting"]
+        groups[key] = [a + int(b) for a, b in zip(groups[key], counts, strict=True)]
+    total = [sum(column) for column in zip(*groups.values(), strict=True)]
+    lines = [(*key, *map(str, counts)) for key, counts in groups.items()] + [("all", "", *map(str, total))]
+    different = [len({case["what"] for case in cases if case["wrong"] is wrong}) for wrong in (True, False)]
+    caption = f"{different[0]} wrongs and {different[1]} right variations; {place}"
+    wanted = ("judge", "in", "wrongs judged", "caught", "above 3 × rounding", "of these caught", "right judged",
+              "called wrong")  # fmt: skip
+    return text_table("planted", caption, wanted, lines)
+
+
+def wrongs_table() -> Table:
+    """Every wrong: how large it is, who catches it and who does not."""
+    cases, place = planted()
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if case["wrong"]:  # the commands take steps that the check of steps has too
+            family = "step" if case["judge"] in ("ladder", "bench step") else case["judge"]
+            found.setdefault((family, case["what"]), []).append(case)
+    lines = []
+    for (_, what), of_wrong in found.items():
+        sizes = {case["setting"]: number(case["rounding"], 2) for case in of_wrong if case["rounding"] is not None}
+        missed = [f"{case['judge']} in {case['setting']}" for case in of_wrong if not case["called"]]
+        caught = dict.fromkeys(case["judge"] for case in of_wrong if case["called"])
+        lines.append((what, sizes.get("fp32", NONE), sizes.get("bf16", NONE), ", ".join(caught), ", ".join(missed)))
+    wanted = ("wrong", "times rounding of fp32", "of bf16", "caught by", "missed by")
+    return text_table("planted-wrongs", f"How large each wrong is and who catches it; {place}", wanted, lines)
+
+
 TABLES: Mapping[str, Callable[[], Table]] = {
+    "planted": planted_table,
+    "planted-wrongs": wrongs_table,
     "aa-coverage": coverage_table,
     "aa": false_call_table,
     "aa-power": power_table,

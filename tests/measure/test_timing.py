@@ -5,7 +5,15 @@ import time
 import pytest
 import torch
 
-from trainstep.measure.timing import ClockDisagreement, CpuClock, CudaClock, device_clock, time_steps, time_window
+from trainstep.measure.timing import (
+    ClockDisagreement,
+    CpuClock,
+    CudaClock,
+    device_clock,
+    time_in_turns,
+    time_steps,
+    time_window,
+)
 
 ISSUE_MS = 0.01
 
@@ -295,3 +303,27 @@ def test_gpu_matmul_is_waited_for():
         assert rate < 2500, "faster than any GPU: the work was not waited for"
         assert sample.laps["matmul"].ms == pytest.approx(sample.wall_ms, rel=0.1)
         assert sample.wait_ms > 0.5 * sample.wall_ms
+
+
+def test_steps_take_turns_and_every_second_round_is_reversed():
+    ran = []
+    steps = [lambda phase, name=name: ran.append(name) for name in "ABC"]
+    ready = [lambda name=name: ran.append(name.lower()) for name in "ABC"]
+    taken = time_in_turns(steps, device=CpuClock(), warmup=1, rounds=2, after_step=ready)
+    assert "".join(ran) == "AaBbCcCcBbAaAaBbCc"
+    assert [len(each) for each in taken] == [2, 2, 2]
+
+
+def test_samples_of_steps_in_turns_are_their_own():
+    now = [0.0]
+
+    def step(seconds):
+        def take(phase):
+            now[0] += seconds
+
+        return take
+
+    one, two = time_in_turns(
+        [step(1), step(2)], device=CpuClock(), warmup=1, rounds=3, after_step=[lambda: None] * 2, clock=lambda: now[0]
+    )
+    assert ([each.wall_ms for each in one], [each.wall_ms for each in two]) == ([1000.0] * 3, [2000.0] * 3)

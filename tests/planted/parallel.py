@@ -60,8 +60,6 @@ class Planted:
     """What it does to the workload's optimizer under the scheme."""
     inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What is replaced while the scheme runs."""
-    only_in: tuple[str, ...] = PRECISIONS
-    """Where it is more than three times what rounding does."""
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -153,6 +151,23 @@ def idle_on_second_rank(replica: Replica, process: Process) -> None:
         replica.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
 
 
+def one_update_old(replica: Replica, process: Process) -> None:
+    """Forward and backward take the weights from before the last update."""
+    parameters = list(replica.module.parameters())
+    old: list[Tensor] = []
+
+    def exchange() -> None:
+        for parameter, other in zip(parameters, old, strict=bool(old)):
+            parameter.data, other.data = other.data, parameter.data
+
+    def before_update(*_: Any) -> None:
+        exchange()
+        old[:] = [parameter.detach().clone() for parameter in parameters]
+
+    replica.module.register_forward_pre_hook(lambda *_: exchange())
+    replica.optimizer.register_step_pre_hook(before_update)
+
+
 def in_place_of(place: Any, name: str, other: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A function or method replaced."""
     return functools.partial(mock.patch.object, place, name, other)
@@ -163,12 +178,15 @@ class _Done:
         """Nothing is under way."""
 
 
-def without_buckets(wanted: Callable[[int], bool]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Buckets that are not averaged, by the number of their first parameter."""
+def without_buckets(
+    wanted: Callable[[int], bool], use: int = 1
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Buckets that are not averaged, by the number of their first parameter, from their n-th use."""
     start = ddp.GradientBucket.start
 
     def skip(self: Any, gradients: list[Tensor], dtype: Any, group: Any) -> None:
-        if wanted(self.numbers[0]):
+        self.uses = getattr(self, "uses", 0) + 1
+        if wanted(self.numbers[0]) and self.uses >= use:
             self._gradients = self._sent = gradients
             self._work = _Done()
         else:
@@ -227,7 +245,7 @@ WRONG: dict[str, Planted] = {
     "one rank's gradients missing": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _all_reduce_first_alone)),
     "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _twice)),
     "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
-    "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits), only_in=("fp32",)),
+    "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits)),
     "slices of gradients one off": Planted(_ZERO, inside=in_place_of(ddp, "slice_of", _one_off)),
     "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
     "slices not gathered after the update": Planted(
@@ -247,10 +265,14 @@ WRONG: dict[str, Planted] = {
     "gradients × 1.05 from the third pass": Planted(_FLAT, handed(times(1.05), first=3)),
     "gradients × 1.05 in the first pass alone": Planted(_ZERO, handed(times(1.05), last=1)),
     "gradients zero from the fourth pass": Planted(_FSDP, handed(times(0.0), first=4)),
-    "gradients of one parameter × 1.5 from the fourth pass": Planted(
-        _FLAT, handed(times(1.5, slice(2, 3)), first=4), only_in=("fp32",)
-    ),
-    "learning rate × 1.003 from the fourth step": Planted(_DDP, from_step(4, faster(1.003)), only_in=("fp32",)),
+    "gradients of one parameter × 1.5 from the fourth pass": Planted(_FLAT, handed(times(1.5, slice(2, 3)), first=4)),
+    "learning rate × 1.003 from the fourth step": Planted(_DDP, from_step(4, faster(1.003))),
+    "weights one update old in forward and backward": Planted(_FLAT, one_update_old),
+    "gradients × 1.05 after ten passes": Planted(_FSDP, handed(times(1.05), first=11)),
+    "one bucket not reduced after ten passes": Planted(
+        SMALL_BUCKETS, inside=without_buckets(lambda first: first >= 15, 10)
+    ),  # filled anew after one
+    "learning rate × 1.05 after ten steps": Planted(_ZERO, from_step(11, faster(1.05))),
 }
 """What it is → the scheme, and what is wrong with it."""
 
@@ -327,19 +349,24 @@ _read_once = functools.cache(text._read_text)
 def judge_wrong(
     process: Process, precision: str, names: Sequence[str], more_draws: int = reference.MORE_DRAWS
 ) -> dict[str, Agreement | None]:
-    """How far wrong schemes are off, on rank 0; all beside one computation in one process. All ranks call it.
+    """How far wrong schemes are off, on rank 0; all beside one computation in one process, kept for the next call. All
+    ranks call it.
 
     `more_draws` of random roundings are made where something is over its budget; few make a test quick.
     """
     config = dataclasses.replace(CONFIG, precision=precision)  # type: ignore[arg-type]
-    wanted: Expected | None = None
-    if process.rank == 0:
-        wanted = expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(process.world_size), process.world_size)
+    wanted = _wanted(config, process.world_size, more_draws) if process.rank == 0 else None
     found = {}
     for name in names:
         with quick(), mock.patch.object(reference, "MORE_DRAWS", more_draws), WRONG[name].planted():
             found[name] = agreement(ParallelCase(SOURCE, config, WRONG[name].scheme), wanted, process)
     return found
+
+
+@functools.cache
+def _wanted(config: StepConfig, world_size: int, more_draws: int) -> Expected:
+    """What one process computes, with what its roundings were found to do, which takes `more_draws` once."""
+    return expected(SOURCE, ParallelCase(SOURCE, config, _FLAT).whole(world_size), world_size)
 
 
 def judge_right(process: Process, names: Sequence[str]) -> dict[str, Agreement | Failure | None]:

@@ -172,6 +172,26 @@ def late(apply_after: int = 10) -> Callable[[Workload], None]:
     return apply
 
 
+class FromEleventh(torch.optim.AdamW):
+    """Another learning rate from its eleventh step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken = getattr(self, "taken", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 3e-4 * (1.05 if self.taken > 10 else 1)
+        return super().step()
+
+
+class StopsDecay(torch.optim.AdamW):
+    """Decays no weight once its state says that ten steps were taken."""
+
+    def step(self, closure: Any = None) -> Any:
+        taken = max((float(state["step"]) for state in self.state.values()), default=0)
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0 if taken >= 10 else 0.1
+        return super().step()
+
+
 def loss(change: Callable[[Tensor], Tensor]) -> Callable[[Workload], Workload]:
     """Another loss."""
 
@@ -283,6 +303,12 @@ WRONG: dict[str, Planted] = {
     ),
     "one parameter not updated": Planted(
         optimizer(functools.partial(SkipsLast, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
+    ),
+    "learning rate × 1.05 after ten steps": Planted(
+        optimizer(functools.partial(FromEleventh, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
+    ),
+    "no weight decay after ten steps": Planted(
+        optimizer(functools.partial(StopsDecay, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)), OPTIMIZER
     ),
 }
 """What it is → how it is planted."""

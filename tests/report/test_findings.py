@@ -420,7 +420,7 @@ def test_errors_stand_beside_what_is_allowed_of_each():
     own = {"gradient_error": 0.005, "error_budget": 0.02}
     assert numbers == {name: value for name, value in full.items() if name != "worst_parameter"} | own
     by_title, unknown = ({column.title: column.of(row) for column in ERRORS.columns} for row in rows[1:])
-    assert by_title["Two updates"].of.value == 1e-6
+    assert by_title["Updates"].of.value == 1e-6
     assert by_title["Used at most"].text == "90%", "by the updates, of all that was compared"
     assert "out of memory" in unknown["The same in float32"].note
 

@@ -39,6 +39,21 @@ def test_each_schemes_curve_is_that_of_one_process(two, expected, tmp_path):
                 assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-5)
 
 
+def _unlike(process, out):
+    run = config(step={"learning_rate": 1e-2, "seed": 3}) if process.rank == 1 else config()
+    with pytest.raises(UsageError) as error:
+        on_rank(process, run, out)
+    return str(error.value)
+
+
+def test_ranks_that_are_started_unlike_each_other_are_told_in_what(two, tmp_path):
+    """On several hosts the command is typed several times; ranks with other learning rates trained on in silence."""
+    for message in two.run(_unlike, tmp_path / "run"):
+        assert "rank 1 was started otherwise than rank 0" in message
+        assert "step.learning_rate: 0.003 → 0.01; step.seed: 0 → 3" in message
+    assert not (tmp_path / "run").exists()
+
+
 def _until(process, run, out, step):
     return on_rank(process, run, out, stop_after=step).step
 

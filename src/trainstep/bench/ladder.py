@@ -1,13 +1,16 @@
 """The ladder: from the plain step upwards, one change per rung, each rung checked before it is timed.
 
 Every rung is rebuilt from the same seed and judged beside the plain step (`check.step`): in float32, in its own
-precision, with initial and with trained weights, and by its updates. Only what is right is timed, over the same
-batches. A rung that is faster is built upon, and one that is smaller if it is certainly not much slower (`NO_SLOWER`).
+precision, with initial and with trained weights, and by its updates. Only what is right is timed: alone, which gives
+its memory and how it trains on the same batches as all others, and then in turns with the rung kept before, A B B A,
+both built in one process. A rung's gain is the median of the pairs' ratios: what slows the machine for a while is in
+both of a pair. Where the ratios scatter too much to tell, more turns are taken. A rung that is faster is built upon,
+and one that is smaller if it is certainly not much slower (`NO_SLOWER`). The speed-up over the first rung is the
+product of the gains of what was kept.
 
-Times of a quiet minute and of a disturbed one cannot be compared. Where the first samples of a rung or of the one it
-is held against scatter, or their ratio has a wide interval that decides nothing, both are measured once more, one after
-the other, and all samples count. A rung that was not kept is tried once more on the top, where it may bring what it did
-not bring below. Last, the first rung and the top are measured again, as controls.
+Two steps that do not fit into memory together are timed one after the other instead, both anew, and the row says so. A
+rung that was not kept is tried once more on the top, where it may bring what it did not bring below. Last, the first
+rung and the top are measured again, as controls.
 """
 
 from __future__ import annotations
@@ -24,20 +27,29 @@ import torch
 
 from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.step import StepMeasurement, case_columns, measure_training_step, measured_fields, phase_samples
+from trainstep.bench.step import (
+    StepMeasurement,
+    StepRunner,
+    case_columns,
+    measure_training_step,
+    measured_fields,
+    phase_samples,
+)
 from trainstep.config import OptimizerImpl, StepConfig
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
-from trainstep.measure.timing import Sample, Timing
-from trainstep.stats import RUN_SPREAD, Ratio, ratio_of_medians, summarize, verdict
-from trainstep.training_step import build_step
+from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
+from trainstep.stats import RUN_SPREAD, Interval, Ratio, product, ratio_of_medians, ratio_of_pairs, verdict
+from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
 NO_SLOWER = 0.98
 """A change that saves memory is kept where the whole interval of its gain is above this."""
 
-NOISY = 0.08
-"""A median, or a gain that is undecided, with an interval wider than this part of it is measured again."""
+WIDE = 0.08
+"""More turns are taken while a gain's interval is wider than this part of it, unless it decides all the same."""
+MOST_TURNS = 4
+"""Times the steps asked for, at most."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,22 @@ def rungs_for(source: WorkloadSource, device: torch.device, optimizer: Optimizer
     return fused_attention + fused_optimizer + precision + compiled[:1] + chunked
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Two rungs in turns."""
+
+    before: Sequence[Sample]
+    """Of the rung that was kept before."""
+    own: Sequence[Sample]
+    attempts: int
+    """How often turns were taken."""
+
+    @property
+    def gain(self) -> Ratio:
+        """The first's time over the second's."""
+        return ratio_of_pairs([each.wall_ms for each in self.before], [each.wall_ms for each in self.own])
+
+
 @dataclass
 class Climbed:
     """One rung that was judged, and timed if it is right."""
@@ -75,18 +103,24 @@ class Climbed:
     check: Verdict
     check_s: float
     """Seconds of the check, compilation included."""
-    runs: list[StepMeasurement] = field(default_factory=list)
+    alone: list[StepMeasurement] = field(default_factory=list)
+    """Measured by itself, when it was checked and where it was measured again."""
+    turns: Turns | None = None
+    """In turns with the rung kept before: None for the first, and where both together do not fit into memory."""
+    speedup: Ratio = field(default_factory=lambda: Ratio(1.0, Interval(1.0, 1.0)))
+    """Over the first rung."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Its timed steps: in turns, or else alone."""
+        if self.turns is not None:
+            return tuple(self.turns.own)
+        return tuple(sample for run in self.alone for sample in run.timing.samples)
 
     @property
     def wall_ms(self) -> list[float]:
-        """The timed steps of all runs."""
-        return [sample.wall_ms for run in self.runs for sample in run.timing.samples]
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the median's interval is wide."""
-        found = summarize(self.wall_ms)
-        return found.interval is not None and found.interval.high - found.interval.low > NOISY * found.median
+        """Milliseconds of the timed steps."""
+        return [sample.wall_ms for sample in self.samples]
 
 
 def climb(
@@ -105,10 +139,7 @@ def climb(
     for rung in rungs:
         if ladder.is_worth_another_try(rung):
             yield ladder.try_rung(Rung(f"{rung.name}, on the top", rung.change))
-    if ladder.first is not None and ladder.kept is not None:
-        yield ladder.control(ladder.first)
-        if ladder.kept is not ladder.first:
-            yield ladder.control(ladder.kept)
+    yield from ladder.controls()
 
 
 class _Ladder:
@@ -136,14 +167,12 @@ class _Ladder:
         judged = self._compare(result)
         if not judged["kept"]:
             self._left[rung.name] = before
-        last = result.runs[-1]
         return row(
             **result.check.columns(),
-            **measured_fields(last, Timing(_all_steps(result), 0), config.precision)
-            | {"first_step_ms": result.runs[0].timing.first.wall_ms},
+            **measured_fields(result.alone[-1], Timing(result.samples, 0), config.precision)
+            | {"first_step_ms": result.alone[0].timing.first.wall_ms},
             **judged,
             check_s=result.check_s,
-            attempts=len(result.runs),
             samples=_samples(result),
         )
 
@@ -152,18 +181,29 @@ class _Ladder:
         before, now = self._left.get(rung.name), self.kept.config if self.kept else None
         return before not in (None, now) and all(getattr(before, name) == getattr(now, name) for name in rung.change)
 
-    def control(self, first: Climbed) -> ControlRow:
-        """A rung again, at the end of the climb."""
-        case, environment = case_columns(self.source, first.config), describe(self.device)
-        again = attempt(partial(self._timed, first.config))
+    def controls(self) -> Iterator[ControlRow]:
+        """The first rung and the top again, at the end of the climb: in turns, or alone where that does not fit."""
+        if self.first is None or self.kept is None:
+            return
+        every = [self.first] if self.kept is self.first else [self.first, self.kept]
+        found = attempt(partial(self._in_turns, self.first.config, self.kept.config)) if len(every) > 1 else None
+        for place, rung in enumerate(every):
+            if isinstance(found, Turns):
+                yield self._control(rung, (found.before, found.own)[place])
+            else:
+                again = attempt(partial(self._timed, rung.config))
+                yield self._control(rung, again if isinstance(again, Failure) else again.timing.samples)
+
+    def _control(self, rung: Climbed, again: Sequence[Sample] | Failure) -> ControlRow:
+        case, environment = case_columns(self.source, rung.config), describe(self.device)
         if isinstance(again, Failure):
             return failed_row(ControlRow, case, again, environment)
-        samples = [sample.wall_ms for sample in again.timing.samples]
+        samples = [sample.wall_ms for sample in again]
         return ControlRow(
             **case,
-            first_ms=statistics.median(first.wall_ms),
+            first_ms=statistics.median(rung.wall_ms),
             again_ms=statistics.median(samples),
-            **_ratio_fields("ratio", ratio_of_medians(samples, first.wall_ms)),
+            **_ratio_fields("ratio", ratio_of_medians(samples, rung.wall_ms)),
             samples={"step": samples},
             environment=environment,
         )
@@ -173,55 +213,80 @@ class _Ladder:
         step, check = self.judge.start(config)
         found = Climbed(config, check, time.perf_counter() - start)
         if check.is_right:
-            found.runs.append(measure_training_step(step, self.source, "step", self.warmup, self.steps))
+            found.alone.append(measure_training_step(step, self.source, "step", self.warmup, self.steps))
             start = time.perf_counter()
             found.check = self.judge.end(step, check)
             found.check_s += time.perf_counter() - start
+        if found.check.is_right and self.kept is not None:
+            turns = attempt(partial(self._in_turns, self.kept.config, step), drop_compiled=False)
+            found.turns = turns if isinstance(turns, Turns) else None
         return found
+
+    def _in_turns(self, before: StepConfig, own: StepConfig | TrainingStep) -> Turns:
+        steps = [build_step(self.source, each) if isinstance(each, StepConfig) else each for each in (before, own)]
+        runners = [StepRunner(step) for step in steps]
+        taken: list[list[Sample]] = [[], []]
+        number = 0
+        while number < MOST_TURNS and (number == 0 or _is_open(Turns(taken[0], taken[1], number).gain)):
+            number += 1
+            more = time_in_turns(
+                [runner.run for runner in runners],
+                device=device_clock(self.device),
+                warmup=self.warmup if number == 1 else 0,
+                rounds=self.steps,
+                after_step=[runner.prepare_next for runner in runners],
+            )
+            taken = [[*known, *new] for known, new in zip(taken, more, strict=True)]
+        return Turns(taken[0], taken[1], number)
 
     def _timed(self, config: StepConfig) -> StepMeasurement:
         return measure_training_step(build_step(self.source, config), self.source, "step", self.warmup, self.steps)
 
     def _compare(self, rung: Climbed) -> dict[str, Any]:
         """What it brings; it becomes the rung to build upon if it is faster, or smaller and certainly not slower."""
-        if self.kept is None or self.first is None:
+        if self.kept is None:
             self.first = self.kept = rung
             one = Ratio(1.0, None)
-            return {**_ratio_fields("speedup", one), **_ratio_fields("gain", one), "verdict": "baseline", "kept": True}
-        gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
-        if _is_open(gain) or self.kept.is_noisy or rung.is_noisy:
-            for each in (self.kept, rung):
-                again = attempt(partial(self._timed, each.config))
-                if not isinstance(again, Failure):
-                    each.runs.append(again)
-            gain = ratio_of_medians(self.kept.wall_ms, rung.wall_ms)
-        total, called = ratio_of_medians(self.first.wall_ms, rung.wall_ms), verdict(gain)
+            known = _ratio_fields("speedup", one) | _ratio_fields("gain", one)
+            return {**known, "verdict": "baseline", "kept": True, "attempts": 1}
+        gain = rung.turns.gain if rung.turns is not None else self._one_after_the_other(self.kept, rung)
+        rung.speedup, called = product([self.kept.speedup, gain]), verdict(gain)
         no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER
         keep = called == "faster" or (no_slower and _is_smaller(rung, self.kept))
         if keep:
             self.kept = rung
-        return {**_ratio_fields("speedup", total), **_ratio_fields("gain", gain), "verdict": called, "kept": keep}
+        known = _ratio_fields("speedup", rung.speedup) | _ratio_fields("gain", gain)
+        attempts = rung.turns.attempts if rung.turns is not None else len(rung.alone)
+        return {**known, "verdict": called, "kept": keep, "attempts": attempts, "in_turns": rung.turns is not None}
+
+    def _one_after_the_other(self, kept: Climbed, rung: Climbed) -> Ratio:
+        """The gain where both together do not fit: each is measured once more, and all that each took alone counts."""
+        for each in (kept, rung):
+            again = attempt(partial(self._timed, each.config))
+            if not isinstance(again, Failure):
+                each.alone.append(again)
+        over, under = ([sample.wall_ms for run in each.alone for sample in run.timing.samples] for each in (kept, rung))
+        return ratio_of_medians(over, under)
 
 
 def _is_open(gain: Ratio) -> bool:
-    """Whether more samples may find a difference; a narrow interval around 1 says that there is none."""
+    """Whether more turns may find a difference; a narrow interval around 1 says that there is none."""
     found = gain.interval
-    return found is not None and verdict(gain) == "inconclusive" and found.high - found.low > NOISY * gain.value
+    return found is not None and verdict(gain) == "inconclusive" and found.high - found.low > WIDE * gain.value
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
     """Whether the rung's peak is known and lower by more than runs differ."""
-    own, other = rung.runs[0].memory, than.runs[0].memory
+    own, other = rung.alone[0].memory, than.alone[0].memory
     return own is not None and other is not None and own.peak < (1 - RUN_SPREAD) * other.peak
 
 
-def _all_steps(rung: Climbed) -> tuple[Sample, ...]:
-    return tuple(sample for run in rung.runs for sample in run.timing.samples)
-
-
 def _samples(rung: Climbed) -> dict[str, Sequence[float]]:
-    """Phases of all runs; losses of the first, whose batches are those of every rung's."""
-    return phase_samples(Timing(_all_steps(rung), 0)) | {"training_loss": rung.runs[0].losses}
+    """Phases of its timed steps, the steps they took turns with, and the losses it trained with alone."""
+    found: dict[str, Sequence[float]] = dict(phase_samples(Timing(rung.samples, 0)))
+    if rung.turns is not None:
+        found["step_before"] = [sample.wall_ms for sample in rung.turns.before]
+    return found | {"training_loss": rung.alone[0].losses}
 
 
 def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:

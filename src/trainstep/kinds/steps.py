@@ -45,7 +45,7 @@ class Checked(Row):
     float32_error: float | None = None  # over all parameters, the same step in float32
     float32_allowed: float | None = None
     not_in_float32: str | None = None  # why there is no such step
-    update_error: float | None = None  # of two updates of the optimizer from equal gradients
+    update_error: float | None = None  # of updates of the optimizer from equal gradients
     update_allowed: float | None = None
     compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
 
@@ -97,7 +97,8 @@ class RungRow(MeasuredStep, Checked, kind="rung"):
     """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
     kept: bool = False  # whether later rungs were built on it
     check_s: float | None = None  # seconds of the check, compilation included
-    attempts: int | None = None  # how often it was timed; all samples count
+    attempts: int | None = None  # how often it was timed, or took turns; all samples count
+    in_turns: bool | None = None  # whether its gain is over pairs of steps taken in turns; None for a first rung
 
 
 class ControlRow(StepSettings, kind="control"):

@@ -10,7 +10,7 @@ busy for longer than the host says the step lasted, one clock is wrong and no fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -155,6 +155,34 @@ def time_steps(
         taken.append(_time_one(step, device, clock, cover))
         after_step(taken[-1])
     return Timing(tuple(taken), warmup)
+
+
+def time_in_turns(
+    steps: Sequence[Callable[[PhaseContext], object]],
+    *,
+    device: DeviceClock,
+    warmup: int,
+    rounds: int,
+    after_step: Sequence[Callable[[], object]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[Sample]]:
+    """Time several steps in turns, A B B A A B …, each as `time_steps` does: what drifts or disturbs meets all alike.
+
+    Args:
+        rounds: times that each step counts, after `warmup` times that do not.
+        after_step: called outside the timed region after each run of the step in the same place.
+
+    Returns:
+        The samples of each step in the order they ran, so that those in one place belong to one round.
+    """
+    assert len(steps) == len(after_step), f"{len(steps)} steps, {len(after_step)} calls after them"
+    taken: list[list[Sample]] = [[] for _ in steps]
+    for number in range(warmup + rounds):
+        places = range(len(steps))
+        for place in places if number % 2 == 0 else reversed(places):
+            taken[place].append(_time_one(steps[place], device, clock, lambda: None))
+            after_step[place]()
+    return [each[warmup:] for each in taken]
 
 
 def time_window(

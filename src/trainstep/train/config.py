@@ -155,12 +155,16 @@ class RunConfig:
             )
         self.scheme(world_size).check(self.step)
 
-    def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
+    def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """All of the run, by name. `data` describes the tokens."""
         rooms = {"model": self.model, "step": self.step, "train": self.train}
         fields = {f"{room}.{name}": value for room, config in rooms.items() for name, value in vars(config).items()}
-        kept = {name: "inf" if value == math.inf else value for name, value in fields.items() if name not in MAY_CHANGE}
-        return kept | {f"data.{name}": value for name, value in data.items()}
+        numbers = {name: "inf" if value == math.inf else value for name, value in fields.items()}
+        return numbers | {f"data.{name}": value for name, value in data.items()}
+
+    def identity(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """What the loss curve depends on, by name: a run goes on only with the same. `data` describes the tokens."""
+        return {name: value for name, value in self.settings(data).items() if name not in MAY_CHANGE}
 
 
 MAY_CHANGE = {

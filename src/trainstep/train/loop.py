@@ -24,9 +24,9 @@ from trainstep.casting import check_precision
 from trainstep.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
-from trainstep.records import write_whole
+from trainstep.records import Scalar, write_whole
 from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
-from trainstep.train.config import RunConfig
+from trainstep.train.config import RunConfig, differences
 from trainstep.train.data import open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
 from trainstep.train.learner import Learner, Reading, Readings
@@ -52,13 +52,16 @@ def train(
         resume_from: a checkpoint's name to go on from instead of the newest; later ones are set aside.
 
     Raises:
-        UsageError: the configuration, the data, the folder or a checkpoint is not what it should be; or the loss
-            became infinite or NaN. Mostly an `AgreedError`, which every rank raises alike.
+        UsageError: the configuration, the data, the folder or a checkpoint is not what it should be; ranks were
+            started unlike each other; or the loss became infinite or NaN. Mostly an `AgreedError`, which every rank
+            raises alike.
     """
     on_first_rank(process, lambda: config.check(process.world_size))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
     tokens = on_all_ranks(process, lambda: open_data(data, config).check_ids(process.rank, process.world_size))
-    identity = config.identity(on_first_rank(process, tokens.describe))
+    data_read = tokens.describe()
+    _check_started_alike(config.settings(data_read), process)
+    identity = config.identity(data_read)
     with ExitStack() as stack:
         on_first_rank(process, lambda: check_not_of_others(out))
         on_first_rank(process, lambda: stack.enter_context(held_folder(out, "another process is training")))
@@ -102,6 +105,21 @@ def train(
                 show.line(f"{as_summary(record)} → {out}")
         checkpoints.close()
     return Outcome(done, is_finished, signals.received)
+
+
+def _check_started_alike(settings: dict[str, Scalar], process: Process) -> None:
+    """Raise on every rank where one has other settings or other data than rank 0; it may have another device.
+
+    Every host has its own command line, files and Python, whose source is the text where no data is named.
+    """
+    everywhere: list[dict[str, Scalar]] = [settings] * process.world_size
+    dist.all_gather_object(everywhere, settings | {"step.device": ""}, group=process.group)
+    for rank, theirs in enumerate(everywhere):
+        if found := differences(theirs, everywhere[0]):
+            raise AgreedError(
+                f"rank {rank} was started otherwise than rank 0 (rank 0's → its own): {'; '.join(found)}. Start every "
+                "rank with the same flags, configuration file and data"
+            )
 
 
 @dataclass(frozen=True)

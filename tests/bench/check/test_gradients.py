@@ -244,6 +244,20 @@ def test_a_right_deviation_tells_all_of_it():
     assert str(deviation(worst_name="")).endswith("their scale off by 0.012 of 0.012"), "nothing is off at all"
 
 
+def test_the_worst_of_several_is_wrong_or_else_nearest_to_its_allowance():
+    """Whatever else is off: of two wrong ones, and of two right ones, the one that uses more."""
+    ordered = [
+        deviation(worst=0.0, worst_allowed=0.0),
+        deviation(worst=0.5, worst_allowed=1.0),
+        deviation(worst=0.3, worst_allowed=0.4),
+        deviation(worst=0.0, loss=1.0),
+        deviation(worst=0.002, worst_allowed=0.001),
+        deviation(worst=3.0, worst_allowed=0.0),
+    ]
+    assert sorted([*reversed(ordered)], key=lambda each: each.severity) == ordered
+    assert ordered[-1].severity == (True, 3.0)
+
+
 @pytest.mark.parametrize("rounding", [1e-6, 1e-2])
 def test_a_matrix_that_cancels_to_zero_is_only_rounding_in_every_row(rounding):
     reference = Gradients(1.0, {"m": torch.full((100, 8), 1e-30), "v": torch.full((8,), 1e3)})

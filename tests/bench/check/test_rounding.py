@@ -113,11 +113,19 @@ def test_zeros_and_what_is_not_finite_stay():
 def test_every_tensor_moves_by_its_own_numbers_also_the_largest(monkeypatch, pool):
     monkeypatch.setattr(module, "_POOL", pool)
     with RandomRounding("fp32", 0):
-        for count in (100, 30_000, 29_990, 30_000):
+        for count in (100, 1400, 30_000, 29_990, 30_000):
             ones = torch.full((count,), 1.5)
             drawn = [ones * 1 for _ in range(4)]
             for index, one in enumerate(drawn):
                 assert all(not torch.equal(one, other) for other in drawn[:index]), (count, index)
+
+
+def test_moves_are_taken_from_anywhere_in_the_pool_and_from_nowhere_else(monkeypatch):
+    monkeypatch.setattr(module, "_POOL", 2)
+    ones = torch.full((50,), 1.5)
+    with RandomRounding("fp32", 1):
+        drawn = {tuple((ones * 1).tolist()) for _ in range(100)}
+    assert len(drawn) == 3, "two places more than the tensor needs"
 
 
 def test_the_sum_in_backward_of_softmax_is_off_by_one_error_for_the_row():

@@ -1,11 +1,11 @@
-"""Two updates from equal gradients: what differs by rounding alone is right, what differs otherwise is not."""
+"""Updates from equal gradients: what differs by rounding alone is right, what differs otherwise is not."""
 
 import math
 
 import pytest
 import torch
 
-from trainstep.bench.check.updates import UpdateError, compare_updates, take_updates
+from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHTS = {"matrix": torch.randn(30, 20, generator=GENERATOR), "gain": torch.ones(20)}
@@ -41,7 +41,7 @@ def test_another_setting_is_another_optimizer(change):
 
 
 def test_the_second_update_is_among_them():
-    """After one update of Adam its second moment has not had a say yet."""
+    """With equal gradients in all updates Adam's second moment has no say."""
     once = GRADIENTS[:1]
     other = moved(torch.optim.AdamW, once, **(OPTIONS | {"betas": (0.9, 0.99)}))
     assert held(other, moved(torch.optim.AdamW, once, **OPTIONS)).is_right
@@ -49,14 +49,16 @@ def test_the_second_update_is_among_them():
 
 @pytest.mark.parametrize("unit", [2.0**-24, 2.0**-8])
 def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_correction_loses(unit):
-    """A weight of norm 2 that moves by 0.5 is rounded four times; 1 − 0.999 keeps ten bits less than float32."""
+    """A weight of norm 2 that moves by 0.5 is rounded in every update on both sides; 1 − 0.999 keeps ten bits less."""
     moved, sizes = {"w": torch.tensor([0.3, 0.4]), "still": torch.zeros(2)}, {"w": 2.0, "still": 0.0}
     found = compare_updates(moved | {"w": torch.tensor([0.3, 0.5])}, moved, sizes, unit)
     assert (found.name, found.error) == ("w", pytest.approx(0.2))
-    assert found.allowed == pytest.approx((4 * unit * 2.5 + 2 * 2**-14 * 0.5) / 0.5)
+    assert found.allowed == pytest.approx((2 * UPDATES * unit * 2.5 + 2 * 2**-14 * 0.5) / 0.5)
     assert found.share == pytest.approx(0.2 / found.allowed)
     idle = compare_updates(moved | {"still": torch.tensor([0.0, 1e-3])}, moved, sizes, unit)
     assert (idle.name, idle.error, idle.allowed, idle.share) == ("still", pytest.approx(1e-3), 0.0, math.inf)
+    of_a_weight = compare_updates({"still": torch.tensor([0.0, 1e-3])}, {"still": torch.zeros(2)}, {"still": 2.0}, unit)
+    assert of_a_weight.allowed == pytest.approx(2 * UPDATES * unit * 2)
     assert compare_updates({}, {}, {}) == UpdateError()
     assert UpdateError().is_right
     assert UpdateError().share == 0
@@ -65,6 +67,37 @@ def test_allowed_are_the_roundings_of_the_weights_and_the_digits_that_bias_corre
 def test_the_tolerance_is_float32s_unless_another_is_named():
     moved, sizes = {"w": torch.ones(1)}, {"w": 10.0}
     assert compare_updates(moved, moved, sizes) == compare_updates(moved, moved, sizes, 2.0**-24)
+
+
+class SlowAfterTen(torch.optim.AdamW):
+    """Takes half the learning rate from its eleventh step."""
+
+    def step(self, closure=None):
+        if self.state and next(iter(self.state.values()))["step"] == 10:
+            for group in self.param_groups:
+                group["lr"] /= 2
+        return super().step()
+
+
+def test_what_an_optimizer_does_otherwise_after_ten_steps_shows():
+    assert not held(moved(SlowAfterTen, **OPTIONS)).is_right
+
+
+class ClipsInPlace(torch.optim.AdamW):
+    """Halves its gradients where they are."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        return super().step()
+
+
+def test_an_optimizer_that_changes_its_gradients_is_given_them_anew_and_leaves_the_references():
+    before = [{name: value.clone() for name, value in each.items()} for each in GRADIENTS]
+    halves = [{name: value / 2 for name, value in each.items()} for each in GRADIENTS]
+    assert held(moved(ClipsInPlace, **OPTIONS), moved(torch.optim.AdamW, halves, **OPTIONS)).error == 0
+    for given, kept in zip(GRADIENTS, before, strict=True):
+        assert all(torch.equal(given[name], value) for name, value in kept.items())
 
 
 def test_weights_and_state_are_put_back():

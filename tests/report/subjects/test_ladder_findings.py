@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests.report.test_findings import bf16, found, rung
 from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs
 
@@ -33,8 +31,13 @@ def test_what_came_after_a_precision_is_said_and_needs_both_times():
     assert after_precision([*kept[:2], untimed[2]]) is after_precision([BASELINE, untimed[1], kept[2]]) is None
 
 
-def test_a_ratio_of_samples_needs_those_of_both():
-    slow, fast = rung("a", step_ms=100.0), rung("b", step_ms=50.0)
-    sampled = replace(slow, samples={"step": [90.0] * 8}), replace(fast, samples={"step": [30.0] * 8})
-    assert after(sampled[0], fast) == after(slow, sampled[1]) == after(slow, fast) == (2.0, None, None)
-    assert after(*sampled)[0] == pytest.approx(3.0)
+def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
+    """Not the ratio of times taken at different moments."""
+    one = rung("a", step_ms=100.0, gain=9.0)
+    two = rung("b", step_ms=100.0, gain=2.0, gain_low=1.9, gain_high=2.1)
+    three = rung("c", step_ms=100.0, gain=1.5, gain_low=1.4, gain_high=1.6)
+    found = after(one, [BASELINE, one, two, three])
+    assert found.value == 3.0
+    assert 1.9 * 1.4 < found.interval.low < 1.4 * 2 < 3.0 < 1.6 * 2 < found.interval.high < 2.1 * 1.6
+    assert after(three, [one, two, three]).value == 1.0
+    assert after(one, [one, two, replace(three, gain_low=None)]).interval is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ def test_a_block_is_the_sum_of_all_its_tensors_whatever_the_order_of_rows() -> N
 def test_a_compiled_step_is_told_beside_the_eager_one_alone() -> None:
     eager, compiled = (row for row in STUDY if isinstance(row, ResidualRow) and row.part == "step")
     assert findings([eager]) == findings([compiled]) == []
+    assert "residuals.compiled-step" not in {each.id for each in findings([eager, replace(compiled, status="failed")])}
     assert [each.id for each in findings([compiled, eager])] == ["residuals.compiled-step"]
 
 
@@ -229,6 +231,7 @@ def test_of_policies_that_peak_alike_the_smallest_k_is_timed() -> None:
             policy("every-3", 4.0, *(3 * ms for ms in steady))]  # fmt: skip
     found = best(rows)
     assert found.figures["best"] == ("2", "3")
+    assert "every 2 or 3 blocks peaks at 4.00 GiB alike; without" in found.sentence
     assert (found.figures["time_ratio"], "checkpoint every 2 blocks a step takes" in found.sentence) == (2.0, True)
 
 
@@ -255,6 +258,8 @@ def test_peaks_that_print_alike_are_not_ranked() -> None:
         (None, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB (beside it every-1 4.00 GiB and "
                        "every-4 5.00 GiB); without checkpointing 9.00 GiB."),
         (8.0, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
+        (3.0, "best", "The best K is 2: a checkpoint every 2 blocks peaks at 3.00 GiB"),
+        (9.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 9.00 GiB)."),
         (10.0, "not-needed", "No checkpointing is needed: the step fits without (9.00 GiB of 10.00 GiB). For a larger "
                              "batch or context the best K is 2: 3.00 GiB (beside it every-1 4.00 GiB and every-4 "
                              "5.00 GiB)."),

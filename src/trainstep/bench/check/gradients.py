@@ -143,6 +143,11 @@ class Deviation:
             and self.worst <= self.worst_allowed
         )
 
+    @property
+    def severity(self) -> tuple[bool, float]:
+        """Larger where it is worse: what is wrong, then what uses more of what it is allowed."""
+        return not self.is_right, self.worst / (self.worst_allowed or 1)
+
     def __str__(self) -> str:
         named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}
         parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]

@@ -125,14 +125,14 @@ class Reference:
 
     @cached_property
     def updates(self) -> Mapping[str, Tensor]:
-        """How far each parameter moves in two updates of the gradients of the two places."""
+        """How far each parameter moves in updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
         moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
         return {name: each.cpu() for name, each in moved.items()}
 
     @property
     def update_gradients(self) -> list[Mapping[str, Tensor]]:
-        """The gradients of the two updates."""
+        """The gradients of the first update and of the others."""
         return [place.gradients.by_name for place in self.places]
 
     @cached_property

@@ -6,7 +6,7 @@ A step is judged three times, and no speed is shown of one that fails any:
    there at about 1e-5. The precision itself is not judged here.
 2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
    rounding (`Reference.rounding`).
-3. Two updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
+3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
 the very step that was timed.
@@ -28,7 +28,7 @@ from typing import Any, Literal
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at, load
-from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates, take_updates
+from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
@@ -87,7 +87,7 @@ class Verdict:
             parts.append(str(self.own))
         if not self.update.is_right:
             off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
-            parts.append(f"two updates of {self.update.name} from equal gradients {off}")
+            parts.append(f"{UPDATES} updates of {self.update.name} from equal gradients {off}")
         return "; ".join(parts)
 
 
@@ -147,7 +147,9 @@ class StepCheck:
         load(step.module, self.reference.places[TRAINED].state)
         own, how = self._judge(step, TRAINED)
         compared = verdict.compared if how == "as it is" else how
-        return dataclasses.replace(verdict, own=_worse(verdict.own, own), compared=compared)
+        return dataclasses.replace(
+            verdict, own=max(verdict.own, own, key=lambda each: each.severity), compared=compared
+        )
 
     def judge(self, config: StepConfig) -> Verdict:
         """Judge a step that is not timed: start, some training, end."""
@@ -199,8 +201,3 @@ class StepCheck:
         found = take_updates(step.optimizer, step.module.named_parameters(), reference.update_gradients)
         unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
         return compare_updates(found, reference.updates, reference.sizes, unit)
-
-
-def _worse(a: Deviation, b: Deviation) -> Deviation:
-    """The one that is wrong, or else uses more of what is allowed."""
-    return max(a, b, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)))

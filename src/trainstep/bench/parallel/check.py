@@ -1,9 +1,10 @@
 """Does a scheme train what one process would? It is judged in three parts, and shows no speed if it fails any.
 
 1. The gradients that it hands its optimizer, per parameter and row, scale included: in float32, at about 1e-5,
-   and in the precision at hand (`bench.check.gradients`), in the first pass through the wrapper and in the third. An
-   optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
-2. Two updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
+   and in the precision at hand (`bench.check.gradients`), in the first pass through the wrapper and in a later
+   one with other weights: buckets are filled anew after one, weights may be stale after an update, and something may go
+   wrong after ten. An optimizer that adapts hides a factor: five steps of AdamW are the same with gradients × 100.
+2. Twelve updates of its optimizer, every gradient filled with one constant, which is the same for shards and wholes, at
    float32's tolerance (`bench.check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
 
@@ -35,10 +36,20 @@ from torch import Tensor, nn
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation, Gradients
-from trainstep.bench.check.updates import ROUNDING, UpdateError, compare_updates
+from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates
 from trainstep.bench.outcome import Failure, attempt, attempt_on_all_ranks, release_memory
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.one_process import FILLED, PASSES, STEPS, Expected, expected, fill_gradients, seeded
+from trainstep.bench.parallel.one_process import (
+    BATCHES,
+    FILLED,
+    MOVED,
+    STEPS,
+    Expected,
+    batches,
+    expected,
+    fill_gradients,
+    seeded,
+)
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import PRECISIONS, PrecisionName
@@ -52,6 +63,8 @@ Result = TypeVar("Result")
 
 LEARNING_RATE = 2.0**40
 """By which SGD shows gradients."""
+PASSES = 12
+"""More than ten, so that what goes wrong after ten is among them; in float32 beside another precision, three."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Agreement:
     float32: Deviation | None
     """The same in float32, where that is another precision."""
     optimizer: UpdateError
-    """Of two updates from equal gradients."""
+    """Of `UPDATES` from equal gradients."""
     loss_error: float
     update_error: float
     loss_allowed: float
@@ -109,7 +122,7 @@ class Agreement:
             found.append(f"its gradients: {self.gradients}")
         if not self.optimizer.is_right:
             off = f"off by {self.optimizer.error:.2g} of {self.optimizer.allowed:.2g}"
-            found.append(f"two updates of {self.optimizer.name} from equal gradients {off}")
+            found.append(f"{UPDATES} updates of {self.optimizer.name} from equal gradients {off}")
         steps = f"after {STEPS} steps"
         if not self.loss_error <= self.loss_allowed:
             found.append(f"{steps} its loss is off by {self.loss_error:.3g} ({self.loss_allowed:.3g} allowed)")
@@ -177,8 +190,8 @@ def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> 
         )
     trial = _Trial(case, wanted, process)
     with without_dropout():
-        own = trial.gradients(case.config.precision)
-        float32 = None if case.config.precision == "fp32" else trial.gradients("fp32")
+        own = trial.gradients(case.config.precision, PASSES)
+        float32 = None if case.config.precision == "fp32" else trial.gradients("fp32", BATCHES[-1])
     optimizer = trial.updates()
     loss_error, update_error = trial.training()
     if trial.error is not None:
@@ -200,32 +213,36 @@ class _Trial:
     error: Exception | None = None
     """What rank 0 met while the others went on."""
 
-    def gradients(self, precision: PrecisionName) -> Deviation | None:
-        """In the pass of `PASSES` that uses most of what is allowed; None but on rank 0."""
+    def gradients(self, precision: PrecisionName, most: int) -> Deviation | None:
+        """In the first pass or the one numbered `most`, whichever uses most of what is allowed; None but on rank 0."""
         case = dataclasses.replace(self.case, config=dataclasses.replace(self.case.config, precision=precision))
         found = []
-        for place, passes in enumerate(PASSES):
+        for place, (count, passes) in enumerate(zip(BATCHES, (1, most), strict=True)):
             step = self._build(case, self._shown_by_sgd)
-            for number in range(1, passes + 1):
+            rates = [0.0] * (passes - 1) + [LEARNING_RATE]
+            if place and not case.allow_unused:
+                rates[-2] = 1.0
+                fill_gradients(step, [None] * (passes - 2) + [-MOVED, None])
+            for rate, batch in zip(rates, batches(step, count, passes), strict=True):
                 for group in step.optimizer.param_groups:
-                    group["lr"] = LEARNING_RATE if number == passes else 0.0
-                loss = _mean_over_ranks([_loss_of(step)], self.process)[0]
-            moved = self._moved(step)
+                    group["lr"] = rate
+                loss = _mean_over_ranks([_loss_of(step, batch)], self.process)[0]
+            moved = self._moved(step, place)
             del step
             self._release()
             if (wanted := self.wanted) is not None:
                 shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
                 found.append(self._alone(partial(wanted.gradients.compare, shown, place, precision)))
         known = [each for each in found if each is not None]
-        return max(known, key=lambda each: (not each.is_right, each.worst / (each.worst_allowed or 1)), default=None)
+        return max(known, key=lambda each: each.severity, default=None)
 
     def updates(self) -> UpdateError | None:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
         step = self._build(self.case)
-        fill_gradients(step)
-        for _ in FILLED:
-            _loss_of(step)
-        moved = self._moved(step)
+        fill_gradients(step, FILLED)
+        for batch in batches(step, 2, len(FILLED)):
+            _loss_of(step, batch)
+        moved = self._moved(step, 0)
         if self.wanted is None:
             return None
         entry, updates = PRECISIONS[self.case.config.precision], self.wanted.updates
@@ -239,7 +256,7 @@ class _Trial:
         with nullcontext() if self.case.config.compile == "off" else eager_random():
             seeds = itertools.count(process.rank, process.world_size)
             step = self._build(self.case, lambda workload: seeded(workload, seeds))
-            means = _mean_over_ranks([_loss_of(step) for _ in range(STEPS)], process)
+            means = _mean_over_ranks([_loss_of(step, batch) for batch in batches(step, STEPS, STEPS)], process)
         trained = None if self.wanted is None else self.wanted.trained
         squares: dict[str, float] = {}
         for name, value in self._in_full(step):
@@ -277,12 +294,12 @@ class _Trial:
 
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
-    def _moved(self, step: TrainingStep) -> dict[str, Tensor]:
-        """How far each parameter is from one process's initial weights, on its device; nothing but on rank 0."""
+    def _moved(self, step: TrainingStep, place: int) -> dict[str, Tensor]:
+        """How far each parameter is from one process's in a place, on its device; nothing but on rank 0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
-            if self.wanted is not None and name in self.wanted.initial:
-                before = self.wanted.initial[name].to(value.device, value.dtype)
+            if self.wanted is not None and name in (state := self.wanted.gradients.places[place].state):
+                before = state[name].to(value.device, value.dtype)
                 moved[name] = (value.double() - before.double()).float()
         return moved
 
@@ -309,8 +326,8 @@ def _host_threads(process: Process) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _loss_of(step: TrainingStep) -> Tensor:
-    loss = step(step.next_batch())
+def _loss_of(step: TrainingStep, batch: Any) -> Tensor:
+    loss = step(batch)
     assert loss is not None, "a step has a loss"
     return loss.double()
 

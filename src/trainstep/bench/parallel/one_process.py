@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
 from trainstep.bench.check.gradients import Gradients
 from trainstep.bench.check.reference import Reference
+from trainstep.bench.check.updates import UPDATES
 from trainstep.bench.parallel import share_of
 from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
@@ -35,10 +36,13 @@ from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource, map_tensors
 
 STEPS = 5
-PASSES = (1, 3)
-"""The passes through a wrapper whose gradients are compared: the first, and one after buckets were filled anew."""
-FILLED = (2.0**-7, -3 * 2.0**-7)
-"""What every gradient is filled with before each of two updates: large beside Adam's ε, and unlike in size and sign."""
+BATCHES = (1, 3)
+"""The batches whose gradients are compared: the first with the initial weights, the third with those `MOVED`."""
+MOVED = 2.0**-9
+"""By how much every weight is larger there, about six steps of AdamW: a scheme that computes with weights from before
+an update shows it. Where parameters may go without a gradient, and so without an update, weights stay as they are."""
+FILLED = (2.0**-7, *[-3 * 2.0**-7] * (UPDATES - 1))
+"""What every gradient is filled with before each of the updates: large beside Adam's ε, and unlike in size and sign."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Expected:
     """What one process computes, and how far a scheme may be from it."""
 
     gradients: Reference
-    """Its places are the batches of `PASSES`, with the initial weights."""
+    """Its places are those of `BATCHES`."""
     updates: Mapping[str, Tensor]
     """How far each parameter moves in updates of `FILLED`; without those that are not used in both."""
     trained: Trained
@@ -87,9 +91,10 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
         shares = WorkloadSource(
             source.name, lambda step: seeded(source.build(step), itertools.cycle(range(world_size))), source.model
         )
-        gradients = Reference(shares, wide_config, _batches, partial(_mean_gradients, world_size))
         wide = _train(source, wide_config, world_size, double=double)
         plain = _train(source, plain_config, world_size, double=False)
+        places, mean = partial(_places, 0.0 if plain.unused else MOVED), partial(_mean_gradients, world_size)
+        gradients = Reference(shares, wide_config, places, mean)
     own = _distance(plain.parameters, wide.parameters) / plain.moved
     rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
     off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
@@ -113,22 +118,35 @@ def seeded(workload: Workload, seeds: Iterator[int]) -> Workload:
     return dataclasses.replace(workload, forward=from_its_seed)
 
 
-def fill_gradients(step: TrainingStep) -> None:
-    """From now on the step's optimizer finds `FILLED` in its gradients, once each, whatever backward left."""
-    values = iter(FILLED)
+def fill_gradients(step: TrainingStep, values: Iterable[float | None]) -> None:
+    """From now on the step's optimizer finds these in its gradients, one in each update; None: what backward left."""
+    each = iter(values)
 
     def fill(*_: Any) -> None:
-        value = next(values)
-        for gradient in local_gradients(step.replica):
-            gradient.fill_(value)
+        value = next(each)
+        if value is not None:
+            for gradient in local_gradients(step.replica):
+                gradient.fill_(value)
 
     step.optimizer.register_step_pre_hook(fill)
 
 
-def _batches(step: TrainingStep) -> Iterator[Any]:
-    for number in range(1, max(PASSES) + 1):
-        batch = step.next_batch()
-        if number in PASSES:
+def batches(step: TrainingStep, count: int, passes: int) -> Iterator[Any]:
+    """A batch for each pass: the first `count`, and the last of them again."""
+    batch = None
+    for number in range(passes):
+        batch = step.next_batch() if number < count else batch
+        yield batch
+
+
+def _places(moved: float, step: TrainingStep) -> Iterator[Any]:
+    first, last = BATCHES
+    for number, batch in enumerate(batches(step, last, last), 1):
+        if number == last:
+            with torch.no_grad():
+                for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
+                    parameter.add_(moved)
+        if number in (first, last):
             yield batch
 
 
@@ -159,9 +177,9 @@ def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dic
             del used[name]
 
     step.optimizer.register_step_pre_hook(drop_unused)
-    fill_gradients(step)
-    for _ in FILLED:
-        step.accumulate(_shares(step.next_batch(), world_size))
+    fill_gradients(step, FILLED)
+    for batch in batches(step, 2, len(FILLED)):
+        step.accumulate(_shares(batch, world_size))
     return {name: (value.detach().double() - before[name].double()).float().cpu() for name, value in used.items()}
 
 

@@ -137,7 +137,7 @@ ERRORS = define(
     _limit("Worst parameter or row", "worst_gradient_error"),
     Column("Which", lambda row: Cell(str(row.values.get("worst_parameter") or NONE), is_text=True, tone="quiet")),
     Column("The same in float32", _in_float32),
-    _limit("Two updates", "update_error"),
+    _limit("Updates", "update_error"),
     Column("Used at most", _most_used),
     columns.value("Compared", "compared"),
     key=lambda row: str(row.case["rung"]),
@@ -186,7 +186,7 @@ def _checks(rungs: Sequence[RungRow]) -> str:
         return "Its loss and gradients on the first batch were compared with the first rung’s before it was timed."
     return (
         "Before it is timed it is judged beside the plain step: in float32, in its own precision per parameter and "
-        "row, and by two updates of its optimizer; after that once more with trained weights."
+        "row, and by updates of its optimizer; after that once more with trained weights."
     )
 
 

@@ -10,7 +10,7 @@ from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Finding, found, listed, literal, told_apart
 from trainstep.report.numbers import numeric
-from trainstep.stats import ratio_of_medians
+from trainstep.stats import Interval, Ratio, product
 
 BASELINE = "baseline"  # the rung that every climb begins with
 ON_TOP = ", on the top"  # ends the name of a rung that was not kept at first and is tried again
@@ -142,15 +142,18 @@ def after_precision(kept: Sequence[RungRow]) -> dict[str, Scalar] | None:
     lower = next((row for row, names in reversed(changes(kept)) if "precision" in names), None)
     if lower is None or lower is kept[-1] or not (lower.step_ms and kept[-1].step_ms):
         return None
-    return {"precision_rung": lower.rung, "after_precision": after(lower, kept[-1])[0]}
+    return {"precision_rung": lower.rung, "after_precision": after(lower, kept).value}
 
 
-def after(row: RungRow, top: RungRow) -> tuple[float, float | None, float | None]:
-    """The speed-up from one rung to a later one of the same ladder, with its interval where samples allow one."""
-    if not (row.samples.get("step") and top.samples.get("step")):
-        return numeric(row.step_ms) / numeric(top.step_ms), None, None
-    ratio = ratio_of_medians(row.samples["step"], top.samples["step"])
-    return ratio.value, *((ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None))
+def after(row: RungRow, kept: Sequence[RungRow]) -> Ratio:
+    """The speed-up that the rungs kept after one of them brought together: the product of their gains."""
+    later = itertools.islice(itertools.dropwhile(lambda each: each is not row, kept), 1, None)
+    return product([_gain_of(each) for each in later])
+
+
+def _gain_of(row: RungRow) -> Ratio:
+    known = row.gain_low is not None and row.gain_high is not None
+    return Ratio(numeric(row.gain), Interval(numeric(row.gain_low), numeric(row.gain_high)) if known else None)
 
 
 def rejected(rows: Sequence[Row]) -> list[Finding]:

@@ -117,11 +117,10 @@ def throttled(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def measured_again(rows: Sequence[Row]) -> list[Finding]:
-    """Rungs that were timed more than once."""
+    """Rungs that were timed for longer than was asked for."""
     again = tuple(row.rung for row in of_kind(rows, RungRow) if (row.attempts or 1) > 1)
     said = (
-        "Measured more than once, since the first times scattered or left the comparison with the rung before open: "
-        "{rungs:n}."
+        "Timed for longer than asked, since the first samples left the comparison with the rung before open: {rungs:n}."
     )
     return [found("noise.measured-again", said, rungs=again)] if again else []
 
