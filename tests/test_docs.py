@@ -120,7 +120,11 @@ DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
-    "trust.md": ("a little wider than 95 % would be", "false calls at 5 % or less", "fails if fewer than 95 % are killed"),
+    "trust.md": (
+        "a little wider than 95 % would be",
+        "false calls at 5 % or less",
+        "fails if fewer than 95 % are killed",
+    ),
     "theory.md": ("1 µs within a node, 5 µs between nodes: assumptions", "20 % too fast, FSDP 14 % ([lab log]"),
 }
 """Page → what is no measurement of ours: definitions, assumptions, and figures that name their source."""
