@@ -296,7 +296,8 @@ def test_transfers_are_mended_by_where_they_go_and_what_they_come_from(to_host, 
     every = on_profile(busy_ms=1.0, transfers_ms=0.4, transfers_overlapped_ms=0.1, transfers_gb=0.002, **values)
     finding = every["transfers"]
     assert finding.sentence == (
-        f"Transfers between host and device take 0.400 ms per step (0.00200 GB at 5.00 GB/s), 25% of it beside kernels{said}"
+        "Transfers between host and device take 0.400 ms per step (0.00200 GB at 5.00 GB/s), 25% of it beside kernels"
+        f"{said}"
     )
     figures = {"ms": 0.4, "gb": 0.002, "gb_s": pytest.approx(5.0), "overlapped_share": 0.25, "pinned_share": pinned}
     assert finding.figures == figures | {"to_host_share": to_host or 0}
