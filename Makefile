@@ -10,7 +10,7 @@ analyze: $(READY)
 
 test: $(READY) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
-	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 40)
+	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 12)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -284,6 +284,19 @@ BAD = [
     (["plan", "--config", "absent.toml"], "cannot read the configuration absent.toml"),
     (["plan", "--num-heads", "7"], "d_model 2560 does not divide into 7 heads"),
     (["train", "--steps", "0"], "steps is 0; expected 1 or more"),
+    (["train", "--learning-rate", "nan", "--device", "cpu"], "learning_rate is nan; expected a positive number"),
+    (["train", "--learning-rate", "inf", "--device", "cpu"], "learning_rate is inf; expected a positive number"),
+    (["train", "--timeout", "nan", "--device", "cpu"], "timeout is nan; expected seconds above 0"),
+    (["train", "--timeout", "inf", "--device", "cpu"], "timeout is inf; expected seconds above 0"),
+    (["train", "--global-batch", str(10**22), "--device", "cpu"], "tokens of an update is 5.12e+24; at most 1e+15"),
+    (["train", "--d-model", "4000000000000", "--device", "cpu"], "number of parameters is 2.56e+26; at most 1e+15"),
+    (["bench", "step", "--learning-rate", "nan"], "learning_rate is nan; expected a positive number"),
+    (["bench", "step", "--seed", str(2**64)], "less than 2^64"),
+    (["bench", "ab", "--width", "nan", "--precision", "fp32,bf16"], "width nan; expected 2 runs or more"),
+    (["memory", "--memory-gib", "nan"], "memory_gib is nan; expected a positive number"),
+    (["plan", "--network-gb-s", "nan"], "network_bytes_per_s is nan; expected a positive number"),
+    (["sweep", "examples/sweep.toml", "--timeout", "nan"], "timeout is nan; expected seconds above 0"),
+    (["compare", "README.md", "README.md", "--spread", "nan"], "spread is nan; expected a share of 0 or more"),
     (["train", "--batch", "0", "--device", "cpu"], "batch is 0; expected a positive number"),
     (["profile", "--from", "README.md"], "README.md is not a trace of torch.profiler"),
     (["compare", "absent.jsonl", "absent.jsonl"], "cannot read results from absent.jsonl"),
@@ -300,6 +313,14 @@ def test_bad_input_is_one_line_with_the_remedy(words, message, tmp_path, monkeyp
     assert message in error
     assert error.count("\n") == 1
     assert error.startswith("trainstep: ")
+
+
+def test_a_model_that_fits_no_memory_is_one_line(tmp_path):
+    found = trainstep("train", "--vocab-size", str(10**11), "--device", "cpu", "--out", str(tmp_path))
+    assert found.returncode == 2
+    (line,) = [line for line in found.stderr.splitlines() if "gloo" not in line.lower()]
+    assert line.startswith("trainstep: out of memory: ")
+    assert line.endswith("on more processes takes less")
 
 
 @pytest.mark.parametrize("words", [["bench", "step", "--precision", "fp8"], ["analyze", "--batch", "many"], ["fly"]])

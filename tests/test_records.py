@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import pytest
 
@@ -9,6 +10,7 @@ from trainstep.errors import UsageError
 from trainstep.kinds import PeakRow, RungRow, StepRow
 from trainstep.records import (
     RecordWriter,
+    SoFar,
     Times,
     belonging,
     by_case,
@@ -118,6 +120,71 @@ def test_a_former_run_is_kept(tmp_path):
         writer.close()
     assert read_records(path)[0].case["workload"] == "new"
     assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
+
+
+def test_starts_that_write_no_row_leave_the_former_files(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for name in ("old", "new"):
+        writer = RecordWriter(path)
+        writer.write(record(workload=name))
+        writer.close()
+    for _ in range(2):
+        RecordWriter(path).close()
+    RecordWriter(path)  # killed: it is not closed
+    assert read_records(path)[0].case["workload"] == "new"
+    assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
+
+
+def test_an_empty_file_is_not_rotated(tmp_path):
+    path = tmp_path / "results.jsonl"
+    (tmp_path / "results.previous.jsonl").write_text("good")
+    path.write_text("")
+    writer = RecordWriter(path)
+    writer.write(record())
+    assert (tmp_path / "results.previous.jsonl").read_text() == "good"
+    assert read_records(path) == [record()]
+
+
+def test_rows_so_far_stand_until_a_row_of_their_case_comes(tmp_path):
+    writer = RecordWriter(tmp_path / "results.jsonl")
+
+    def there():
+        assert writer.rows == read_records(writer.path)
+        return [(row.workload, row.tokens_per_s) for row in writer.rows]
+
+    writer.write(record(workload="before", tokens_per_s=1.0))
+    writer.write(SoFar([record(workload=name, tokens_per_s=1.0) for name in "ab"]))
+    assert there() == [("before", 1.0), ("a", 1.0), ("b", 1.0)]
+    writer.write(SoFar([record(workload=name, tokens_per_s=2.0) for name in "abc"]))
+    assert there() == [("before", 1.0), ("a", 2.0), ("b", 2.0), ("c", 2.0)]
+    writer.write(record(workload="b", tokens_per_s=3.0))
+    assert there() == [("before", 1.0), ("b", 3.0), ("a", 2.0), ("c", 2.0)]
+    writer.write(record(workload="c", tokens_per_s=3.0))
+    writer.write(record(workload="a", tokens_per_s=3.0))
+    writer.write(record(workload="after", tokens_per_s=4.0))
+    assert there() == [("before", 1.0), ("b", 3.0), ("c", 3.0), ("a", 3.0), ("after", 4.0)]
+    writer.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+@pytest.fixture
+def nearly_full():
+    """No file may have more than 1000 bytes, as on a disk that is nearly full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("nearly_full")
+def test_a_full_disk_is_said_and_leaves_whole_rows(tmp_path):
+    writer = RecordWriter(tmp_path / "results.jsonl")
+    writer.write(record())
+    for long in (record(reason="x" * 900), SoFar([record(reason="x" * 900)])):
+        with pytest.raises(UsageError, match=r"cannot write .*: File too large; the 1 rows before are there"):
+            writer.write(long)
+        assert read_records(writer.path) == [record()] == writer.rows
+    writer.close()
 
 
 def test_an_unwritable_folder(tmp_path):

@@ -1,6 +1,18 @@
 """`python -m trainstep`: the command."""
 
-from trainstep.cli import main
+import os
+import sys
+
+
+def main() -> None:
+    """As `trainstep.cli.main`, which is imported here so that Ctrl-C during imports is no traceback."""
+    try:
+        from trainstep.cli import main as run
+    except KeyboardInterrupt:
+        os.write(2, b"trainstep: interrupted\n")
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

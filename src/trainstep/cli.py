@@ -6,10 +6,14 @@ that `--help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainstep.commands.bench import Bench
@@ -17,6 +21,7 @@ from trainstep.commands.compare import Compare
 from trainstep.commands.machine import Info, Tune
 from trainstep.commands.memory import Memory
 from trainstep.commands.options import Common, parse_as
+from trainstep.commands.output import BAD_INPUT, INTERRUPTED, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
 from trainstep.commands.sweep import Sweep
@@ -25,6 +30,8 @@ from trainstep.errors import UsageError, printable
 
 COMMANDS: Any = Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
 
+LEFT = "trainstep: interrupted"
+
 
 def parse(words: Sequence[str]) -> Common:
     """The command that the words name, with its flags; otherwise as `parse_as`."""
@@ -32,20 +39,56 @@ def parse(words: Sequence[str]) -> Common:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 1 no case could be measured, 2 the input was bad, 130 interrupted (what was
-    measured is on disk)."""
-    command = parse(sys.argv[1:] if words is None else words)
+    """Run the command and exit: 0 done, 1 no case could be measured, 2 the input was bad or an output full,
+    130 interrupted (what was measured is on disk)."""
+    with steady_outputs() as out, _leaving_at_once():
+        code = _run(sys.argv[1:] if words is None else words)
+        out.flush()
+        if failure := output_failed(out):
+            print(f"trainstep: {failure}", file=sys.stderr)
+            code = code or BAD_INPUT
+    sys.exit(code)
+
+
+def _run(words: Sequence[str]) -> int:
+    try:
+        command = parse(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     if command.debug:
         logging.basicConfig()
         logging.getLogger("trainstep").setLevel(logging.DEBUG)
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice: the ladder measures what it is worth
     try:
-        sys.exit(command.run())
+        return command.run()
     except UsageError as error:
         if command.debug:
             raise
         print(f"trainstep: {printable(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(LEFT, file=sys.stderr)
+        return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """While nothing is measured (imports, printing), Ctrl-C ends the process at once: libraries that are being imported
+    may swallow a KeyboardInterrupt, or fail later because of it."""
+
+    def leave(number: int, frame: object) -> None:
+        os.write(2, f"{LEFT}\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield  # it is not ours to handle, as with nohup
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ files and the grids of `trainstep bench` are made from these dataclasses. This m
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -152,10 +153,10 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "learning_rate"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected a positive number")
-        if self.seed < 0:
-            raise UsageError(f"seed is {self.seed}; expected 0 or more")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed is {self.seed}; expected 0 or more, and less than 2^64")
         blocks_per_checkpoint(self.checkpointing)
 
 

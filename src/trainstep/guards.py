@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -17,10 +18,15 @@ LOCK = ".lock"  # a file of its own: NFS locks no folder, and nothing for one wh
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path, other: str) -> Iterator[None]:
+def held_folder(folder: Path, other: str, *, wait_s: float = 0.0) -> Iterator[int]:
     """Make the folder, and hold it against every other process that would. It is let go however this one ends.
 
-    `other` is what another process that holds it is doing, for the message: `another sweep is running`.
+    Yields the lock's file descriptor: a process that is started with it holds the folder too.
+
+    Args:
+        folder: what is held.
+        other: what another process that holds it is doing, for the message: `another sweep is running`.
+        wait_s: seconds that another process has to let go.
 
     Raises:
         UsageError: another process holds it, or it cannot be written or locked.
@@ -32,14 +38,22 @@ def held_folder(folder: Path, other: str) -> Iterator[None]:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            deadline = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.05)
         except BlockingIOError as error:
             raise UsageError(f"{other} in {folder}; wait for it, or choose another --out") from error
         except OSError as error:
             raise UsageError(
                 f"cannot lock {folder / LOCK}: {error.strerror}; choose an --out on a file system with locks (flock)"
             ) from error
-        yield
+        yield lock.fileno()
 
 
 class StopSignals:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import IO, TYPE_CHECKING, Any, get_args
 
 from trainstep.errors import UsageError
 from trainstep.kinds import rows_of
@@ -24,42 +26,95 @@ if TYPE_CHECKING:
 SECTIONS = ("case", "values", "samples", "series", "environment")
 
 
-class RecordWriter:
-    """Writes rows to a JSON Lines file, each flushed at once: what was measured survives whatever comes after.
+@dataclass(frozen=True)
+class SoFar:
+    """Rows of measurements that go on: each stands until a row of its kind and case, or another `SoFar`, replaces it.
 
-    A file already there is kept as `NAME.previous.jsonl`, ready for `trainstep compare`.
+    What reads the file meanwhile, or after the run was killed, sees ordinary rows of fewer rounds.
+    """
+
+    rows: Sequence[Row]
+
+
+class RecordWriter:
+    """Writes rows to a JSON Lines file, each at once: what was measured survives whatever comes after.
+
+    With the first row, and not before, a file already there becomes `NAME.previous.jsonl`, ready for `trainstep
+    compare`; until then the rows are in `.NAME`.
 
     Raises:
-        UsageError: the folder or the file cannot be written.
+        UsageError: the folder or the file cannot be written. The rows before are whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        self._written: list[Row] = []
+        self._so_far: list[Row] = []
+        self._draft = path.with_name(f".{path.name}")
+        with self._said():
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                path.replace(path.with_suffix(".previous.jsonl"))
-            self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+            self._file = self._draft.open("wb", buffering=0)
 
-    def write(self, row: Row) -> None:
-        """Append one row."""
-        sections = {name: dict(getattr(row, name)) for name in SECTIONS}
-        line = {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
-        text = json.dumps(_jsonable(line), ensure_ascii=False)
-        if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
-            text = json.dumps(_jsonable(line))
-        self._file.write(text + "\n")
-        self._file.flush()
+    @property
+    def rows(self) -> list[Row]:
+        """What the file holds."""
+        return [*self._written, *self._so_far]
+
+    def write(self, row: Row | SoFar) -> None:
+        """Append one row; or replace those that stand so far, the file changing as a whole."""
+        with self._said():
+            if isinstance(row, SoFar):
+                self._replace(self._written, list(row.rows))
+            elif self._so_far:
+                others = [each for each in self._so_far if (each.kind, each.case) != (row.kind, row.case)]
+                self._replace([*self._written, row], others)
+            else:
+                self._append(row)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        if not self.rows:
+            self._draft.unlink(missing_ok=True)
 
+    def _append(self, row: Row) -> None:
+        end = self._file.tell()
+        try:
+            _write_all(self._file, _line(row))
+        except OSError:
+            self._file.truncate(end)  # half a line would make the others unreadable
+            self._file.seek(end)
+            raise
+        self._put_in_place()
+        self._written.append(row)
 
-def _is_text(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+    def _replace(self, written: list[Row], so_far: list[Row]) -> None:
+        if not (rows := [*written, *so_far]):
+            return
+        with self._draft.open("wb", buffering=0) as file:
+            for row in rows:
+                _write_all(file, _line(row))
+        self._put_in_place()
+        self._file.close()
+        self._file = self.path.open("ab", buffering=0)
+        self._written, self._so_far = written, so_far
+
+    def _put_in_place(self) -> None:
+        """Give the draft its name; once it has, there is none. The first time, what was there is kept."""
+        if not self._draft.exists():
+            return
+        if not self.rows and self.path.exists() and self.path.stat().st_size:
+            self.path.replace(self.path.with_suffix(".previous.jsonl"))
+        self._draft.replace(self.path)
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kept = f"; the {len(self.rows)} rows before are there" if self.rows else ""
+            advice = "choose another folder with --out"
+            raise UsageError(f"cannot write {self.path}: {error.strerror}{kept}; {advice}") from error
 
 
 def write_whole(path: Path, rows: Iterable[Row]) -> None:
@@ -69,12 +124,34 @@ def write_whole(path: Path, rows: Iterable[Row]) -> None:
         UsageError: the folder or the file cannot be written.
     """
     draft = path.with_name(f".{path.name}")
-    draft.unlink(missing_ok=True)
-    writer = RecordWriter(draft)
-    for row in rows:
-        writer.write(row)
-    writer.close()
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb", buffering=0) as file:
+            for row in rows:
+                _write_all(file, _line(row))
+        draft.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
+
+
+def _line(row: Row) -> bytes:
+    sections = {name: dict(getattr(row, name)) for name in SECTIONS}
+    line = {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
+    text = json.dumps(_jsonable(line), ensure_ascii=False)
+    if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
+        text = json.dumps(_jsonable(line))
+    return f"{text}\n".encode()
+
+
+def _is_text(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    """An unbuffered file takes a part where the disk is nearly full."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _jsonable(value: Any) -> Any:

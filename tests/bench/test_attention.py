@@ -41,6 +41,25 @@ def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
     assert row.error_nearest == "dq in the worst row"
 
 
+def test_the_rows_of_a_shape_come_before_the_next_shape_starts(monkeypatch):
+    started = []
+
+    def measured(cases, *_):
+        started.append(cases[0].seq)
+        return [AttentionRow(**dataclasses.asdict(case)) for case in cases]
+
+    monkeypatch.setattr(bench, "_measure_in_turns", measured)
+    cases = [dataclasses.replace(SMALL, seq=seq, impl=impl) for seq in (16, 32) for impl in ("sdpa", "flash-triton")]
+    rows, seen = run_cases(cases, device="cpu", warmup=1, passes=3, rounds=3), []
+    for row in rows:
+        seen.append((row.kind, row.seq, list(started)))
+    first, second = [16], [16, 32]
+    assert [each for each in seen if each[1] == 16] == [("attention", 16, first)] * 2 + [("attention ratio", 16, first)]
+    assert [each for each in seen if each[1] == 32] == [("attention", 32, second)] * 2 + [
+        ("attention ratio", 32, second)
+    ]
+
+
 def test_a_row_has_times_rates_memory_and_errors():
     (row,) = run_cases([SMALL], device="cpu", warmup=1, passes=8)
     assert row.status == "ok", row.reason

@@ -119,7 +119,7 @@ def test_a_mistake_changes_nothing(trained, mistake):
 
 
 def test_the_first_line_says_what_is_trained_how_and_from_where():
-    older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1})
+    older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1, "sha256": {}})
 
     def first(start):
         return start.describe(config(), 2, Path("runs/a"))

@@ -168,7 +168,9 @@ def test_a_restart_does_not_go_back_again(unfinished):
 def test_a_checkpoint_with_scrambled_content_is_an_error(unfinished):
     path = next((unfinished / "checkpoints" / "step-00000008").glob("*.distcp"))
     path.write_bytes(os.urandom(path.stat().st_size))
-    with pytest.raises(UsageError, match=r"step-00000008 cannot be read: .*name an older checkpoint"):
+    with pytest.raises(
+        UsageError, match=r"step-00000008 is damaged: the content of .*distcp is not .*--resume-from step-00000004"
+    ):
         alone(config(), unfinished)
 
 

@@ -4,10 +4,12 @@ import dataclasses
 import io
 import json
 
+import pytest
 import torch
 from rich.console import Console
 
 from tests.train.runs import config
+from trainstep.errors import UsageError
 from trainstep.kinds import TrainRow
 from trainstep.parallel.process import Process
 from trainstep.records import Times
@@ -31,6 +33,25 @@ def test_rows_after_the_checkpoint_are_cut_when_a_run_goes_on(tmp_path):
         (1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (5, 2.5), (6, 30.0),
     ]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 3, "lo\n', b"\xff\xfe\n", b"[3]\n", b"\0\0\0\n", b"\n"])
+def test_a_damaged_line_is_named_and_the_rows_after_it_stay(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n{"step": 2}\n' + damage + b'{"step": 4}\n'
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl, line 3 is damaged \(.*mend that line or delete it"):
+        MetricsWriter(tmp_path, step=4, tensorboard=False)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\0\0\0", b"\xe2\x82"])
+def test_a_torn_last_line_is_cut(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\n{"step": 2}')
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}], "only its end is missing"
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):

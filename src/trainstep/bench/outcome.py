@@ -74,7 +74,7 @@ def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[R
 def classify(error: Exception) -> Failure:
     """What a grid records of an error."""
     text = one_line(error)
-    if isinstance(error, torch.OutOfMemoryError) or "memory: you tried to allocate" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory: you tried to allocate" in str(error):
         return Failure("out of memory", text)  # the CPU's allocator raises a plain RuntimeError
     if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
         return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")

@@ -28,7 +28,7 @@ from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 
 if TYPE_CHECKING:
     from trainstep.parallel.process import Process
-    from trainstep.records import Row
+    from trainstep.records import Row, SoFar
 
 _OF_GRIDS = {
     name: "; ".join([shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items())])
@@ -99,7 +99,7 @@ class BenchAb(_StepCases):
 
         from trainstep.bench.sweep.ab import arms_of, run_alone, run_arms
 
-        if self.max_runs < 2 or self.width <= 0:
+        if self.max_runs < 2 or not self.width > 0:
             raise UsageError(
                 f"max-runs is {self.max_runs}, width {self.width:g}; expected 2 runs or more, and a width above 0"
             )
@@ -221,7 +221,7 @@ class BenchParallel(OneModel):
             return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
 
 
-def _first_rank_reports(process: Process, records: Iterable[Row], out: Path, title: str, total: int) -> int:
+def _first_rank_reports(process: Process, records: Iterable[Row | SoFar], out: Path, title: str, total: int) -> int:
     """Measure on all ranks; the first one prints and writes."""
     if process.rank == 0:
         return run_and_report(records, out, title, total=total)

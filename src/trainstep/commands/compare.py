@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tyro.conf import Positional
 
 from trainstep.commands.options import Common, commas
 from trainstep.commands.output import console_for_output
+from trainstep.errors import UsageError
 from trainstep.stats import RUN_SPREAD
 
 
@@ -31,6 +33,8 @@ class Compare(Common):
         from trainstep.report.compare import compare, comparison_table
         from trainstep.report.formats import to_terminal
 
+        if not 0 <= self.spread < math.inf:
+            raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
         comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
         console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))
         return 0

@@ -51,6 +51,8 @@ class Memory(OneModel):
     def run(self) -> int:
         if self.steps < 1:
             raise UsageError(f"steps is {self.steps}; expected at least 1")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
         if self.snapshot is not None:
             from trainstep.bench.allocations import imported_records
 

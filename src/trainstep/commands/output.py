@@ -2,26 +2,96 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.errors import printable
+from trainstep.errors import UsageError, printable
 from trainstep.guards import StopSignals
 
 if TYPE_CHECKING:
     import rich.console
 
-    from trainstep.records import Row
+    from trainstep.records import Row, SoFar
 
 NOTHING_RAN, INTERRUPTED = 1, 130
 """Exit codes when every case failed (there are rows, and they only say why), and after Ctrl-C, as shells have it."""
+BAD_INPUT = 2
+"""Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
 
 
-def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | None = None) -> int:
-    """Write each record as it comes, with progress; then print the tables and findings and write the report."""
+class SteadyOutput:
+    """Standard output that ends no run when it fails, as where `head` has read enough: what follows is dropped.
+
+    What the terminal's encoding lacks is printed as `?`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.failure: OSError | None = None
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            self.failure = self.failure or error
+            with contextlib.suppress(OSError):  # what is left in the buffer, and what child processes write, goes there
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+
+@contextlib.contextmanager
+def steady_outputs() -> Iterator[SteadyOutput]:
+    """Standard output and error as `SteadyOutput`, also where they were closed before the start; yields the first."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: else the next file would have it
+    before = sys.stdout, sys.stderr
+    out, err = (SteadyOutput(stream or open(os.devnull, "w")) for stream in before)  # noqa: SIM115
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+def output_failed(out: SteadyOutput) -> str | None:
+    """What to say of an output that took no more; None where all went well, or its reader has gone."""
+    if out.failure is None or out.failure.errno == errno.EPIPE:
+        return None
+    return f"cannot write to standard output: {out.failure.strerror}; what was measured is in files"
+
+
+def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total: int | None = None) -> int:
+    """Write each record as it comes, with progress; write the report; then print the tables and findings.
+
+    Ctrl-C and SIGTERM end the measurements; what there is by then is reported.
+
+    Raises:
+        UsageError: the rows or the report cannot be written. What was measured is printed even then.
+    """
     from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
     from trainstep.report.formats import to_terminal
@@ -31,21 +101,32 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}")
-    taken: list[Row] = []
+    unwritten: UsageError | None = None
     code = 0
+    signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
     try:
-        with StopSignals(signal.SIGINT, raises=True) as signals:
+        with signals:
             for record in _with_progress(records, console, title, total):
                 writer.write(record)
-                taken.append(record)
                 if signals.received:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
-        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
         code = INTERRUPTED
+    except Exception:
+        if signals.received is None:
+            raise
+        code = INTERRUPTED  # the error is the signal's: it ended the other ranks, or a process that was waited for
     finally:
         writer.close()
+    taken = writer.rows
     report = Report(taken)
+    try:
+        if taken:
+            report.write(out)
+    except UsageError as error:
+        unwritten = error
+    if code == INTERRUPTED:
+        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
     tables = make_tables(taken, "terminal")
     if passes := repeatability(taken):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
@@ -55,8 +136,9 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
         console.print(f"• {finding.sentence}")
     if report.recommended_flags:
         console.print(f"\nRecommended: {report.recommended_flags}")
+    if unwritten is not None:
+        raise unwritten
     if taken:
-        report.write(out)
         files = ("trace", "snapshot")  # values that name a file written beside the rows
         beside = "".join(f", {each}" for row in taken for name in files if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
@@ -70,16 +152,21 @@ def run_and_report(records: Iterable[Row], out: Path, title: str, total: int | N
 
 
 def _with_progress(
-    records: Iterable[Row], console: rich.console.Console, title: str, total: int | None
-) -> Iterator[Row]:
+    records: Iterable[Row | SoFar], console: rich.console.Console, title: str, total: int | None
+) -> Iterator[Row | SoFar]:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    from trainstep.records import SoFar
 
     times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(escape(printable(title)), total=total)
         for record in records:
+            if isinstance(record, SoFar):
+                yield record
+                continue
             what = " ".join(str(value) for value in record.case.values() if value is not None)
             progress.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
             yield record

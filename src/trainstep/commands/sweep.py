@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainstep.bench.sweep.cases import Case
     from trainstep.records import Row, Status
 
+ENDING_S = 3.0  # what the case of a sweep that was just killed takes to end
 SWEPT: Any = Analyze | Bench | Memory | Plan | Profile
 """The commands that a sweep's file may name."""
 
@@ -69,7 +70,7 @@ class Sweep(Common):
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
             raise UsageError(f"{given}; expected jobs and minutes from 1 up")
-        if self.timeout is not None and self.timeout <= 0:
+        if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
         grid = load_grid(self.file, lambda words: parse_as(SWEPT, words), out)
@@ -84,19 +85,25 @@ class Sweep(Common):
             require_slurm()
         timeout_s = self.timeout if self.timeout is not None else grid.timeout_s
         # SIGTERM, by which schedulers end a program, keeps the rows and ends the cases' processes as Ctrl-C does.
-        with held_folder(out, "another sweep is running"), StopSignals(signal.SIGTERM, raises=True):
+        with (
+            held_folder(out, "another sweep is running", wait_s=ENDING_S) as lock,
+            StopSignals(signal.SIGTERM, raises=True),
+        ):
             print(_count(cases, retried), flush=True)
-            execute = functools.partial(self._execute, out, timeout_s)
+            execute = functools.partial(self._execute, out, timeout_s, lock)
             with contextlib.closing(sweep_records(cases, execute, retried)) as records:
                 told = _told(records, grid.axes, len(cases))
                 return run_and_report(told, out, f"sweep {self.file.name}", total=len(cases))
 
-    def _execute(self, out: Path, timeout_s: float | None, pending: Sequence[Case]) -> Generator[Case, None, None]:
+    def _execute(
+        self, out: Path, timeout_s: float | None, lock: int, pending: Sequence[Case]
+    ) -> Generator[Case, None, None]:
         from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1
-            return run_here(pending, jobs=jobs, gpus=visible_gpus() if jobs > 1 else (), timeout_s=timeout_s)
+            gpus = visible_gpus() if jobs > 1 else ()
+            return run_here(pending, jobs=jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
         asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
         return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
 

@@ -11,6 +11,7 @@ from typing import Any
 from trainstep.commands.options import BuiltinModel, flags_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
 from trainstep.config import load_toml, replace_checked
+from trainstep.errors import UsageError
 from trainstep.train.config import RunConfig, TrainConfig
 
 TrainFlags: Any = flags_of(TrainConfig)
@@ -30,6 +31,7 @@ class Train(BuiltinModel):
     already goes on; another one is never overwritten."""
 
     def run(self) -> int:
+        from trainstep.bench.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
@@ -43,6 +45,14 @@ class Train(BuiltinModel):
                 outcome = train(config, self.data, self.out, process, show, resume_from=self.resume_from)
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
                 mistake = error
+            except (RuntimeError, MemoryError) as error:
+                found = classify(error)
+                if found.status != "out of memory":
+                    raise
+                raise UsageError(
+                    f"out of memory: {found.reason}. A smaller --batch, --checkpointing every-1, or --scheme fsdp on "
+                    "more processes takes less"
+                ) from error
         if mistake is not None:
             if process.rank == 0:
                 raise mistake

@@ -184,10 +184,10 @@ _LARGEST = 2**64  # of a whole number: no size, count or address is larger
 def check_columns(
     columns: Mapping[str, Any], samples: Mapping[str, Any], series: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> None:
-    """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of words."""
+    """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of either."""
     for name, value in columns.items():
-        is_words = isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
-        if not _is_scalar(value) and not is_words:
+        is_list = isinstance(value, (list, tuple)) and all(map(_is_scalar, value))
+        if not _is_scalar(value) and not is_list:
             raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
     for name, value in environment.items():
         if not _is_scalar(value):
@@ -236,7 +236,7 @@ def check_types(kind: type[Row], case: Mapping[str, Any], values: Mapping[str, A
 _NUMBERS: tuple[type, ...] = (float, int)
 _TYPE_NAMES: Mapping[type, str] = {
     **dict.fromkeys((float, int), "a number"),
-    **dict.fromkeys((list, tuple), "a list of texts"),
+    **dict.fromkeys((list, tuple), "a list"),
     str: "a text",
     bool: "true or false",
 }

@@ -28,6 +28,7 @@ from trainstep.errors import UsageError
 
 Result = TypeVar("Result")
 
+LONGEST_S = 31 * 24 * 3600.0  # the most that a timeout may be
 TIMEOUT_S = 600.0  # how long a collective waits for the other ranks before it is an error
 
 
@@ -39,6 +40,7 @@ class Process:
     world_size: int
     device: torch.device  # the CPU, or the GPU of this local rank, which is also torch's current device
     group: dist.ProcessGroup
+    timeout_s: float = TIMEOUT_S  # how long its collectives wait; a further group is to be made with the same
 
 
 @contextmanager
@@ -56,6 +58,7 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
     if missing := [name for name in variables if name not in os.environ]:
         what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         raise UsageError(f"this runs in several processes, started by torchrun, and {what}; run: {torchrun_command()}")
+    check_timeout(timeout_s)
     bound = bind_device(device, int(os.environ["LOCAL_RANK"]))
     shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
@@ -85,6 +88,7 @@ def joined(
 
     After an error the connections are broken off instead, so that ranks waiting for this one fail too.
     """
+    check_timeout(timeout_s)
     if dist.is_initialized():
         raise UsageError("this process has joined a group already; leave it first (destroy_process_group)")
     on_gpu = device.type == "cuda"
@@ -99,7 +103,7 @@ def joined(
     )
     group = resolve_group(None)
     try:
-        yield Process(rank, world_size, device, group)
+        yield Process(rank, world_size, device, group, timeout_s)
     except BaseException:
         group.abort()
         raise
@@ -170,6 +174,12 @@ def bind_device(device: str, local_rank: int) -> torch.device:
     bound = torch.device("cuda", local_rank)
     torch.cuda.set_device(bound)
     return bound
+
+
+def check_timeout(seconds: float) -> None:
+    """Raise `UsageError` unless a collective can wait that long."""
+    if not 0 < seconds <= LONGEST_S:
+        raise UsageError(f"timeout is {seconds:g}; expected seconds above 0, and 31 days at most")
 
 
 def is_restart() -> bool:

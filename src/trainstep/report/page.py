@@ -100,7 +100,9 @@ def write_html(records: Sequence[Row], path: Path) -> None:
     page = render(records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8", errors="backslashreplace")  # names may hold half a surrogate
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(page, encoding="utf-8", errors="backslashreplace")  # names may hold half a surrogate
+        draft.replace(path)  # the page is there in full, or as it was before
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from error
 

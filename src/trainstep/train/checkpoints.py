@@ -1,9 +1,9 @@
 """The checkpoints of a run: what they hold, written beside training, complete or not there, the newest ones kept.
 
 All ranks write their parts into a hidden folder, in a thread, while training goes on; the tensors were copied to the
-host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size) and renames
-the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed. What is hidden is
-removed at the next start.
+host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size and
+checksum) and renames the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed,
+and one that was damaged since is not loaded. What is hidden is removed at the next start.
 
 Weights and the optimizer's state go by the parameters' names in the plain module, in full shape, whatever part of them
 a rank has. So single, ddp and fsdp read each other's checkpoints at any world size. The sharded optimizer cuts
@@ -13,12 +13,13 @@ parameters by their memory instead of by rows and keeps its state in a form of i
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
+from trainstep.parallel.checkpoint_files import checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
 from trainstep.parallel.process import AgreedError, Process, on_all_ranks
 from trainstep.schemes import SCHEMES
@@ -48,7 +48,11 @@ class Checkpoint:
     step: int  # updates made when it was taken
     note: Mapping[str, Any]
     """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
-    was told to go back to; `files` with their sizes."""
+    was told to go back to; `files` with their sizes; their `sha256`, which those of earlier versions lack."""
+
+    @property
+    def is_summed(self) -> bool:
+        return "sha256" in self.note
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -64,7 +68,7 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of a step, after a look at all its files.
 
     Raises:
-        UsageError: a file is missing or has another size than when it was written; older checkpoints are named.
+        UsageError: a file is missing or is not what was written; older checkpoints are named.
     """
     path = folder / name_of(step)
     instead = "there is no older checkpoint; start anew with another --out"
@@ -72,15 +76,24 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
         instead = f"to go on from an older one, give --resume-from {older[-1]}"
     try:
         note = json.loads((path / NOTE).read_text(encoding="utf-8"))
-        files = dict(note["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, sums = dict(note["files"]), dict(note.get("sha256", {}))
+        if sums and note["note_sha256"] != _sum_of_note(note):
+            raise ValueError("its content is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"checkpoint {path} is damaged: {NOTE} cannot be read ({error}); {instead}") from error
     for name, size in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise UsageError(f"checkpoint {path} is damaged: {name} {what}; {instead}")
+    if damage := damaged_file(path, sums):
+        raise UsageError(f"checkpoint {path} is damaged: {damage}; {instead}")
     return Checkpoint(path, step, note)
+
+
+def _sum_of_note(note: Mapping[str, Any]) -> str:
+    told = {name: value for name, value in note.items() if name != "note_sha256"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def tidy(folder: Path) -> None:
@@ -113,6 +126,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, *, keep: int, group: dist.ProcessGroup, last: int | None) -> None:
         self.folder, self._keep, self.group = folder, keep, group
         self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self.last = last  # step of the last checkpoint that is complete, as far as this process has seen
 
     def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
@@ -120,6 +134,8 @@ class CheckpointWriter:
         self.wait()
         saved = async_save(state, checkpoint_id=str(self._hidden(step)), process_group=self.group)
         assert isinstance(saved, Future), "the default stager answers when the copy is made"
+        if self.group.rank() == 0:
+            saved = self._thread.submit(self._summed, saved, self._hidden(step))
         self._underway = (step, saved, note)
 
     def poll(self) -> None:
@@ -138,9 +154,9 @@ class CheckpointWriter:
         step, saved, note = self._underway
         self._underway = None
         try:
-            saved.result()
+            sums = saved.result()
             if self.group.rank() == 0:
-                self._complete(step, note)
+                self._complete(step, note, sums)
         except (Exception, CheckpointException) as error:
             last = self.last
             before = "there is none before it" if last is None else f"the last complete one is {name_of(last)}"
@@ -152,12 +168,20 @@ class CheckpointWriter:
 
     def close(self) -> None:
         self.wait()
+        self._thread.shutdown()
         dist.destroy_process_group(self.group)
 
-    def _complete(self, step: int, note: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _summed(saved: Future[Any], hidden: Path) -> dict[str, str]:
+        saved.result()  # there when every rank's files are
+        return checksums(sorted(hidden.iterdir()))
+
+    def _complete(self, step: int, note: Mapping[str, Any], sums: Mapping[str, str]) -> None:
         hidden = self._hidden(step)
-        files = {path.name: path.stat().st_size for path in sorted(hidden.iterdir())}
-        (hidden / NOTE).write_text(json.dumps({"step": step, **note, "files": files}, indent=1), encoding="utf-8")
+        files = {name: (hidden / name).stat().st_size for name in sums}
+        whole = {"step": step, **note, "files": files, "sha256": sums}
+        whole["note_sha256"] = _sum_of_note(json.loads(json.dumps(whole)))
+        (hidden / NOTE).write_text(json.dumps(whole, indent=1), encoding="utf-8")
         hidden.rename(self.folder / name_of(step))
         for old in steps_in(self.folder)[: -self._keep]:
             leaving = self.folder / f".{name_of(old)}.removed"
@@ -208,8 +232,8 @@ def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
     try:
         state: Any = replica.optimizer
         if not in_slices:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
-            state = {"state": {}} | empty_optimizer(FileSystemReader(str(path)).read_metadata(), model)
-        load({"model": model, "optimizer": state}, checkpoint_id=str(path), process_group=group)
+            state = {"state": {}} | empty_optimizer(read_metadata(path), model)
+        load_files(path, {"model": model, "optimizer": state}, group)
         if not in_slices:
             load_state_by_name(replica.optimizer, _trained(replica), state["state"])
     except (Exception, CheckpointException) as error:

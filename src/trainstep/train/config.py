@@ -17,6 +17,8 @@ from trainstep.precision import PRECISIONS
 from trainstep.records import Scalar
 from trainstep.schemes import SCHEMES, Scheme, TrainScheme
 
+MOST = 10**15  # parameters of a model, and tokens of an update: more is a slip of the keyboard
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -127,6 +129,10 @@ class RunConfig:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
             UnsupportedError: fp16, or the chunked loss with sharded weights.
         """
+        sizes = {"parameters": self.model.num_parameters, "tokens of an update": self.tokens_per_update}
+        for name, count in sizes.items():
+            if count > MOST:
+                raise UsageError(f"the number of {name} is {count:.3g}; at most {MOST:.0e} can be. Check the sizes")
         at_once = self.step.batch * world_size
         if self.train.global_batch % at_once:
             ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"

@@ -48,6 +48,8 @@ class Start:
         if self.checkpoint is not None:
             writers = _counted(self.checkpoint.note.get("world_size"), "rank")
             told += f"\nresumed from {self.checkpoint.path.name}, written by {writers}"
+            if not self.checkpoint.is_summed:
+                told += "; it has no checksums, as it is of an earlier version, so damage to it goes unnoticed"
         elif not self.is_new:
             told += "\nthe run was begun before, but has no checkpoint yet: from the first update again"
         if self.aside:
@@ -73,8 +75,8 @@ def open_folder(
         UsageError: the folder holds another run, cannot be written, or the checkpoint to go on from is damaged or not
             there. Then nothing was changed.
     """
-    steps = steps_in(out / CHECKPOINTS)
-    if not (out / RUN).exists() or not (steps or read_metrics(out / METRICS)):
+    steps, rows = steps_in(out / CHECKPOINTS), read_metrics(out / METRICS)
+    if not (out / RUN).exists() or not (steps or rows):
         if resume_from is not None:
             raise UsageError(
                 f"--resume-from is {resume_from!r}, but {out} holds no run to go on with; leave it out to begin one, "

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def train(
             return Outcome(config.train.steps, is_finished=True)
         learner = Learner(config, tokens, process)
         last = start.step if start.checkpoint else None
-        gloo = dist.new_group(backend="gloo")
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=process.timeout_s))  # its default is longer
         checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
             load_training_state(start.checkpoint, learner.step.replica, process, gloo)

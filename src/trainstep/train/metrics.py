@@ -63,11 +63,31 @@ class Meter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows that are complete; a last line that was cut short is left out."""
+    """All rows; a last line that a killed process cut short, and so has no end, is left out.
+
+    Raises:
+        UsageError: the file cannot be read, or another line is damaged. Nothing is removed.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     rows = []
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line.decode())
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("not the row of an update")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break  # what stands after the last line's end: nothing, or half a row
+            raise UsageError(
+                f"{path}, line {number} is damaged ({error}); mend that line or delete it, and start again: the rows "
+                "around it are good"
+            ) from error
+        rows.append(row)
     return rows
 
 

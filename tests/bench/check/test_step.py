@@ -277,8 +277,8 @@ UPDATED, NOT_UPDATED = UpdateError(1e-6, 2e-6, "w"), UpdateError(0.12345, 0.0023
         (Verdict(RIGHT_ONE, UPDATED, RIGHT_ONE), ""),
         (Verdict(WRONG_ONE, UPDATED, RIGHT_ONE), str(WRONG_ONE)),
         (Verdict(RIGHT_ONE, UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}"),
-        (Verdict(RIGHT_ONE, NOT_UPDATED), "two updates of w from equal gradients off by 0.12 of 0.0023"),
-        (Verdict(WRONG_ONE, NOT_UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}; {WRONG_ONE}; two updates of w from "
+        (Verdict(RIGHT_ONE, NOT_UPDATED), "12 updates of w from equal gradients off by 0.12 of 0.0023"),
+        (Verdict(WRONG_ONE, NOT_UPDATED, WRONG_ONE), f"in float32, {WRONG_ONE}; {WRONG_ONE}; 12 updates of w from "
                                                      "equal gradients off by 0.12 of 0.0023"),
     ],
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import signal
 from unittest import mock
 
 import pytest
@@ -9,13 +11,16 @@ import torch
 from torch import nn
 
 from tests.planted.parallel import quick
+from tests.workers import WorkerError, Workers
 from trainstep.bench import parallel
 from trainstep.bench.check.reference import Reference
 from trainstep.bench.parallel import ParallelCase, run
 from trainstep.bench.parallel.check import Comparison
 from trainstep.bench.parallel.run import run_cases
+from trainstep.commands.output import run_and_report
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.parallel import DistributedDataParallel
+from trainstep.records import SoFar, read_records
 from trainstep.schemes import SCHEMES
 from trainstep.workload import Workload, WorkloadSource, builtin_source
 
@@ -33,7 +38,8 @@ def _records(process, schemes, precision, broken):
         cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=6) for scheme in schemes]
         with quick():
             rows = run_cases(cases, process)
-            return [(row.case, row.values, row.status, row.reason) for row in rows if row.kind == "parallel"]
+            found = [row for row in rows if not isinstance(row, SoFar) and row.kind == "parallel"]
+            return [(row.case, row.values, row.status, row.reason) for row in found]
     finally:
         DistributedDataParallel.finish_gradient_synchronization = kept
 
@@ -118,7 +124,7 @@ def _rounds(process, fails_on):
         mock.patch.object(run, "compare_with_one_process") as judge,
     ):
         judge.return_value = known
-        rows = list(run_cases(cases, process, rounds=4))
+        rows = [row for row in run_cases(cases, process, rounds=4) if not isinstance(row, SoFar)]
     return built, rows
 
 
@@ -136,6 +142,41 @@ def test_schemes_are_timed_in_turns_in_an_order_drawn_anew(two):
     ratios = {row.scheme: row for row in rows if row.kind == "parallel ratio"}
     assert list(ratios) == ["flat", "bucketed-1"]
     assert all(row.ratio_low < row.ratio < row.ratio_high for row in ratios.values())
+
+
+def _killed_in_the_second_round(process, path):
+    rounds = itertools.count(1)
+
+    def fails_later(case, process):
+        if len(measured) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        measured.append(next(rounds))
+        return measure(case, process)
+
+    measure, measured, source = run.measure, [], builtin_source("little", MODEL)
+    cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=6) for scheme in ("flat", "torch-ddp")]
+    known = Comparison({case.scheme: None for case in cases}, 1, False)
+    with (
+        quick(),
+        mock.patch.object(run, "measure", fails_later),
+        mock.patch.object(run, "compare_with_one_process", return_value=known),
+    ):
+        records = run_cases(cases, process, rounds=3)
+        if process.rank == 0:
+            run_and_report(records, path, "bench parallel")
+        else:
+            list(records)
+
+
+@pytest.mark.distributed
+def test_a_run_that_is_killed_after_a_round_leaves_its_rows(tmp_path):
+    with Workers(2, timeout_s=10) as workers, pytest.raises(WorkerError, match="the process ended"):
+        workers.run(_killed_in_the_second_round, tmp_path)
+    rows = read_records(tmp_path / "results.jsonl")
+    assert [(row.kind, row.scheme, row.rounds) for row in rows] == [
+        ("parallel", "flat", 1), ("parallel", "torch-ddp", 1), ("parallel ratio", "flat", 1),
+    ]  # fmt: skip
+    assert [row.n for row in rows if row.kind == "parallel"] == [6, 6]
 
 
 @pytest.mark.distributed
@@ -188,7 +229,8 @@ def _own(process, schemes, make, precision="fp32"):
     cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=1) for scheme in schemes]
     with quick():
         rows = run_cases(cases, process)
-        return [(row.scheme, row.status, row.reason) for row in rows if row.kind == "parallel"]
+        found = [row for row in rows if not isinstance(row, SoFar) and row.kind == "parallel"]
+        return [(row.scheme, row.status, row.reason) for row in found]
 
 
 def _linear():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
 from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
@@ -173,6 +174,75 @@ def test_however_a_case_ends_it_has_rows(script, expected, tmp_path, monkeypatch
     assert [row.status for row in rows] == [status for status, _ in expected]
     assert all(row.reason.startswith(reason) for row, (_, reason) in zip(rows, expected, strict=True)), rows
     assert len({row.row for row in rows}) == len(rows), "rows of one case are told apart"
+
+
+def test_a_killed_sweep_leaves_no_case_and_the_next_one_waits_for_it(tmp_path):
+    file, out = tmp_path / "hangs.toml", tmp_path / "out"
+    file.write_text(f'command = "bench step"\n[axes]\nworkload = ["{HERE}:hangs"]\n')
+    command = [sys.executable, "-m", "trainstep", "sweep", str(file), "--out", str(out)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+
+    def hanging():
+        said = [path.read_text() for path in out.glob("cases/*hangs*/stdout.txt")]
+        return next((each.split("hanging as ")[1] for each in said if "hanging as" in each and "." in each), None)
+
+    pid = int(wait_for(hanging, "the case").split(".")[0])
+    running.kill()
+    running.wait()
+    with held_folder(out, "the case is running", wait_s=5):
+        assert not is_alive(pid), "the folder is let go when the case has ended"
+
+
+def test_the_keeper_itself_is_killed_and_the_case_ends(tmp_path, monkeypatch):
+    scripted(monkeypatch, "(out / 'pid').write_text(str(os.getpid()) + '.'); time.sleep(600)")
+    (case,) = cases(tmp_path)
+    child = processes.Child(case, gpus=None, threads=None, timeout_s=None)
+    path = case.folder / "pid"
+    pid = int(wait_for(lambda: path.exists() and path.read_text().endswith(".") and path.read_text(), "it")[:-1])
+    os.kill(child._process.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid), "the case's end", 5)
+    assert child.poll()
+    assert case.finished()[0].reason.startswith("killed by SIGKILL")
+
+
+@pytest.mark.parametrize("how", ["ends", "is told to end", "lasts too long"])
+def test_what_leaves_the_case_s_session_ends_with_it(how, tmp_path, monkeypatch):
+    scripted(monkeypatch, f"""
+        import subprocess
+        daemon = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0);"
+        daemon += f"open('{{out}}/pid', 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", daemon]).wait()
+        while not (out / "pid").exists() or not (out / "pid").read_text():
+            time.sleep(0.01)
+        (out / "results.jsonl").write_text(row)
+        time.sleep({0 if how == "ends" else 600})
+    """)  # fmt: skip
+    ending = run_here(cases(tmp_path), timeout_s=2.0 if how == "lasts too long" else None)
+    path = tmp_path / "case-0" / "pid"
+    if how == "is told to end":
+        child = processes.Child(cases(tmp_path)[0], gpus=None, threads=None, timeout_s=None)
+        wait_for(lambda: path.exists() and path.read_text().endswith("."), "the daemon")
+        child.end()
+    else:
+        next(ending)
+    assert not is_alive(int(path.read_text()[:-1]))
+
+
+def test_the_output_of_a_case_is_capped_and_its_end_is_kept(tmp_path, monkeypatch):
+    scripted(monkeypatch, """
+        for number in range(300_000):
+            print(f"line {number:06}")
+        sys.exit("RuntimeError: after much talk")
+    """)  # fmt: skip
+    monkeypatch.setattr(processes, "OUTPUT_CAP", 100_000)
+    (case,) = run_here(cases(tmp_path))
+    text = (case.folder / "stdout.txt").read_text()
+    assert len(text) < 100_000 + keeper.TAIL + 100
+    assert text.startswith("line 000000\nline 000001\n")
+    assert text.endswith("line 299999\n")
+    left_out = int(re.search(r"\n\[(\d+) bytes left out here\]\n", text)[1])
+    assert len(re.sub(r"\n\[\d+ bytes left out here\]\n", "", text)) + left_out == 12 * 300_000
+    assert case.finished()[0].reason == "RuntimeError: after much talk"
 
 
 def test_what_a_case_started_ends_with_it(tmp_path, monkeypatch):

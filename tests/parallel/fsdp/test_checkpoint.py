@@ -1,5 +1,7 @@
 """Sharded checkpoints: written by two ranks, read by four, by one and by a plain model."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -165,6 +167,33 @@ def test_checkpoints_that_do_not_fit(two, tmp_path):
         assert "has 2 parameter groups" in groups
         assert "this one 1 of" in groups
         assert "not this module's" in foreign
+
+
+def _load_damaged(process, folder):
+    sharded = FullyShardedDataParallel(build(**OPTIONS))
+    path = folder / "__1_0.distcp"
+    if process.rank == 0:
+        content = path.read_bytes()
+        path.write_bytes(content[:-900] + bytes([content[-900] ^ 4]) + content[-899:])
+    with pytest.raises(UsageError) as damaged:
+        load_checkpoint(folder, sharded)
+    if process.rank == 0:
+        (folder / "checksums.json").unlink()  # as of an earlier version
+    process.group.barrier().wait()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load_checkpoint(folder, sharded)
+    return str(damaged.value), [str(each.message) for each in said if "checksums" in str(each.message)]
+
+
+def test_a_flipped_bit_is_noticed_and_a_checkpoint_without_checksums_is_said(two, tmp_path):
+    two.run(_save, tmp_path / "two")
+    (damaged, said), (elsewhere, nothing) = two.run(_load_damaged, tmp_path / "two")
+    assert "is damaged: the content of __1_0.distcp is not what was written" in damaged
+    assert elsewhere == damaged
+    assert len(said) == 1
+    assert "has no checksums.json, so damage to it goes unnoticed" in said[0]
+    assert nothing == [], "one rank says it"
 
 
 def _other_model(process, folder):

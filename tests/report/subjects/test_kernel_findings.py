@@ -270,3 +270,68 @@ def test_thresholds_of_families(id: str, family: str, share: float, is_told: boo
 
 def test_a_profile_that_did_not_run_has_no_findings() -> None:
     assert found([ProfileRow(workload="large", status="out of memory", reason="no room for it")]) == {}
+
+
+def on_profile(**values: Any) -> dict[str, Finding]:
+    """What is found where the profile says this too."""
+    rows = records(gpu_profile())
+    return found([dataclasses.replace(row, **values) if isinstance(row, ProfileRow) else row for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("to_host", "pinned", "said"),
+    [
+        (0.51, None, "; most of it goes to the host: .item(), .cpu() and printing a loss copy and wait, so take them "
+                     "every so many steps, or into pinned memory with non_blocking=True."),
+        (0.5, None, "; the trace does not say whether the host's memory is pinned, without which a copy cannot run "
+                    "beside kernels: pin_memory=True in the DataLoader and .to(device, non_blocking=True)."),
+        (None, 0.49, "; 51% of it is of pageable memory, which cannot be copied beside kernels: pin_memory=True in the "
+                     "DataLoader and .to(device, non_blocking=True) make it so."),
+        (0.0, 0.5, ", though the memory is pinned already: copy the next batch while this one is computed, with "
+                   "non_blocking=True on a stream of its own."),
+    ],
+)  # fmt: skip
+def test_transfers_are_mended_by_where_they_go_and_what_they_come_from(to_host, pinned, said) -> None:
+    values = {"transfers_to_host_share": to_host, "transfers_pinned_share": pinned}
+    every = on_profile(busy_ms=1.0, transfers_ms=0.4, transfers_overlapped_ms=0.1, transfers_gb=0.002, **values)
+    finding = every["transfers"]
+    assert finding.sentence == (
+        "Transfers between host and device take 0.400 ms per step (0.00200 GB at 5.00 GB/s), 25% of it beside kernels"
+        f"{said}"
+    )
+    figures = {"ms": 0.4, "gb": 0.002, "gb_s": pytest.approx(5.0), "overlapped_share": 0.25, "pinned_share": pinned}
+    assert finding.figures == figures | {"to_host_share": to_host or 0}
+
+
+@pytest.mark.parametrize(
+    ("taken", "beside", "is_told"), [(0.05, None, True), (0.049, None, False), (0.4, 0.351, False)]
+)
+def test_transfers_are_told_from_a_twentieth_of_what_the_device_computes(taken, beside, is_told) -> None:
+    every = on_profile(busy_ms=1.0, transfers_ms=taken, transfers_overlapped_ms=beside, transfers_gb=None)
+    assert ("transfers" in every) is is_told
+    if is_told:
+        assert every["transfers"].figures["gb_s"] is None
+        assert every["transfers"].figures["overlapped_share"] == 0
+        assert "GB" not in every["transfers"].sentence
+
+
+def test_what_each_device_hides_is_of_its_own_communication() -> None:
+    first = ProfileRow(device="GPU 0", devices=3, communication_ms=2.0, communication_overlapped_ms=0.5)
+    others = [
+        dataclasses.replace(first, device="GPU 1", communication_overlapped_ms=None),
+        dataclasses.replace(first, device="GPU 2", communication_ms=None, communication_overlapped_ms=None),
+    ]
+    devices = found([first, *others])["devices"]
+    assert devices.figures == {"devices": 3, "hidden_shares": ("GPU 0: 25%", "GPU 1: 0%")}
+    assert devices.sentence.startswith("The trace has 3 devices, each measured by itself; what follows is of GPU 0. Of")
+    silent = [dataclasses.replace(each, communication_ms=None) for each in (first, *others)]
+    assert found(silent)["devices"].sentence.endswith("what follows is of GPU 0.")
+
+
+def test_graphs_are_told_with_their_part_and_notes_in_the_readers_words() -> None:
+    every = on_profile(graphs_ms=0.3, kernels_ms=1.2, notes=("Two of it.", "One of that."))
+    assert every["graphs"].figures == {"share": 0.25, "ms": 0.3}
+    assert every["reading"].sentence == "Two of it. One of that."
+    none = on_profile(graphs_ms=0.0, notes=())
+    assert not {"graphs", "reading"} & set(none)
+    assert "graphs" not in on_profile(graphs_ms=0.3, kernels_ms=None)

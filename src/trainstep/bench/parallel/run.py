@@ -39,7 +39,7 @@ from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.plan.strategies import largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
-from trainstep.records import Scalar, Times, make_row
+from trainstep.records import Scalar, SoFar, Times, make_row
 from trainstep.replicas import local_gradients, local_state, uncounted_bytes
 from trainstep.schemes import SCHEMES, Scheme
 from trainstep.stats import summarize
@@ -48,8 +48,10 @@ from trainstep.training_step import TrainingStep
 
 def run_cases(
     cases: Sequence[ParallelCase], process: Process, traces: Path | None = None, *, rounds: int = 1
-) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow]:
+) -> Iterator[ParallelRow | ParallelRatioRow | ParallelTraceRow | SoFar]:
     """Measure schemes, all of one workload and configuration. All ranks must iterate; rank 0 gets the rows.
+
+    After every round come the rows of what has been measured so far, so that a run that is killed leaves them.
 
     Args:
         traces: folder for traces of one step of each scheme that was timed, recorded after all are; None records none.
@@ -68,11 +70,14 @@ def run_cases(
     comparison = compare_with_one_process(cases, process)
     known = [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]
     agreements = {case: comparison.schemes[case.scheme] for case in known}
-    results = dict(time_in_turns(agreements, process, rounds))
+    results: Mapping[ParallelCase, Result] = {}
     rows: dict[ParallelCase, ParallelRow] = {}
+    for results in time_in_turns(agreements, process, rounds):
+        if process.rank == 0:
+            count = comparison.num_parameters
+            rows = {case: parallel_row(case, process, each, num_parameters=count) for case, each in results.items()}
+            yield SoFar([*with_exposed(list(rows.values())), *ratio_rows(list(rows.values()))])
     if process.rank == 0:
-        count = comparison.num_parameters
-        rows = {case: parallel_row(case, process, results[case], num_parameters=count) for case in known}
         yield from with_exposed(list(rows.values()))
         yield from ratio_rows(list(rows.values()))
     if traces is None:
@@ -86,30 +91,33 @@ def run_cases(
 
 def time_in_turns(
     agreements: Mapping[ParallelCase, Agreement | Failure | None], process: Process, rounds: int
-) -> Iterator[tuple[ParallelCase, Result]]:
-    """Every case's result. Those that agree are built and timed once a round; one that fails is left out from then on.
+) -> Iterator[Mapping[ParallelCase, Result]]:
+    """Build and time the cases that agree, once a round; one that fails is left out from then on.
 
-    All ranks draw the same orders.
+    Yields every case's result so far: first those of cases that are not timed, if there are any, then after each round
+    those of all. All ranks draw the same orders.
     """
     taken: dict[ParallelCase, list[Sequence[RankMeasurement]]] = {}
+    results: dict[ParallelCase, Result] = {}
+    right: dict[ParallelCase, Agreement | None] = {}
     for case, agreement in agreements.items():
         if isinstance(agreement, Failure) or (agreement is not None and not agreement.holds):
-            yield case, agreement
+            results[case] = agreement
         else:
-            taken[case] = []
+            taken[case], right[case] = [], agreement
+    if results:
+        yield dict(results)
     draw = random.Random(0)
     for _ in range(rounds):
         for case in draw.sample(list(taken), len(taken)):
             ranks = attempt_on_all_ranks(partial(measure, case, process), process)
             if isinstance(ranks, Failure):
                 del taken[case]
-                yield case, ranks
+                results[case] = ranks
             else:
                 taken[case].append(ranks)
-    for case, measured in taken.items():
-        agreement = agreements[case]
-        assert not isinstance(agreement, Failure), "it was not timed"
-        yield case, Timed(measured, agreement)
+                results[case] = Timed(taken[case], right[case])
+        yield {case: results[case] for case in agreements}
 
 
 @dataclass(frozen=True)

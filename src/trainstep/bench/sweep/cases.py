@@ -182,7 +182,7 @@ def _checked(tables: Mapping[str, Any], parse: Parser, folder: Path) -> Grid:
         if repeated := [value for value in values if values.count(value) > 1 or told.count(str(value)) > 1]:
             raise UsageError(f"{where} has {repeated[0]!r} twice; give each value once")
     timeout = tables.get("timeout")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
         raise UsageError(f"timeout is {timeout!r}; expected seconds above 0")
     cases = [Case(command, {**fixed, **point}).below(folder, tuple(axes)) for point in expand(axes)]
     return Grid(tuple(axes), cases, timeout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.rows import rows_of
 from trainstep.errors import UsageError
@@ -28,14 +28,25 @@ if TYPE_CHECKING:
     import submitit
 
 POLL_S = 0.05
-GRACE_S = 10.0  # between asking a process to end and ending it; torchrun uses it to end its workers
+OUTPUT_CAP = 2**24  # bytes that are kept of each of a case's outputs, and the end of what is beyond
 SETTLE_S = 30.0  # how long a file written on a node may take to show here, on a network file system
 
 
 class Child:
-    """The running process of one case. Its output goes to stdout.txt and stderr.txt in the case's folder."""
+    """The running process of one case. Its output goes to stdout.txt and stderr.txt in the case's folder.
 
-    def __init__(self, case: Case, *, gpus: Sequence[str] | None, threads: int | None, timeout_s: float | None) -> None:
+    Around it is a keeper (`keeper.py`), which has `lock` open, where there is one, until the case has ended.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        gpus: Sequence[str] | None,
+        threads: int | None,
+        timeout_s: float | None,
+        lock: int | None = None,
+    ) -> None:
         self.case, self.gpus, self._timeout_s = case, gpus, timeout_s
         case.folder.mkdir(parents=True, exist_ok=True)
         case.clear()
@@ -45,15 +56,14 @@ class Child:
         if threads is not None:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._start = time.monotonic()
-        with (case.folder / "stdout.txt").open("wb") as out, (case.folder / "stderr.txt").open("wb") as err:
-            self._process = subprocess.Popen(
-                command_of(case),
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a group that can be ended as one, and that Ctrl-C here does not reach
-            )
+        outputs = [str(case.folder / name) for name in ("stdout.txt", "stderr.txt")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", keeper.__file__, str(OUTPUT_CAP), *outputs, *command_of(case)],
+            stdin=subprocess.PIPE,  # its end tells the keeper that this process has
+            env=environment,
+            pass_fds=() if lock is None else (lock,),
+            start_new_session=True,  # Ctrl-C here does not reach it
+        )
 
     def poll(self) -> bool:
         """Whether the case has ended, by itself or because its time was up. If so, its rows are kept."""
@@ -61,21 +71,19 @@ class Child:
         seconds = time.monotonic() - self._start
         if code is None and (self._timeout_s is None or seconds <= self._timeout_s):
             return False
-        self.end()  # also what a crash left running
+        self.end()
         self.case.keep(rows_of(self.case, code, seconds, self._timeout_s))
         return True
 
     def end(self) -> None:
         """End the process and whatever it started."""
-        self._signal(signal.SIGTERM)
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
-        self._signal(signal.SIGKILL)
+            self._process.wait(2 * keeper.GRACE_S)
+        self._process.stdin.close()
+        self._process.kill()
         self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
 
 def command_of(case: Case) -> list[str]:
@@ -87,7 +95,12 @@ def command_of(case: Case) -> list[str]:
 
 
 def run_here(
-    cases: Sequence[Case], *, jobs: int = 1, gpus: Sequence[str] = (), timeout_s: float | None = None
+    cases: Sequence[Case],
+    *,
+    jobs: int = 1,
+    gpus: Sequence[str] = (),
+    timeout_s: float | None = None,
+    lock: int | None = None,
 ) -> Generator[Case, None, None]:
     """Run the cases, `jobs` at once, and yield each as it ends. Left early, it ends what still runs.
 
@@ -96,6 +109,7 @@ def run_here(
             every case that may use a GPU sees only its own.
         gpus: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
         timeout_s: seconds after which a case is ended.
+        lock: a file descriptor that is open until all cases have ended, even where this process is killed.
 
     Raises:
         UsageError: fewer GPUs than cases at once need.
@@ -114,7 +128,7 @@ def run_here(
             while waiting and len(running) < jobs:
                 case, needed = waiting.pop(0)
                 own = None if needed is None else [free.pop(0) for _ in range(needed)]
-                running.append(Child(case, gpus=own, threads=threads, timeout_s=timeout_s))
+                running.append(Child(case, gpus=own, threads=threads, timeout_s=timeout_s, lock=lock))
             ended = [child for child in running if child.poll()]
             running = [child for child in running if child not in ended]
             free += [gpu for child in ended for gpu in child.gpus or ()]

@@ -7,30 +7,36 @@ functions for it serve a plain module as well, whose weights are no DTensors.
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
+from trainstep.parallel.checkpoint_files import METADATA, checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.wrapper import FullyShardedDataParallel
 
+SUMS = "checksums.json"
 State = dict[str, dict[str, Any]]  # parameter name → key → value
 
 
 def save_checkpoint(
     folder: str | Path, module: FullyShardedDataParallel, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Write parameters, buffers and the optimizer's state; every rank writes its own shards. All ranks call it."""
+    """Write parameters, buffers and the optimizer's state; every rank writes its own shards. All ranks call it.
+
+    Beside torch's files there is `checksums.json`, by which `load_checkpoint` notices damage.
+    """
     weights = module.state_dict()
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
@@ -39,7 +45,12 @@ def save_checkpoint(
         trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
         updated = {name: trained[name] for name in chain(*names)}
         state["optimizer"] = {"state": state_by_name(optimizer, updated, weights), "param_groups": groups}
+    sums = Path(folder) / SUMS
+    if module.process_group.rank() == 0:
+        sums.unlink(missing_ok=True)  # of what is overwritten
     save(state, checkpoint_id=str(folder), process_group=module.process_group)
+    if module.process_group.rank() == 0:
+        sums.write_text(json.dumps(checksums([*Path(folder).glob("*.distcp"), Path(folder) / METADATA])))
 
 
 def load_checkpoint(
@@ -50,11 +61,17 @@ def load_checkpoint(
     A plain model reads it by torch's own means: `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)`.
 
     Raises:
-        UsageError: the folder holds no checkpoint, or that of another model or optimizer.
+        UsageError: the folder holds no checkpoint, a damaged one, or that of another model or optimizer.
     """
-    if not (Path(folder) / ".metadata").exists():
+    if not (Path(folder) / METADATA).exists():
         raise UsageError(f"{folder} holds no checkpoint; give a folder that save_checkpoint wrote")
-    metadata = FileSystemReader(str(folder)).read_metadata()
+    damage: list[str | None] = [None]
+    if module.process_group.rank() == 0:
+        damage = [_damage(Path(folder))]
+    dist.broadcast_object_list(damage, group=module.process_group, group_src=0)
+    if damage[0] is not None:
+        raise UsageError(f"the checkpoint in {folder} is damaged: {damage[0]}; load another one")
+    metadata = read_metadata(Path(folder))
     weights = module.state_dict()
     state: dict[str, Any] = {"model": weights}
     _check_fit(folder, metadata, weights)
@@ -62,7 +79,7 @@ def load_checkpoint(
         state["optimizer"] = {"state": {}} | empty_optimizer(metadata, weights)
         if len(state["optimizer"]) == 1:
             raise UsageError(f"{folder} holds no optimizer's state; it was saved without one")
-    load(state, checkpoint_id=str(folder), process_group=module.process_group)
+    load_files(Path(folder), state, module.process_group)
     if optimizer is not None:
         loaded = state["optimizer"]
         _check_groups(_names_by_group(module, optimizer), [group["params"] for group in loaded["param_groups"]])
@@ -70,6 +87,17 @@ def load_checkpoint(
             group.update({**saved, "params": group["params"]})
         trained = {parameter.name: parameter.shard for parameter in module.sharded_parameters()}
         load_state_by_name(optimizer, trained, loaded["state"])
+
+
+def _damage(folder: Path) -> str | None:
+    if not (folder / SUMS).exists():
+        warnings.warn(f"{folder} has no {SUMS}, so damage to it goes unnoticed; save it anew", stacklevel=3)
+        return None
+    try:
+        sums = dict(json.loads((folder / SUMS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        return f"{SUMS} cannot be read ({error})"
+    return damaged_file(folder, sums)
 
 
 def state_by_name(

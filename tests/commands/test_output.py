@@ -1,0 +1,170 @@
+"""What becomes of a run when its output, its disk or its patience ends: results are on disk, and one line says why."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainstep.records import read_records
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from trainstep import cli
+from trainstep.commands.output import run_and_report
+from trainstep.commands.plan import Plan
+from trainstep.kinds import StepRow
+from trainstep.records import Times
+from trainstep.report.page import Report
+
+def records():
+    yield StepRow(workload="toy", times={"step": Times(1.5)}, environment={"device": "a device"})
+    try:
+        print("measuring", file=sys.stderr, flush=True)
+        MEASURE
+    finally:
+        print("cleaning", file=sys.stderr, flush=True)
+        CLEAN
+
+def write(self, folder):
+    print("reporting", file=sys.stderr, flush=True)
+    time.sleep(REPORT)
+    return right(self, folder)
+
+right, Report.write = Report.write, write
+Plan.run = lambda self: run_and_report(records(), self.out, "test")
+cli.main(["plan", "--out", sys.argv[1]])
+"""
+
+
+def start(out, *, measure="pass", clean="pass", report="0", **options):
+    program = SCRIPT.replace("MEASURE", measure).replace("CLEAN", clean).replace("REPORT", report)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program, str(out)], **(pipes | options))
+
+
+def signal_at(running, *moments):
+    """Send each signal when the word before it was said; what was said, and the exit code."""
+    said = ""
+    for word, number in moments:
+        while word not in said:
+            line = running.stderr.readline()
+            assert line, said
+            said += line
+        time.sleep(0.2)
+        running.send_signal(number)
+    out, err = running.communicate(timeout=60)
+    return out, said + err, running.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_keeps_the_rows_and_writes_the_report(number, tmp_path):
+    out, err, code = signal_at(start(tmp_path, measure="time.sleep(60)"), ("measuring", number))
+    assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
+    assert "1 rows measured so far are kept" in out
+    assert len(read_records(tmp_path / "results.jsonl")) == 1
+    assert "toy" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_error_that_a_signal_causes_is_no_traceback(number, tmp_path):
+    broken = "time.sleep(60)\n    except KeyboardInterrupt: raise RuntimeError('connection closed by peer')"
+    _, err, code = signal_at(start(tmp_path, measure=broken), ("measuring", number))
+    assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_second_ctrl_c_ends_the_cleaning_up(tmp_path):
+    running = start(tmp_path, measure="time.sleep(60)", clean="time.sleep(60)")
+    _, err, code = signal_at(running, ("measuring", signal.SIGINT), ("cleaning", signal.SIGINT))
+    assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
+    assert (tmp_path / "report.html").exists()
+
+
+def test_ctrl_c_while_the_report_is_written_keeps_the_rows(tmp_path):
+    running = start(tmp_path, measure="time.sleep(60)", report="60")
+    _, err, code = signal_at(running, ("measuring", signal.SIGINT), ("reporting", signal.SIGINT))
+    assert (code, err.splitlines()) == (130, ["measuring", "cleaning", "reporting", "trainstep: interrupted"])
+    assert len(read_records(tmp_path / "results.jsonl")) == 1
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path)]
+    running = subprocess.Popen([sys.executable, "-m", "trainstep", *words], stderr=subprocess.PIPE, text=True)
+    while "libtorch" not in Path(f"/proc/{running.pid}/maps").read_text():
+        assert running.poll() is None
+        time.sleep(0.005)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (130, "trainstep: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_itself_is_imported():
+    code = (
+        "import runpy, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'trainstep.commands.bench': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('trainstep', run_name='__main__')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (130, "trainstep: interrupted\n")
+
+
+def test_a_full_output_is_said_when_the_files_are_written(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        running = start(tmp_path, stdout=full)
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert err.splitlines()[-1] == (
+        "trainstep: cannot write to standard output: No space left on device; what was measured is in files"
+    )
+    assert "Traceback" not in err
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_reader_that_has_gone_ends_no_run(tmp_path):
+    there, here = os.pipe()
+    os.close(there)
+    running = start(tmp_path, stdout=here)
+    _, err = running.communicate(timeout=60)
+    os.close(here)
+    assert (running.returncode, err.split()) == (0, ["measuring", "cleaning", "reporting"])
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("closed", ["1", "1 2", "0 1 2"])
+def test_outputs_that_are_closed_at_the_start(closed, tmp_path):
+    ends = [int(each) for each in closed.split()]
+    running = start(tmp_path, stdout=None, stderr=None, preexec_fn=lambda: [os.close(each) for each in ends])
+    assert running.wait(60) == 0
+    assert len(read_records(tmp_path / "results.jsonl")) == 1, "nothing was printed into a file"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path):
+    running = start(tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err.split()) == (0, ["measuring", "cleaning", "reporting"])
+    assert f"trainstep test ? {tmp_path}" in out
+
+
+def test_a_full_disk_is_one_line_and_what_fits_is_kept(tmp_path):
+    most = 20_000  # bytes of a file: the row fits, the report does not
+    running = start(
+        tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    )
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert err.splitlines()[-1].startswith("trainstep: cannot write ")
+    assert "File too large; choose another folder with --out" in err
+    assert "Traceback" not in err
+    assert "1.5" in out, "the table is printed even so"
+    assert len(read_records(tmp_path / "results.jsonl")) == 1
+    assert not (tmp_path / "report.html").exists()
