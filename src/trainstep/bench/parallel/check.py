@@ -290,7 +290,8 @@ class _Trial:
 
         def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             groups = [{"params": group["params"]} for group in workload.optimizer(parameters).param_groups]
-            return torch.optim.SGD(groups, lr=0.0)
+            # torch 2.11 takes the fused form for itself on GPUs, which has no sharding strategy for FSDP2's DTensors
+            return torch.optim.SGD(groups, lr=0.0, fused=False)
 
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
