@@ -43,7 +43,7 @@ class Gradients:
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                by_name[name], parameter.grad = _dense(parameter.grad).float(), None
+                by_name[name], parameter.grad = dense(parameter.grad).float(), None
         return Gradients(float(loss), by_name)
 
     def on_host(self) -> Gradients:
@@ -240,7 +240,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1).cpu()
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
     """An embedding's gradient may be sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
