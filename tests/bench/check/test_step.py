@@ -232,9 +232,9 @@ def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
 class Scales(nn.Module):
     """Nothing that autocast touches."""
 
-    def __init__(self):
+    def __init__(self, make=lambda: torch.exp(torch.randn(32) / 10)):
         super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(torch.exp(torch.randn(32) / 10)) for _ in range(80)])
+        self.scales = nn.ParameterList([nn.Parameter(make()) for _ in range(80)])
 
     def forward(self, x):
         for scale in self.scales:
@@ -242,16 +242,21 @@ class Scales(nn.Module):
         return x
 
 
-def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast():
+@pytest.mark.parametrize(
+    "make",
+    [Scales, lambda: Scales(lambda: torch.full((32,), 1 + 2**-9))],
+    ids=["weights off at random", "weights off alike, as those of norms are"],
+)
+def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast(make):
     """By hand: all weights cast, as FSDP gathers them. Autocast alone leaves such a model in float32."""
-    source = source_of(Scales)
+    source = source_of(make)
     reference = Reference(source, StepConfig(device="cpu"))
     step = build_step(source, StepConfig(device="cpu", precision="bf16"))
     cast_parameters(step.module, torch.bfloat16)
     found = gradients_at(step, reference.places[0].batch)
     assert not reference.compare(found, 0, "bf16").is_right
     assert reference.compare(found, 0, "bf16", narrow_weights=True).is_right
-    wrong = Gradients(found.loss, {name: 1.2 * each for name, each in found.by_name.items()})
+    wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
     assert not reference.compare(wrong, 0, "bf16", narrow_weights=True).is_right
 
 

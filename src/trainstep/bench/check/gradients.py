@@ -110,6 +110,14 @@ class Rounding:
                 found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
         return found
 
+    def plus(self, other: Rounding) -> Rounding:
+        """What both do one after the other, at most."""
+        errors = dict(self.by_name)
+        for name, error in other.by_name.items():
+            known = errors.get(name)
+            errors[name] = error if known is None else Error(known.norm + error.norm, known.rows + error.rows)
+        return Rounding(self.loss + other.loss, self.scale + other.scale, errors)
+
     def times(self, factor: float) -> Rounding:
         """All of it, larger."""
         errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
