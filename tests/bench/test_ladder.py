@@ -56,15 +56,18 @@ def climb_with(monkeypatch, rungs, source=SOURCE, **options):
 
 
 def test_rungs_by_device_and_workload():
-    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, "adamw-foreach")]
-    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), "adamw-foreach")]
+    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, StepConfig())]
+    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), StepConfig())]
     assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
     assert on_gpu == [
         *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
         *("compiled blocks", "compiled model", "chunked loss"),
     ]
-    assert [rung.name for rung in rungs_for(THEIRS, CPU, "sgd")] == ["bf16 autocast", "compiled blocks"]
-    users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), "adamw-foreach")]
+    assert [rung.name for rung in rungs_for(THEIRS, CPU, StepConfig(optimizer="sgd"))] == [
+        "bf16 autocast",
+        "compiled blocks",
+    ]
+    users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), StepConfig())]
     assert {"attention": "flash-triton"} in users
     assert not any("loss" in change for change in users)
 
@@ -345,7 +348,7 @@ def test_no_rung_trains_by_another_algorithm(trusting):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
         assert base == dataclasses.replace(BASE, optimizer=optimizer)
         for device in (CPU, torch.device("cuda")):
-            changes = [rung.change for rung in rungs_for(SOURCE, device, optimizer)]
+            changes = [rung.change for rung in rungs_for(SOURCE, device, StepConfig(optimizer=optimizer))]
             assert {change["optimizer"] for change in changes if "optimizer" in change} == tried
     baseline, *rungs, _ = climb(SOURCE, dataclasses.replace(BASE, optimizer="sgd"), warmup=1, steps=1)
     assert {rung.case["optimizer"] for rung in (baseline, *rungs)} == {"sgd"}
@@ -406,5 +409,5 @@ def test_the_whole_ladder_on_a_gpu():
     rungs = [record for record in records if record.kind == "rung"]
     assert len({rung.rung for rung in rungs}) == len(rungs)
     tried = [rung for rung in rungs if not rung.rung.endswith("on the top")]
-    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), "adamw-foreach"))
+    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), StepConfig()))
     assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)

@@ -35,10 +35,11 @@ from trainstep.bench.step import (
     measured_fields,
     phase_samples,
 )
-from trainstep.config import OptimizerImpl, StepConfig
+from trainstep.config import StepConfig
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
+from trainstep.precision import PRECISIONS
 from trainstep.stats import RUN_SPREAD, Interval, Ratio, product, ratio_of_medians, ratio_of_pairs, verdict
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
@@ -61,17 +62,19 @@ class Rung:
     """`StepConfig` fields and their new values."""
 
 
-def rungs_for(source: WorkloadSource, device: torch.device, optimizer: OptimizerImpl) -> list[Rung]:
-    """The changes worth trying on this device, cheapest to adopt first, from a step with this optimizer.
+def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) -> list[Rung]:
+    """The changes worth trying on this device, cheapest to adopt first, from this step.
 
-    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one.
+    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one. Weights in bf16
+    stay so: other precisions would train a float32 copy.
     """
     on_gpu = device.type == "cuda"
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
+    precision = [] if PRECISIONS[base.precision].is_stored_half else precision
     fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
     fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})] if on_gpu else []
-    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if optimizer != "sgd" else []
+    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if base.optimizer != "sgd" else []
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
     if on_gpu:
@@ -133,7 +136,7 @@ def climb(
     """
     device = resolve_device(base.device)
     ladder = _Ladder(source, base, device, warmup, steps)
-    rungs = rungs_for(source, device, base.optimizer)
+    rungs = rungs_for(source, device, base)
     for rung in [Rung("baseline", {}), *rungs]:
         yield ladder.try_rung(rung)
     for rung in rungs:

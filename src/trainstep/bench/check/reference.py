@@ -106,6 +106,7 @@ class Reference:
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
         self._measured: dict[PrecisionName, list[Rounding]] = {}
         self._measured_again: set[PrecisionName] = set()
+        self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
 
     def _in_float64(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
@@ -129,6 +130,15 @@ class Reference:
         step = build_step(self.source, self.config)
         moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
         return {name: each.cpu() for name, each in moved.items()}
+
+    def updates_from_zero(self, precision: PrecisionName) -> Mapping[str, Tensor]:
+        """The same of weights that are stored in 16 bits, and zero at first."""
+        if precision not in self._from_zero:
+            step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
+            parameters = step.module.named_parameters()
+            moved = take_updates(step.optimizer, parameters, self.update_gradients, from_zero=True)
+            self._from_zero[precision] = {name: each.cpu() for name, each in moved.items()}
+        return self._from_zero[precision]
 
     @property
     def update_gradients(self) -> list[Mapping[str, Tensor]]:

@@ -6,7 +6,8 @@ A step is judged three times, and no speed is shown of one that fails any:
    there at about 1e-5. The precision itself is not judged here.
 2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
    rounding (`Reference.rounding`).
-3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
+3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance, or at that of the
+   16 bits that weights are stored in (`updates`).
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
 the very step that was timed.
@@ -23,12 +24,13 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at, load
-from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
@@ -98,12 +100,19 @@ def plain_form(config: StepConfig) -> StepConfig:
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
 
 
+def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
+    """What a ladder starts from: the plain form, with the workload's weights as they come."""
+    return dataclasses.replace(plain_form(config), precision=source.own_precision)
+
+
 class StepCheck:
     """Checks steps of one workload against its plain step, or against the first one where that does not fit."""
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
         self.source, self._plain = source, plain
         self._references: tuple[Reference, Reference] | None = None
+        self._not_plain = ""
+        """Why the plain step is not the reference; empty where it is."""
 
     @property
     def reference(self) -> Reference:
@@ -125,9 +134,14 @@ class StepCheck:
         """
         if self._references is None:
             plain = attempt(lambda: self._refer_to(self._plain))  # where it is too large, the first step that is not
-            self._references = self._refer_to(config) if isinstance(plain, Failure) else plain
+            if isinstance(plain, Failure):
+                self._references, self._not_plain = self._refer_to(config), f"{plain.status}: {plain.reason}"
+            else:
+                self._references = plain
         float32: Verdict | None = None
         why_not, precision = "", self.reference.config.precision
+        if config.precision == precision and PRECISIONS[precision].is_half:
+            why_not = self._not_plain
         if config.precision != precision:
             tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=precision)))
             if isinstance(tried, Failure):
@@ -198,6 +212,8 @@ class StepCheck:
 
     def _update(self, step: TrainingStep) -> UpdateError:
         reference, entry = self.reference, PRECISIONS[step.config.precision]
-        found = take_updates(step.optimizer, step.module.named_parameters(), reference.update_gradients)
-        unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
-        return compare_updates(found, reference.updates, reference.sizes, unit)
+        take = partial(take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients)
+        if entry.is_stored_half:
+            expected = reference.updates_from_zero(step.config.precision)
+            return compare_updates(take(from_zero=True), expected, dict.fromkeys(expected, 0.0), entry.unit_roundoff)
+        return compare_updates(take(), reference.updates, reference.sizes)

@@ -48,6 +48,7 @@ from trainstep.bench.parallel.one_process import (
     batches,
     expected,
     fill_gradients,
+    ready_to_fill,
     seeded,
 )
 from trainstep.errors import UnsupportedError, UsageError
@@ -238,16 +239,18 @@ class _Trial:
 
     def updates(self) -> UpdateError | None:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
-        step = self._build(self.case)
+        config = self.case.config
+        step = self._build(self.case, lambda workload: ready_to_fill(workload, config))
         fill_gradients(step, FILLED)
         for batch in batches(step, 2, len(FILLED)):
             _loss_of(step, batch)
-        moved = self._moved(step, 0)
+        entry = PRECISIONS[config.precision]
+        moved = self._moved(step, None if entry.is_stored_half else 0)
         if self.wanted is None:
             return None
-        entry, updates = PRECISIONS[self.case.config.precision], self.wanted.updates
-        sizes = {name: float(self.wanted.initial[name].norm()) for name in updates}
-        unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
+        updates = self.wanted.updates
+        start = {name: 0.0 if entry.is_stored_half else float(self.wanted.initial[name].norm()) for name in updates}
+        sizes, unit = start, entry.unit_roundoff if entry.is_stored_half else ROUNDING
         return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
 
     def training(self) -> tuple[float, float]:
@@ -294,12 +297,13 @@ class _Trial:
 
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
-    def _moved(self, step: TrainingStep, place: int) -> dict[str, Tensor]:
-        """How far each parameter is from one process's in a place, on its device; nothing but on rank 0."""
+    def _moved(self, step: TrainingStep, place: int | None) -> dict[str, Tensor]:
+        """How far each parameter is from one process's in a place (None: from zero), on its device; nothing but on rank
+        0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
-            if self.wanted is not None and name in (state := self.wanted.gradients.places[place].state):
-                before = state[name].to(value.device, value.dtype)
+            if self.wanted is not None and name in (state := self.wanted.gradients.places[place or 0].state):
+                before = torch.zeros_like(value) if place is None else state[name].to(value.device, value.dtype)
                 moved[name] = (value.double() - before.double()).float()
         return moved
 

@@ -29,8 +29,9 @@ from trainstep.bench.check.gradients import Gradients
 from trainstep.bench.check.reference import Reference
 from trainstep.bench.check.updates import UPDATES
 from trainstep.bench.parallel import share_of
-from trainstep.casting import autocast_dtype
+from trainstep.casting import autocast_dtype, stored_dtype
 from trainstep.config import StepConfig
+from trainstep.precision import PRECISIONS
 from trainstep.replicas import local_gradients
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource, map_tensors
@@ -96,7 +97,7 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
         places, mean = partial(_places, 0.0 if plain.unused else MOVED), partial(_mean_gradients, world_size)
         gradients = Reference(shares, wide_config, places, mean)
     own = _distance(plain.parameters, wide.parameters) / plain.moved
-    rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
+    rounding = one_rounding(autocast_dtype(config.precision) or stored_dtype(config.precision) or torch.float32)
     off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
     if dropout.calls:
         plain = _train(source, plain_config, world_size, double=False)
@@ -129,6 +130,15 @@ def fill_gradients(step: TrainingStep, values: Iterable[float | None]) -> None:
                 gradient.fill_(value)
 
     step.optimizer.register_step_pre_hook(fill)
+
+
+def ready_to_fill(workload: Workload, config: StepConfig) -> Workload:
+    """The workload; weights that are stored in 16 bits are made zero, so that updates are rounded as themselves."""
+    if PRECISIONS[config.precision].is_stored_half:
+        with torch.no_grad():
+            for parameter in workload.module.parameters():
+                parameter.zero_()
+    return workload
 
 
 def batches(step: TrainingStep, count: int, passes: int) -> Iterator[Any]:
@@ -168,7 +178,7 @@ def _mean_gradients(world_size: int, step: TrainingStep, batch: Any) -> Gradient
 
 def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dict[str, Tensor]:
     plain = config if config.optimizer == "sgd" else dataclasses.replace(config, optimizer=StepConfig().optimizer)
-    step = TrainingStep(source.build(plain), plain)
+    step = TrainingStep(ready_to_fill(source.build(plain), plain), plain)
     used = dict(step.module.named_parameters())
     before = {name: value.detach().clone() for name, value in used.items()}
 
