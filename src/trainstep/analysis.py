@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainstep.bench.allocations import allocation_records
 from trainstep.bench.check.step import first_form, plain_form
 from trainstep.bench.ladder import climb
@@ -21,6 +19,7 @@ from trainstep.kinds import WorkloadRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
+from trainstep.randomness import seed_everything
 from trainstep.records import Row
 from trainstep.report.page import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
@@ -43,7 +42,7 @@ def analyze(
 
     Args:
         workload: a source, or a function without arguments that returns a `Workload` (it is called once per rung of the
-            ladder, and must build the same weights after the same `torch.manual_seed`).
+            ladder, and must build the same weights from the same seed of torch, numpy and `random`).
         config: how the analysed step is taken; by default eager, in fp32, or with bf16 weights as they come. The ladder
             starts from the plain step.
         steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
@@ -66,7 +65,7 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
         )
 
     def build(step: StepConfig) -> Workload:
-        torch.manual_seed(step.seed)
+        seed_everything(step.seed)
         return factory()
 
     return WorkloadSource(getattr(factory, "__name__", "workload"), build)

@@ -91,7 +91,7 @@ class TrainingStep:
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
-        self._batches = _forever(workload)
+        self._batches = batches_of(workload)
 
     def _widen(self, workload: Workload) -> None:
         """Train a float32 copy of weights that come in bf16, on float32 copies of what batches have in bf16."""
@@ -235,7 +235,8 @@ def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     return TrainingStep(source.build(config), config)
 
 
-def _forever(workload: Workload) -> Iterator[Any]:
+def batches_of(workload: Workload) -> Iterator[Any]:
+    """Its batches, from the start again where they end."""
     while True:
         empty = True
         for batch in workload.batches:

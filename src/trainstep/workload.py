@@ -26,6 +26,7 @@ from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer, chunked_cross_entropy, cross_entropy
 from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.randomness import seed_everything
 
 
 def call_with_first(module: nn.Module, batch: Any) -> Any:
@@ -113,7 +114,7 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
         raise UsageError(f"{too_long}; choose a context up to {most}")
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
-    torch.manual_seed(step.seed)
+    seed_everything(step.seed)
     module = build_transformer(fitted, impl=step.attention, device=device)
     return Workload(
         module=module,
@@ -180,7 +181,7 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
             f"--workload {spec} brings its own optimizer, so --optimizer {step.optimizer} cannot replace it; leave "
             "that flag out, or ask for the fused form of its own with adamw-fused"
         )
-    torch.manual_seed(step.seed)
+    seed_everything(step.seed)
     try:
         workload = factory()
     except UsageError as error:

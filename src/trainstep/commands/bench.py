@@ -221,14 +221,20 @@ class BenchParallel(OneModel):
     def run(self) -> int:
         from trainstep.bench.parallel import ParallelCase
         from trainstep.bench.parallel.run import run_cases
-        from trainstep.parallel.process import join_group
+        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
 
         with join_group(self.step_config().device, timeout_s=self.timeout) as process:
-            source = self.source()
-            config = self.own_step(source)
-            cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
-            records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
-            return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+            try:
+                source = on_all_ranks(process, self.source)
+                config = on_all_ranks(process, lambda: self.own_step(source))
+                cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
+                records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
+                return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+                mistake = error
+        if process.rank == 0:
+            raise mistake
+        return 0  # torchrun ends the first rank before it has spoken when another fails
 
 
 def _first_rank_reports(process: Process, records: Iterable[Row | SoFar], out: Path, title: str, total: int) -> int:

@@ -110,6 +110,11 @@ class Rounding:
                 found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
         return found
 
+    def relative(self, to: Gradients) -> float:
+        """Of all gradients together, as a part of these."""
+        size = math.sqrt(sum(to.squares.values()))
+        return math.sqrt(sum(each.norm**2 for each in self.by_name.values())) / (size or 1.0)
+
     def times(self, factor: float) -> Rounding:
         """All of it, larger."""
         errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}

@@ -28,6 +28,7 @@ from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
+from trainstep.randomness import from_seed
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, map_tensors
 
@@ -51,9 +52,7 @@ class Place:
 
 def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
     """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
-    devices = [step.device.index or 0] if step.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(step.config.seed)
+    with from_seed(step.config.seed, [step.device]):
         loss = step.gradients(batch)
     return Gradients.of(loss, step.module)
 
