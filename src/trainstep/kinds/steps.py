@@ -28,6 +28,7 @@ class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
     first_step_ms: float | None = None
     tokens_per_s: float | None = None
     model_tflop: float | None = None  # FLOPs of the mathematics per step
+    flops_uncounted: tuple[str, ...] | None = None  # operators that are not in these, and may be products; no rate then
     achieved_tflops: float | None = None
     utilisation: float | None = None  # of the device's peak rate in this precision, by its datasheet
     optimizer_state_gib: float | None = None
