@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.planted.parallel import quick
+from trainstep.bench.check.reproducible import fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.parallel import ParallelCase
-from trainstep.bench.parallel.batches import KEPT, Kept, fingerprint
+from trainstep.bench.parallel.batches import KEPT, Kept
 from trainstep.bench.parallel.run import run_cases
 from trainstep.config import StepConfig
 from trainstep.parallel.process import AgreedError

@@ -26,6 +26,9 @@ from trainstep.errors import UsageError
 HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
 
+VACUOUS = 0.5
+"""Gradients that may be this far off, of their own size, say nothing."""
+
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
 
@@ -147,6 +150,11 @@ class Deviation:
             and self.scale <= self.scale_allowed
             and self.worst <= self.worst_allowed
         )
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Whether so much is allowed that gradients of anything else might be within it."""
+        return not self.gradient_allowed < VACUOUS
 
     @property
     def severity(self) -> tuple[bool, float]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
+from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights, fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
@@ -59,6 +60,8 @@ def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
 
 Differentiate = Callable[[TrainingStep, Any], Gradients]
 """Loss and gradients of a batch, with the step's weights as they are."""
+Places = Callable[[TrainingStep], Iterable[Any]]
+"""Takes a step from place to place, and yields the batch there."""
 
 
 def start_and_trained(step: TrainingStep) -> Iterator[Any]:
@@ -80,13 +83,14 @@ class Reference:
 
     Raises:
         UsageError: loss or gradients are not finite.
+        NotReproducibleError: built once more, it has other weights or gradients.
     """
 
     def __init__(
         self,
         source: WorkloadSource,
         config: StepConfig,
-        places: Callable[[TrainingStep], Iterable[Any]] = start_and_trained,
+        places: Places = start_and_trained,
         differentiate: Differentiate = gradients_at,
     ) -> None:
         self.source, self.config, self._differentiate = source, config, differentiate
@@ -98,6 +102,8 @@ class Reference:
             plain.append(differentiate(step, batch).on_host())
             plain[0].check_finite(config.precision)
         del step, batch
+        self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
+        """Whether a second build gets other batches."""
         exact = attempt(lambda: self._in_float64(states, batches, plain))
         self.is_exact = isinstance(exact, list)
         """Whether the gradients are float64's."""
@@ -106,6 +112,18 @@ class Reference:
         self._measured: dict[PrecisionName, list[Rounding]] = {}
         self._measured_again: set[PrecisionName] = set()
         self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
+
+    def _build_again(self, places: Places, state: Mapping[str, Tensor], batch: Any, known: Gradients) -> bool:
+        """Whether the same workload, built once more, comes to the first place with another batch.
+
+        Raises:
+            NotReproducibleError: it has other weights, or makes other gradients of the same batch.
+        """
+        step = build_step(self.source, self.config)
+        own = next(iter(places(step)))
+        check_same_weights(state, _state_of(step.module))
+        check_same_gradients(known, self._differentiate(step, step.place(batch)).on_host(), self.config.precision)
+        return fingerprint(own) != fingerprint(batch)
 
     def _in_float64(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]

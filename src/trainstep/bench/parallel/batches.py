@@ -9,7 +9,6 @@ are taken once and kept; where the ranks' differ, those of rank 0 are sent to al
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +16,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainstep.bench.check.reproducible import fingerprint
 from trainstep.bench.parallel.one_process import BATCHES, STEPS
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError, place_of
 from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.training_step import batches_of
-from trainstep.workload import Workload, WorkloadSource, map_tensors, tensors_of
+from trainstep.workload import Workload, WorkloadSource, map_tensors
 
 KEPT = max(STEPS, *BATCHES)
 """As many as a comparison takes."""
@@ -42,15 +41,6 @@ class Kept:
 
     def __iter__(self) -> Iterator[Any]:
         return (map_tensors(batch, Tensor.clone) for batch in self.batches)
-
-
-def fingerprint(batch: Any) -> str:
-    """Of the types, shapes and bits of a batch's tensors."""
-    found = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_of(batch):
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def same_on_all_ranks(

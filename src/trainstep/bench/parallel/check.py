@@ -159,7 +159,8 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
     """
     wanted, allow_unused = _expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
-        reason = f"one process could not train on the whole batch, to compare with: {wanted.reason}"
+        said = "one process could not train on the whole batch, to compare with: "
+        reason = wanted.reason if wanted.status == "unsupported" else said + wanted.reason
         failed = dataclasses.replace(wanted, reason=reason)
         return Comparison(dict.fromkeys((case.scheme for case in cases), failed), 0, allow_unused)
     schemes: dict[Scheme, Agreement | Failure | None] = {}
