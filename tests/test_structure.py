@@ -13,13 +13,14 @@ PACKAGE = Path(trainstep.__file__).parent
 
 GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
-STEP = {"casting", "workload", "training_step", "blocks", "model", "attention"}
+STEP = {"casting", "randomness", "workload", "training_step", "blocks", "model", "attention"}
 """What is run."""
 
 MAY_IMPORT = {
     "errors": set(),
     "stats": set(),
     "precision": set(),
+    "randomness": set(),
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
     "blocks": {"config", "errors"},
-    "workload": {"attention", "config", "errors", "model", "precision"},
+    "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
     "training_step": {"blocks", "casting", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
