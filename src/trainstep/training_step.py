@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.blocks import checkpoint_blocks, find_blocks
+from trainstep.blocks import find_blocks
 from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
@@ -66,7 +67,7 @@ class TrainingStep:
         self._stored_dtype = stored_dtype(config.precision)
         if self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        checkpoint_blocks(self.module, config.checkpointing)
+        self._checkpointing = Checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
 
@@ -190,7 +191,8 @@ class TrainingStep:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with self._checkpointing.named_errors():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _update(self) -> None:
         if self.scaler is None:
