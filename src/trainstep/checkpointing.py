@@ -199,11 +199,19 @@ _KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of matrix products and fused attention, ours included; compute everything else again."""
+    """Keep results of matrix products and fused attention, ours included; compute everything else again.
+
+    So are products that are written into memory which is there, as compiled code does: it may write there again.
+    """
     namespace, _, name = operation.name().partition("::")
     name = name.partition(".")[0]
     kept = name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES) or namespace == "trainstep"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if kept and not _writes(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _writes(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)  # operators of a higher order have none
+    return schema is not None and schema.is_mutable
 
 
 def _selective_contexts() -> Any:

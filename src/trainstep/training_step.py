@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class TrainingStep:
 
     def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
         self.config = config
+        self._graphs_before = _graphs_so_far()
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
         if not any(parameter.requires_grad for parameter in workload.module.parameters()):
@@ -81,6 +83,11 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
         self._forward, self._loss = workload.forward, workload.loss
         self._batches = _forever(workload)
+
+    @property
+    def compiles_by_itself(self) -> bool:
+        """Whether the workload has compiled code of its own since this step was built, nobody having asked for it."""
+        return self.config.compile == "off" and _graphs_so_far() > self._graphs_before
 
     def next_batch(self) -> Any:
         """The next batch, on the device (the copy is waited for by the stopwatch's first synchronisation)."""
@@ -213,6 +220,26 @@ def _checked(loss: Any) -> Tensor:
         why = "its graph was detached, or all parameters are frozen"
         raise UsageError(f"the workload's loss depends on no parameter that takes a gradient: {why}")
     return loss
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, code that a workload compiles by itself runs eagerly.
+
+    torch compiles nothing under a mode that sees every operator, as instruments of memory, FLOPs and rounding do, and
+    code that insists on it (`fullgraph=True`) raises there.
+    """
+    if "torch._dynamo" not in sys.modules:  # which is slow to import, and whoever compiles has done so
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _graphs_so_far() -> int:
+    """How many graphs torch has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.realworld
 
 CHAINS = ["llama", "llama_eager", "gpt2", "mistral", "mixtral", "qwen3", "deepseek_v3", "whisper", "clip", "lora"]
 """Every policy serves them; the first ones fill a key-value cache."""
-OTHERS = ["gemma2", "t5", "wav2vec2", "resnet", "unet", "x_transformers"]
+OTHERS = ["gemma2", "t5", "wav2vec2", "resnet", "unet", "x_transformers", "compiled_parts"]
 """Their blocks are checkpointed one by one; several together are refused, with what makes that impossible."""
 
 

@@ -126,6 +126,7 @@ def _peak_values(predicted: PeakBytes | None, measured: MemoryPeaks | None) -> d
         values["predicted_gib"] = predicted.peak / GIB
     if measured is not None:
         values["peak_gib"] = measured.peak / GIB
+        values |= {"uncompiled": True} if measured.is_uncompiled else {}
         values["peak_phase"] = max(measured.by_phase, key=measured.by_phase.__getitem__)
         if predicted is not None:
             values["prediction_error"] = predicted.peak / measured.peak - 1

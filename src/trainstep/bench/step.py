@@ -27,7 +27,7 @@ from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
@@ -221,7 +221,11 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         return None
     kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
     resident = [*kept, *tensors_of(batch)]
-    return step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    take = partial(step_memory, lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    if step.device.type != "cpu":
+        return take()
+    with uncompiled():
+        return dataclasses.replace(take(), is_uncompiled=step.compiles_by_itself)
 
 
 def count_tokens(batch: Any) -> int | None:
@@ -237,7 +241,7 @@ def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: S
         return step_flops(source.model, step.config.batch, step.config.context, mode)
     if step.config.compile != "off" or step.config.checkpointing != "none":
         return None  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
-    with counted_flops() as count:
+    with uncompiled(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
     return count() or None
 
@@ -266,7 +270,8 @@ def memory_values(memory: MemoryPeaks | None) -> dict[str, Scalar]:
     if memory is None:
         return {}
     phases = {f"{name}_peak_gib": peak / GIB for name, peak in memory.by_phase.items()}
-    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases}
+    said = {"uncompiled": True} if memory.is_uncompiled else {}
+    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases, **said}
 
 
 def phase_samples(timing: Timing) -> dict[str, list[float]]:

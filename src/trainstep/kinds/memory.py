@@ -31,6 +31,7 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     smallest_drawn_mib: float | None = None
     allocator_gib: float | None = None  # the peak as the GPU's allocator counts it
     snapshot: str | None = None  # file name
+    uncompiled: bool | None = None  # whether code that the workload compiles by itself ran eagerly
 
 
 class OwnerRow(StepSettings, kind="owner"):
@@ -93,3 +94,4 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     peak_gib: float | None = None
     peak_phase: str | None = None
     prediction_error: float | None = None
+    uncompiled: bool | None = None  # as in `Peaks`

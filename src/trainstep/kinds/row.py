@@ -324,3 +324,5 @@ class Peaks(Row):
     loss_peak_gib: float | None = None
     backward_peak_gib: float | None = None
     optimizer_peak_gib: float | None = None
+    uncompiled: bool | None = None
+    """Whether code that the workload compiles by itself ran eagerly for these figures, as on a CPU."""

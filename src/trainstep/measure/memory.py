@@ -125,6 +125,7 @@ class MemoryPeaks:
     peak: int  # the most during the step
     by_phase: dict[str, int]  # the most during each phase
     after: dict[str, int]  # at the end of each phase
+    is_uncompiled: bool = False  # whether code that is compiled otherwise ran eagerly, to be followed
 
 
 def step_memory(

@@ -28,7 +28,7 @@ from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, map_tensors
 
 TRAINED_STEPS = 10
@@ -166,7 +166,7 @@ class Reference:
             plain = self._differentiate(step, step.place(place.batch))
             random = Rounding()
             for seed in range(draws):
-                with RandomRounding(precision, seed):
+                with uncompiled(), RandomRounding(precision, seed):
                     load(step.module, place.state)
                     drawn = self._differentiate(step, step.place(place.batch))
                 random = Rounding.most([random, Rounding.between(drawn, plain)])
