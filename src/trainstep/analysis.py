@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.check.step import plain_form
+from trainstep.bench.check.step import first_form, plain_form
 from trainstep.bench.ladder import climb
 from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
@@ -21,6 +19,7 @@ from trainstep.kinds import WorkloadRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
+from trainstep.randomness import seed_everything
 from trainstep.records import Row
 from trainstep.report.page import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
@@ -43,14 +42,15 @@ def analyze(
 
     Args:
         workload: a source, or a function without arguments that returns a `Workload` (it is called once per rung of the
-            ladder, and must build the same weights after the same `torch.manual_seed`).
-        config: how the analysed step is taken; by default in fp32, eager. The ladder starts from the plain step.
+            ladder, and must build the same weights from the same seed of torch, numpy and `random`).
+        config: how the analysed step is taken; by default eager, in fp32, or with bf16 weights as they come. The ladder
+            starts from the plain step.
         steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
         on_record: called with every record as soon as it is known.
     """
     source = workload if isinstance(workload, WorkloadSource) else _source_of(workload)
     records: list[Row] = []
-    for record in analysis_records(source, config or StepConfig(), steps=steps):
+    for record in analysis_records(source, config or StepConfig(precision=source.own_precision), steps=steps):
         records.append(record)
         if on_record is not None:
             on_record(record)
@@ -65,7 +65,7 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
         )
 
     def build(step: StepConfig) -> Workload:
-        torch.manual_seed(step.seed)
+        seed_everything(step.seed)
         return factory()
 
     return WorkloadSource(getattr(factory, "__name__", "workload"), build)
@@ -83,7 +83,7 @@ def analysis_records(
     yield from run_cases(cases, check=config != plain_form(config))  # what is plain has nothing plainer beside it
     yield from allocation_records(source, config)
     yield from ceiling_records(device)
-    yield from climb(source, plain_form(config), steps=steps)
+    yield from climb(source, first_form(source, config), steps=steps)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
     yield from profile_records(source, config, warmup=2, steps=PROFILED_AGAINST, profiled_steps=2, trace=trace)
 

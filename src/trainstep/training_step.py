@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.blocks import find_blocks
-from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
+from trainstep.casting import (
+    autocast,
+    cast_parameters,
+    check_precision,
+    matmul_precision,
+    stored_dtype,
+    widen,
+    widened,
+)
 from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
-from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
+from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, map_tensors, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,7 +75,12 @@ class TrainingStep:
             raise UsageError("the workload's module has no parameter that takes a gradient: nothing to train")
         self.module = workload.module.to(self.device)
         self._stored_dtype = stored_dtype(config.precision)
-        if self._stored_dtype is not None:
+        self._forward, self._loss = workload.forward, workload.loss
+        if has_bf16_weights(self.module):
+            if self._stored_dtype is None:
+                self._widen(workload)
+            self._stored_dtype = None  # the batches are what the model's author gives it
+        elif self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
         self._checkpointing = Checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
@@ -81,8 +94,13 @@ class TrainingStep:
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
-        self._forward, self._loss = workload.forward, workload.loss
-        self._batches = _forever(workload)
+        self._batches = batches_of(workload)
+
+    def _widen(self, workload: Workload) -> None:
+        """Train a float32 copy of weights that come in bf16, on float32 copies of what batches have in bf16."""
+        widen(self.module)
+        self._forward = lambda module, batch: workload.forward(module, map_tensors(batch, widened))
+        self._loss = lambda outputs, batch: workload.loss(outputs, map_tensors(batch, widened))
 
     @property
     def compiles_by_itself(self) -> bool:
@@ -94,7 +112,7 @@ class TrainingStep:
         return self.place(next(self._batches))
 
     def place(self, batch: Any) -> Any:
-        """`batch` with its tensors on the device, floating-point ones in the weights' dtype if that is a 16-bit one."""
+        """`batch` with its tensors on the device, floating-point ones in the 16 bits that weights were cast to."""
         dtype = self._stored_dtype
         return map_tensors(batch, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None))
 
@@ -246,7 +264,8 @@ def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     return TrainingStep(source.build(config), config)
 
 
-def _forever(workload: Workload) -> Iterator[Any]:
+def batches_of(workload: Workload) -> Iterator[Any]:
+    """Its batches, from the start again where they end."""
     while True:
         empty = True
         for batch in workload.batches:

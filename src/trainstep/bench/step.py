@@ -150,7 +150,9 @@ class StepMeasurement:
     tokens: int | None
     """Tokens per step; None where the batch does not tell."""
     flops: int | None
-    """Model FLOPs per step: by formula for ours, counted by torch for a user's workload; None where it can't be."""
+    """Model FLOPs per step: by formula for ours, counted for a user's workload; None where they can't be."""
+    uncounted: tuple[str, ...]
+    """Operators that are not in these, though they may be products."""
     device: torch.device
     gpu_state: Mapping[str, Scalar]
     """Clocks, power and throttling right after the last step."""
@@ -203,13 +205,15 @@ def measure_training_step(
     take = time_window if sustained else time_steps
     timing = take(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     state = gpu_state(step.device)
+    flops, uncounted = _count_flops(step, source, runner.batch, mode)
     return StepMeasurement(
         timing=timing,
         losses=tuple(map(float, runner.losses)),
         memory=step_peaks(step, runner.batch, mode),
         optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
         tokens=count_tokens(runner.batch),
-        flops=_count_flops(step, source, runner.batch, mode),
+        flops=flops,
+        uncounted=uncounted,
         device=step.device,
         gpu_state=state,
     )
@@ -236,27 +240,32 @@ def count_tokens(batch: Any) -> int | None:
     return next((count for item in items if (count := count_tokens(item)) is not None), None)
 
 
-def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode) -> int | None:
+def _count_flops(
+    step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode
+) -> tuple[int | None, tuple[str, ...]]:
+    """Model FLOPs, and the operators that are not among them."""
     if source.model is not None:
-        return step_flops(source.model, step.config.batch, step.config.context, mode)
+        return step_flops(source.model, step.config.batch, step.config.context, mode), ()
     if step.config.compile != "off" or step.config.checkpointing != "none":
-        return None  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
+        return None, ()  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
     with uncompiled(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
-    return count() or None
+    return count() or None, count.uncounted
 
 
 def measured_fields(measurement: StepMeasurement, timing: Timing, precision: PrecisionName) -> dict[str, Any]:
     """The fields of `MeasuredStep` for one window of a measurement."""
     step_s = summarize([sample.wall_ms for sample in timing.samples]).median / 1e3
     spec = find_device(device_name(measurement.device))
-    achieved = None if measurement.flops is None else measurement.flops / step_s / 1e12
+    counted = None if measurement.uncounted else measurement.flops  # of a part, the rate would be too low
+    achieved = None if counted is None else counted / step_s / 1e12
     return {
         "times": {name: Times.of(summarize(samples)) for name, samples in phase_samples(timing).items()},
         "n": len(timing.samples),
         "first_step_ms": timing.first.wall_ms,
         "tokens_per_s": None if measurement.tokens is None else measurement.tokens / step_s,
         "model_tflop": None if measurement.flops is None else measurement.flops / 1e12,
+        "flops_uncounted": measurement.uncounted or None,
         "achieved_tflops": achieved,
         "utilisation": None if achieved is None or spec is None else achieved / spec.peak_tflops(precision),
         **memory_values(measurement.memory),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from trainstep.records import Row, SoFar
 
 NOTHING_RAN, INTERRUPTED = 1, 130
-"""Exit codes when every case failed (there are rows, and they only say why), and after Ctrl-C, as shells have it."""
+"""Exit codes when every case failed, or a ladder's baseline, beside which others say nothing (there are rows that say
+why), and after Ctrl-C, as shells have it."""
 BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
 
@@ -97,6 +98,7 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
     from trainstep.report.formats import to_terminal
     from trainstep.report.page import Report
     from trainstep.report.subjects import make_tables
+    from trainstep.report.subjects.ladder_findings import failed_baselines
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
@@ -127,6 +129,9 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
         unwritten = error
     if code == INTERRUPTED:
         console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
+    without = failed_baselines(taken)
+    for row in without:
+        console.print("[bold]The baseline failed.[/bold]", f"{row.workload}: {row.status}: {row.reason}", markup=True)
     tables = make_tables(taken, "terminal")
     if passes := repeatability(taken):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
@@ -148,7 +153,7 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
         console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
         console.print(f"{cases[0].status}: {cases[0].reason}")
         return code or NOTHING_RAN
-    return code
+    return code or (NOTHING_RAN if without else 0)
 
 
 def _with_progress(
