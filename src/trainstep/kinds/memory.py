@@ -14,6 +14,7 @@ class PeakRow(StepSettings, Peaks, kind="peak"):
     peak_phase: str | None = None
     predicted_gib: float | None = None
     prediction_error: float | None = None  # predicted / measured − 1
+    not_predicted: str | None = None  # why a user's step has no prediction
 
 
 class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
@@ -93,3 +94,4 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     peak_gib: float | None = None
     peak_phase: str | None = None
     prediction_error: float | None = None
+    not_predicted: str | None = None  # why a user's step has no prediction
