@@ -123,9 +123,7 @@ def _predicted_peak(
         return None
 
 
-def _peak_values(
-    predicted: PeakBytes | TracedStep | Failure | None, measured: MemoryPeaks | None
-) -> dict[str, Scalar]:
+def _peak_values(predicted: PeakBytes | TracedStep | Failure | None, measured: MemoryPeaks | None) -> dict[str, Scalar]:
     """The predicted peak and the measured one as columns, and by how much the prediction is off."""
     values: dict[str, Scalar] = {}
     if isinstance(predicted, Failure):

@@ -36,7 +36,16 @@ tensors."""
 def trace_step(
     source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
 ) -> TracedStep:
+    """The step that `trace_calls` traces."""
+    return trace_calls(source, config, mode, only_shapes=only_shapes)[0]
+
+
+def trace_calls(
+    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
+) -> tuple[TracedStep, list[OperatorCall]]:
     """Trace one step, its optimizer's state in place, on the kind of device that the configuration names.
+
+    The calls are those of the traced step's operators, in their order.
 
     Args:
         only_shapes: the model may be larger than this machine's memory, and is then built of fake tensors too. That
@@ -99,14 +108,14 @@ _REAL = "one step was run and traced, as it cannot be traced without data"
 
 def _traced(
     workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
-) -> TracedStep:
+) -> tuple[TracedStep, list[OperatorCall]]:
     with torch.compiler.set_stance("force_eager"):  # what the model's author compiled: fake tensors would crash it
         return _traced_eagerly(workload, config, mode, fakes, basis)
 
 
 def _traced_eagerly(
     workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
-) -> TracedStep:
+) -> tuple[TracedStep, list[OperatorCall]]:
     device = resolve_device(config.device)
     if fakes is not None:
         _make_fake(workload.module, fakes, device)
@@ -134,7 +143,7 @@ def _traced_eagerly(
                 step(batch, mode="forward" if mode == "forward" else "forward-backward")
             flops = count() or None
     groups = _groups(module)
-    return TracedStep(
+    traced = TracedStep(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
         trained_bytes=sum(parameter.nbytes for parameter in trained),
@@ -150,6 +159,7 @@ def _traced_eagerly(
         tokens=count_tokens(batch),
         basis=basis,
     )
+    return traced, [call for call, _ in tracer.operators()]
 
 
 def _operator(call: OperatorCall, count: int) -> TracedOperator:

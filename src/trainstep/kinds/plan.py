@@ -30,12 +30,12 @@ class PlannedStep(Row):
 
     workload: str = setting()
     device: str = setting()
-    batch: int | None = setting()
-    context: int | None = setting()
+    batch: int | None = setting(None)
+    context: int | None = setting(None)
     precision: str = setting()
     compile: str = setting()
-    attention: str | None = setting()
-    optimizer: str | None = setting()
+    attention: str | None = setting(None)
+    optimizer: str | None = setting(None)
 
 
 class PlannedMemory(PlannedStep):
