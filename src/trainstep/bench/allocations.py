@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainstep.bench.memory import UNFOLLOWED, WARMUP
+from trainstep.bench.memory import UNFOLLOWED
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.step import case_columns
+from trainstep.bench.step import WARMUP, case_columns
 from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError

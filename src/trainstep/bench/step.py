@@ -33,6 +33,9 @@ from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
+WARMUP = 2
+"""Steps before the one whose memory is measured: the optimizer has its state and libraries their workspaces."""
+
 
 @dataclass(frozen=True)
 class StepCase:

@@ -14,6 +14,7 @@ class PeakRow(StepSettings, Peaks, kind="peak"):
     peak_phase: str | None = None
     predicted_gib: float | None = None
     prediction_error: float | None = None  # predicted / measured − 1
+    not_predicted: str | None = None  # why a user's step has no prediction
 
 
 class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
@@ -95,3 +96,4 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     peak_phase: str | None = None
     prediction_error: float | None = None
     uncompiled: bool | None = None  # as in `Peaks`
+    not_predicted: str | None = None  # why a user's step has no prediction

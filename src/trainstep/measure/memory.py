@@ -88,6 +88,10 @@ class LiveStorages(TorchDispatchMode):
         """Bytes of the found storages that are alive now."""
         return sum(life.bytes for life in self._lives.values() if life.is_found)
 
+    def lives_of(self, value: object) -> list[StorageLife]:
+        """The lives of a tensor's storages, as far as they are followed."""
+        return [self._lives[storage] for storage in storages_of(value) if storage in self._lives]
+
     def _follow(self, value: object, *, is_made: bool = False, is_found: bool = False) -> None:
         for storage in storages_of(value):
             if storage in self._lives or storage.nbytes() == 0:
