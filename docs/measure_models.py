@@ -4,9 +4,9 @@ python docs/measure_models.py                              # all: an hour and mo
 python docs/measure_models.py --models llama,t5 --commands profile,dtypes
 python docs/measure_models.py --seconds 120                # stop a command that takes longer
 
-A cell is a process of its own, forked from one that has imported the libraries. What was measured at the same commit
-before is kept, so the table can be filled in parts, and by several interpreters: models whose package this one lacks
-are left as they are.
+A cell is a process of its own, forked from one that has imported the libraries. Cells that are not measured are kept, each
+with its commit, so the table can be filled in parts, and by several interpreters: models whose package this one lacks are
+left as they are.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ COMMANDS = {
     "plan": "plan",
 }
 """Column → the command's words, without the workload."""
+SAID_OF = ("torch", "date", "commit")
+"""What of the environment each cell says."""
 WORST_FIRST = ("wrong", "failed", "out of memory", "off", "not checked", "limit")
 PLAIN = "not asked for"
 """Why a row of the plain step is not checked: there is nothing plainer beside it."""
@@ -154,7 +156,7 @@ def measure(model: str, commands: Sequence[str], limit_s: float) -> dict[str, di
 
 
 def main() -> None:
-    """Measure what was asked for, and keep it beside what is there of the same commit."""
+    """Measure what was asked for, and keep it beside what is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--commands", default=",".join(COMMANDS))
@@ -170,13 +172,12 @@ def main() -> None:
             print(f"{model:18} left out: {error}", flush=True)
             continue
         cells = measure(model, given.commands.split(","), given.seconds)
+        cells = {name: cell | {each: environment[each] for each in SAID_OF} for name, cell in cells.items()}
         kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-        before = kept.get(model, {})
-        if before.get("environment", {}).get("commit") == environment["commit"]:
-            cells = before["cells"] | cells
+        cells = kept.get(model, {}).get("cells", {}) | cells
         package = importlib.import_module(MODELS[model])
         version = str(getattr(package, "__version__", ""))
-        kept[model] = {"package": f"{MODELS[model]} {version}".strip(), "environment": environment, "cells": cells}
+        kept[model] = {"package": f"{MODELS[model]} {version}".strip(), "cells": cells}
         kept = {name: kept[name] for name in MODELS if name in kept}
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

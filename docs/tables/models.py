@@ -21,11 +21,10 @@ def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
         raise NotMeasuredError(path.name)
     models = json.loads(path.read_text(encoding="utf-8"))
     said = set()
-    for model in models.values():
-        environment = model["environment"]
-        if str(environment["commit"]).endswith("+"):
+    for cell in (cell for model in models.values() for cell in model["cells"].values()):
+        if str(cell["commit"]).endswith("+"):
             raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
-        said.add(f"torch {environment['torch']}, {environment['date']}, commit {environment['commit']}")
+        said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
     return f"CPU, {'; '.join(sorted(said))}", models
 
 
