@@ -4,9 +4,9 @@ python docs/measure_models.py                              # all: an hour and mo
 python docs/measure_models.py --models llama,t5 --commands profile,dtypes
 python docs/measure_models.py --seconds 120                # stop a command that takes longer
 
-A cell is a process of its own, forked from one that has imported the libraries. Cells that are not measured are kept, each
-with its commit, so the table can be filled in parts, and by several interpreters: models whose package this one lacks are
-left as they are.
+A cell is a process of its own, forked from one that has imported the libraries. Cells that are not measured are kept,
+each with its commit, so the table can be filled in parts, and by several interpreters: models whose package this one
+lacks are left as they are.
 """
 
 from __future__ import annotations
