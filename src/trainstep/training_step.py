@@ -69,6 +69,9 @@ class TrainingStep:
     def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
         self.config = config
         self._graphs_before = _graphs_so_far()
+        self.on_outputs: Callable[[Any], object] = lambda outputs: (
+            None
+        )  # called with what forward returns, to look at it
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
         if not any(parameter.requires_grad for parameter in workload.module.parameters()):
@@ -204,6 +207,7 @@ class TrainingStep:
         with autocast(self.config.precision, self.device):
             with phase("forward"):
                 outputs = self._forward(self.replica.module, batch)
+                self.on_outputs(outputs)
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs

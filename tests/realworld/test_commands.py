@@ -17,7 +17,8 @@ from trainstep.bench.step import StepCase, run_cases
 from trainstep.config import StepConfig
 from trainstep.kinds import MemoryTimelineRow
 from trainstep.records import Row, of_kind
-from trainstep.workload import WorkloadSource, factory_source
+from trainstep.report.subjects.memory import cache_findings
+from trainstep.workload import Workload, WorkloadSource, factory_source
 
 pytestmark = pytest.mark.realworld
 
@@ -73,3 +74,23 @@ def test_a_compiled_block_keeps_no_more_than_an_eager_one(name: str) -> None:
     source = source_of(name)
     compiled, eager = measure_compiled_block(source, CONFIG).bytes, measure_residuals(source, CONFIG).first_block.bytes
     assert 0 < compiled <= math.ceil(eager * 1.01)
+
+
+def test_a_cache_that_training_does_not_use_is_told() -> None:
+    """Keys and values of two layers, four sequences of 32 tokens, two heads of 16 numbers."""
+    source = source_of("llama")
+
+    def without_cache(step: StepConfig) -> Workload:
+        workload = source.build(step)
+        workload.module.config.use_cache = False
+        return workload
+
+    rows = [
+        next(iter(run_cases([StepCase(each, CONFIG, warmup=1, steps=1)], check=False)))
+        for each in (source, WorkloadSource("llama without a cache", without_cache))
+    ]
+    assert rows[0].cache_gib == 2 * 2 * 4 * 32 * 2 * 16 * 4 / 2**30
+    assert rows[1].cache_gib is None
+    [finding] = cache_findings(rows)
+    assert finding.figures["gib"] == rows[0].cache_gib
+    assert cache_findings(rows[1:]) == []

@@ -134,6 +134,7 @@ def _peak_values(predicted: PeakBytes | TracedStep | Failure | None, measured: M
     if measured is not None:
         values["peak_gib"] = measured.peak / GIB
         values |= {"uncompiled": True} if measured.is_uncompiled else {}
+        values |= {"cache_gib": measured.cache / GIB} if measured.cache else {}
         values["peak_phase"] = max(measured.by_phase, key=measured.by_phase.__getitem__)
         if predicted is not None:
             values["prediction_error"] = predicted.peak / measured.peak - 1

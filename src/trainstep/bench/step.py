@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
+from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
@@ -228,11 +229,13 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         return None
     kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
     resident = [*kept, *tensors_of(batch)]
-    take = partial(step_memory, lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
-    if step.device.type != "cpu":
-        return take()
-    with uncompiled():
-        return dataclasses.replace(take(), is_uncompiled=step.compiles_by_itself)
+    caches: list[int] = []
+    step.on_outputs = lambda outputs: caches.append(cache_bytes(outputs))
+    with uncompiled() if step.device.type == "cpu" else nullcontext():
+        found = step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    step.on_outputs = lambda outputs: None
+    is_uncompiled = step.device.type == "cpu" and step.compiles_by_itself
+    return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches))
 
 
 def count_tokens(batch: Any) -> int | None:
@@ -282,7 +285,8 @@ def memory_values(memory: MemoryPeaks | None) -> dict[str, Scalar]:
     if memory is None:
         return {}
     phases = {f"{name}_peak_gib": peak / GIB for name, peak in memory.by_phase.items()}
-    said = {"uncompiled": True} if memory.is_uncompiled else {}
+    said: dict[str, Scalar] = {"uncompiled": True} if memory.is_uncompiled else {}
+    said |= {"cache_gib": memory.cache / GIB} if memory.cache else {}
     return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases, **said}
 
 

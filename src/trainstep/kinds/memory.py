@@ -95,5 +95,6 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     peak_gib: float | None = None
     peak_phase: str | None = None
     prediction_error: float | None = None
-    uncompiled: bool | None = None  # as in `Peaks`
+    cache_gib: float | None = None  # as in `Peaks`
+    uncompiled: bool | None = None
     not_predicted: str | None = None  # why a user's step has no prediction

@@ -202,6 +202,18 @@ def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
     return [found("memory.uncompiled", said, count=count)]
 
 
+def cache_findings(records: Sequence[Row]) -> list[Finding]:
+    """That forward fills a key-value cache, which training does not use."""
+    rows = [row for row in records if isinstance(row, (StepRow, RungRow, PeakRow, CheckpointingRow)) and row.cache_gib]
+    if not rows:
+        return []
+    said = (
+        "Forward fills a key-value cache of {gib:gib} that training does not use. It is kept until the loss is there, "
+        "and with checkpointing through backward. Turn it off: use_cache=False in transformers' configurations."
+    )
+    return [found("memory.cache", said, gib=max(row.cache_gib or 0 for row in rows))]
+
+
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """Cases of the grid that ran out of memory, with what they would have needed."""
     every = []
@@ -375,6 +387,7 @@ RULES = (
     residual_findings,
     prediction_findings,
     uncompiled_findings,
+    cache_findings,
     fit_findings,
     checkpointing_findings,
 )
