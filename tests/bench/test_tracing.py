@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trainstep import Workload
 from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
@@ -108,6 +109,19 @@ def test_what_cannot_be_traced_without_data_is_run(make):
 class First(nn.Module):
     def forward(self, outputs):
         return outputs[0]
+
+
+def test_a_factory_that_fails_on_fake_tensors_is_built_as_it_is():
+    """As one that makes its weights bf16: torch cannot swap fake parameters, and the factory's error is a UsageError."""
+
+    def refuses():
+        module = nn.Linear(16, 16)
+        if isinstance(module.weight, FakeTensor):
+            raise UsageError("the factory failed")
+        return module
+
+    traced = trace_step(source_of(refuses), CPU, only_shapes=True)
+    assert "run" not in traced.basis
 
 
 def test_it_is_not_run_where_there_is_no_room(monkeypatch):
