@@ -112,7 +112,7 @@ class First(nn.Module):
 
 
 def test_a_factory_that_fails_on_fake_tensors_is_built_as_it_is():
-    """As one that makes its weights bf16: torch cannot swap fake parameters, and the factory's error is a UsageError."""
+    """As one that makes its weights bf16: torch cannot swap fake parameters, which a factory says as a UsageError."""
 
     def refuses():
         module = nn.Linear(16, 16)
