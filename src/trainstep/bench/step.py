@@ -235,7 +235,7 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         found = step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
     step.on_outputs = lambda outputs: None
     is_uncompiled = step.device.type == "cpu" and step.compiles_by_itself
-    return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches))
+    return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches, default=0))
 
 
 def count_tokens(batch: Any) -> int | None:
