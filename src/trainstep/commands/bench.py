@@ -124,9 +124,12 @@ class BenchLadder(OneModel):
     def run(self) -> int:
         from trainstep.bench.ladder import climb
 
-        source = self.source()
-        records = climb(source, self.step_config(), warmup=self.warmup, steps=self.steps)
-        return run_and_report(records, self.out, f"ladder of {source.name}")
+        source, config = self.source(), self.step_config()
+        return run_and_report(
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, on_part=on_part),
+            self.out,
+            f"ladder of {source.name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
