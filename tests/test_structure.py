@@ -13,7 +13,10 @@ PACKAGE = Path(trainstep.__file__).parent
 
 GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
-STEP = {"casting", "randomness", "workload", "training_step", "blocks", "model", "attention"}
+STEP = {
+    *("casting", "randomness", "workload", "training_step", "blocks", "checkpointing", "repeating"),
+    *("model", "attention"),
+}
 """What is run."""
 
 MAY_IMPORT = {
@@ -32,9 +35,11 @@ MAY_IMPORT = {
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
-    "blocks": {"config", "errors"},
+    "blocks": set(),
+    "repeating": {"errors"},
+    "checkpointing": {"blocks", "config", "errors", "repeating"},
     "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
-    "training_step": {"blocks", "casting", "config", "errors", "precision", "workload"},
+    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.blocks import checkpoint_blocks, find_blocks
+from trainstep.blocks import find_blocks
 from trainstep.casting import (
     autocast,
     cast_parameters,
@@ -25,6 +26,7 @@ from trainstep.casting import (
     widen,
     widened,
 )
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
@@ -66,6 +68,10 @@ class TrainingStep:
 
     def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
         self.config = config
+        self._graphs_before = _graphs_so_far()
+        self.on_outputs: Callable[[Any], object] = lambda outputs: (
+            None
+        )  # called with what forward returns, to look at it
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
         if not any(parameter.requires_grad for parameter in workload.module.parameters()):
@@ -79,7 +85,7 @@ class TrainingStep:
             self._stored_dtype = None  # the batches are what the model's author gives it
         elif self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        checkpoint_blocks(self.module, config.checkpointing)
+        self._checkpointing = Checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
 
@@ -98,6 +104,11 @@ class TrainingStep:
         widen(self.module)
         self._forward = lambda module, batch: workload.forward(module, map_tensors(batch, widened))
         self._loss = lambda outputs, batch: workload.loss(outputs, map_tensors(batch, widened))
+
+    @property
+    def compiles_by_itself(self) -> bool:
+        """Whether the workload has compiled code of its own since this step was built, nobody having asked for it."""
+        return self.config.compile == "off" and _graphs_so_far() > self._graphs_before
 
     def next_batch(self) -> Any:
         """The next batch, on the device (the copy is waited for by the stopwatch's first synchronisation)."""
@@ -196,6 +207,7 @@ class TrainingStep:
         with autocast(self.config.precision, self.device):
             with phase("forward"):
                 outputs = self._forward(self.replica.module, batch)
+                self.on_outputs(outputs)
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
@@ -208,7 +220,8 @@ class TrainingStep:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with self._checkpointing.named_errors():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _update(self) -> None:
         if self.scaler is None:
@@ -229,6 +242,26 @@ def _checked(loss: Any) -> Tensor:
         why = "its graph was detached, or all parameters are frozen"
         raise UsageError(f"the workload's loss depends on no parameter that takes a gradient: {why}")
     return loss
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, code that a workload compiles by itself runs eagerly.
+
+    torch compiles nothing under a mode that sees every operator, as instruments of memory, FLOPs and rounding do, and
+    code that insists on it (`fullgraph=True`) raises there.
+    """
+    if "torch._dynamo" not in sys.modules:  # which is slow to import, and whoever compiles has done so
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _graphs_so_far() -> int:
+    """How many graphs torch has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -128,7 +128,12 @@ class Climbed:
 
 
 def climb(
-    source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10
+    source: WorkloadSource,
+    base: StepConfig,
+    *,
+    warmup: int = 3,
+    steps: int = 10,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[RungRow | ControlRow]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
@@ -136,21 +141,33 @@ def climb(
     compared with.
 
     Last come rows of kind "control": the first rung and the top measured once more. Their ratios to themselves should
-    contain 1; if they do not, the machine changed during the climb, and the report says so.
+    contain 1; if they do not, the machine changed during the climb, and the report says so. `on_part` is called with
+    the name of each rung before it is built, compiled, checked and timed.
     """
     device = resolve_device(base.device)
     ladder = _Ladder(source, base, device, warmup, steps)
     rungs = rungs_for(source, device, base)
-    baseline = ladder.try_rung(Rung("baseline", {}))
+    first = Rung("baseline", {})
+    on_part(_part(first))
+    baseline = ladder.try_rung(first)
     yield baseline
     if baseline.status not in ("ok", "out of memory"):
         return  # there is nothing to compare with; what is too large may fit in another form
     for rung in rungs:
+        on_part(_part(rung))
         yield ladder.try_rung(rung)
     for rung in rungs:
         if ladder.is_worth_another_try(rung):
-            yield ladder.try_rung(Rung(f"{rung.name}, on the top", rung.change))
+            again = Rung(f"{rung.name}, on the top", rung.change)
+            on_part(_part(again))
+            yield ladder.try_rung(again)
+    on_part("ladder: the first rung and the top again")
     yield from ladder.controls()
+
+
+def _part(rung: Rung) -> str:
+    work = "compiled, checked and timed" if "compile" in rung.change else "checked and timed"
+    return f"ladder: {rung.name}, {work}"
 
 
 class _Ladder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +22,20 @@ from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
+from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
+
+WARMUP = 2
+"""Steps before the one whose memory is measured: the optimizer has its state and libraries their workspaces."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,13 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         return None
     kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
     resident = [*kept, *tensors_of(batch)]
-    return step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    caches: list[int] = []
+    step.on_outputs = lambda outputs: caches.append(cache_bytes(outputs))
+    with uncompiled() if step.device.type == "cpu" else nullcontext():
+        found = step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    step.on_outputs = lambda outputs: None
+    is_uncompiled = step.device.type == "cpu" and step.compiles_by_itself
+    return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches, default=0))
 
 
 def count_tokens(batch: Any) -> int | None:
@@ -244,7 +254,7 @@ def _count_flops(
         return step_flops(source.model, step.config.batch, step.config.context, mode), ()
     if step.config.compile != "off" or step.config.checkpointing != "none":
         return None, ()  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
-    with counted_flops() as count:
+    with uncompiled(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
     return count() or None, count.uncounted
 
@@ -275,7 +285,9 @@ def memory_values(memory: MemoryPeaks | None) -> dict[str, Scalar]:
     if memory is None:
         return {}
     phases = {f"{name}_peak_gib": peak / GIB for name, peak in memory.by_phase.items()}
-    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases}
+    said: dict[str, Scalar] = {"uncompiled": True} if memory.is_uncompiled else {}
+    said |= {"cache_gib": memory.cache / GIB} if memory.cache else {}
+    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases, **said}
 
 
 def phase_samples(timing: Timing) -> dict[str, list[float]]:

@@ -135,8 +135,12 @@ class BenchLadder(OneModel):
         from trainstep.bench.ladder import climb
 
         source = self.source()
-        records = climb(source, self.own_step(source), warmup=self.warmup, steps=self.steps)
-        return run_and_report(records, self.out, f"ladder of {source.name}")
+        config = self.own_step(source)
+        return run_and_report(
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, on_part=on_part),
+            self.out,
+            f"ladder of {source.name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

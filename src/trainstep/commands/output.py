@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,13 +86,27 @@ def output_failed(out: SteadyOutput) -> str | None:
     return f"cannot write to standard output: {out.failure.strerror}; what was measured is in files"
 
 
-def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total: int | None = None) -> int:
+OnPart = Callable[[str], object]
+"""Told what is measured next."""
+
+
+def run_and_report(
+    records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
+    out: Path,
+    title: str,
+    total: int | None = None,
+) -> int:
     """Write each record as it comes, with progress; write the report; then print the tables and findings.
 
-    Ctrl-C and SIGTERM end the measurements; what there is by then is reported.
+    Ctrl-C and SIGTERM end the measurements; what there is by then is reported. So it is where a mistake of the user's,
+    found in the middle, ends them.
+
+    Args:
+        records: or a function that gives them, which tells the one that it is given what it measures next.
 
     Raises:
-        UsageError: the rows or the report cannot be written. What was measured is printed even then.
+        UsageError: the rows or the report cannot be written, or what the records raised. What was measured is printed
+            even then.
     """
     from trainstep.records import RecordWriter
     from trainstep.report.compare import comparison_table, repeatability
@@ -104,6 +119,7 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}")
     unwritten: UsageError | None = None
+    stopped: UsageError | None = None
     code = 0
     signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
     try:
@@ -114,6 +130,13 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except UsageError as error:
+        if signals.received is not None:
+            code = INTERRUPTED
+        elif not writer.rows:
+            raise
+        else:
+            stopped = error
     except Exception:
         if signals.received is None:
             raise
@@ -127,7 +150,7 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
             report.write(out)
     except UsageError as error:
         unwritten = error
-    if code == INTERRUPTED:
+    if code == INTERRUPTED or stopped is not None:
         console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
     without = failed_baselines(taken)
     for row in without:
@@ -142,11 +165,13 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
     if report.recommended_flags:
         console.print(f"\nRecommended: {report.recommended_flags}")
     if unwritten is not None:
-        raise unwritten
+        raise stopped or unwritten
     if taken:
         files = ("trace", "snapshot")  # values that name a file written beside the rows
         beside = "".join(f", {each}" for row in taken for name in files if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
+    if stopped is not None:
+        raise stopped
     cases = [row for row in taken if row.kind not in ("workload", "ceiling")]  # which are there whatever fails
     if cases and all(row.status != "ok" for row in cases):
         reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
@@ -157,8 +182,13 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
 
 
 def _with_progress(
-    records: Iterable[Row | SoFar], console: rich.console.Console, title: str, total: int | None
+    records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
+    console: rich.console.Console,
+    title: str,
+    total: int | None,
 ) -> Iterator[Row | SoFar]:
+    from rich.console import Group
+    from rich.live import Live
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -166,14 +196,26 @@ def _with_progress(
 
     times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(escape(printable(title)), total=total)
-        for record in records:
+    parts = Progress("  {task.description}", TimeElapsedColumn(), console=console, transient=True)
+    start = time.monotonic()
+
+    def on_part(part: str) -> None:
+        """Shown below with its own time; where there is no terminal, which shows nothing meanwhile, as a line."""
+        for each in list(parts.task_ids):
+            parts.remove_task(each)
+        parts.add_task(escape(printable(part)), total=None)
+        if not console.is_terminal:
+            console.print(f"{time.monotonic() - start:4.0f} s  {part}")
+
+    whole = Progress(*columns, console=console, transient=True)
+    with Live(Group(whole, parts), console=console, transient=True, refresh_per_second=4):
+        task = whole.add_task(escape(printable(title)), total=total)
+        for record in records(on_part) if callable(records) else records:
             if isinstance(record, SoFar):
                 yield record
                 continue
             what = " ".join(str(value) for value in record.case.values() if value is not None)
-            progress.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
+            whole.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
             yield record
 
 

@@ -31,6 +31,8 @@ DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYP
 class Analyze(OneModel):
     """Measure a training step, explain it, make it faster rung by rung, and write the report."""
 
+    quick: FlagCreatePairsOff[bool] = False
+    """Stop at the facts, the phases, the memory and the kernels: no compiling, no checks, no ladder, and few steps."""
     out: Path = Path("results/analyze")
     """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
 
@@ -38,8 +40,13 @@ class Analyze(OneModel):
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        records = analysis_records(source, self.own_step(source), steps=self.steps, trace=self.out / "trace.json.gz")
-        return run_and_report(records, self.out, f"analyze {source.name}")
+        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "trace": self.out / "trace.json.gz"}
+        config = self.own_step(source)
+        return run_and_report(
+            lambda on_part: analysis_records(source, config, **asked, on_part=on_part),
+            self.out,
+            f"analyze {source.name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
 from trainstep.randomness import from_seed
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, map_tensors
 
 TRAINED_STEPS = 10
@@ -208,7 +208,7 @@ class Reference:
             plain = self._differentiate(step, step.place(place.batch))
             random = Rounding()
             for seed in range(draws):
-                with RandomRounding(precision, seed):
+                with uncompiled(), RandomRounding(precision, seed):
                     load(step.module, place.state)
                     drawn = self._differentiate(step, step.place(place.batch))
                 random = Rounding.most([random, Rounding.between(drawn, plain)])
