@@ -1,0 +1,214 @@
+"""One rank's measurement of the process it runs in: hooks, the steps they find, and the log that these go to.
+
+On a GPU every mark is an event in the device's queue as well, so that the phases are those of the device; they are read
+once the device has passed them, and nothing ever waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from trainstep.measure.environment import describe
+from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
+from trainstep.run.hooks import Hooks, parameters_of
+from trainstep.run.lines import Lines, Place
+from trainstep.run.log import LogWriter
+from trainstep.run.recompilations import Recompilations
+from trainstep.run.steps import Step, StepFinder, durations
+
+CALIBRATED, TRIES = 200, 10
+"""Marks made to learn what one costs, and how often."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is asked to do beside timing its steps."""
+
+    steps: int | None = None  # after how many it stops by itself
+    profiled_steps: int = 2  # how many the profiler records; 0 for none
+    profile_after: int = 30  # steps before those, where the run has no end of its own
+    has_memory: bool = True  # whether one step's allocations and dtypes are recorded
+    folder: str = ""  # where a trace is written
+
+
+Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
+
+
+class Session:
+    """Measures from `start` to `finish`."""
+
+    def __init__(self, plan: Plan, log: LogWriter) -> None:
+        self.plan, self.log = plan, log
+        self.device = torch.device("cpu")
+        self._clock: DeviceClock = CpuClock()
+        self.finder = StepFinder(self._mark, self._queue)
+        self.finder.on_end = self._step_ended
+        self.hooks = Hooks(self.finder, Lines(self._new_line))
+        self.on_stop: Callable[[], object] = lambda: None  # called before the script is ended
+        self._recompilations = Recompilations(log)
+        self._queued: deque[Step] = deque()
+        self._ahead_ms = 0.0  # by how much the host ran ahead of the device at the end of the last step
+        self._handed_out = 0
+        self._mark_ms = 0.0  # what a mark costs
+        self._writing_ms: list[float] = []  # what writing each step did
+        self._is_finished = self._knows_device = False
+        self._instruments: Any = None
+
+    def start(self) -> None:
+        """Install the hooks."""
+        self._calibrate()
+        self.hooks.install()
+        self._recompilations.start()
+        self.log.write("facts", torch=torch.__version__)
+        self.hooks.before_optimizer = self._before_optimizer
+        os.register_at_fork(after_in_child=self._forked)
+
+    def finish(self) -> None:
+        """Take the hooks back and write what is left."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        if self._instruments is not None:
+            self._instruments.close()
+        self.hooks.remove()
+        self.finder.settle()
+        if self._queued and self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that failed has said so
+                self._clock.synchronize()
+        self._write_queued(until_done=True)
+        self._recompilations.look(self.finder.ended)
+        self._recompilations.stop()
+        self.log.write("facts", mark_ms=self._mark_ms, writing_ms=statistics.median(self._writing_ms or [0.0]))
+        self.log.flush()
+
+    def _calibrate(self) -> None:
+        """What a mark costs, with its phase entered or left: the best of several tries, which others disturb least."""
+        finder = StepFinder(lambda: (time.perf_counter(), None), lambda step: None)
+        tries = []
+        for _ in range(TRIES):
+            start = time.perf_counter()
+            for _ in range(CALIBRATED // 2):
+                finder.enter("data")
+                finder.leave()
+            tries.append(time.perf_counter() - start)
+        self._mark_ms = min(tries) * 1e3 / CALIBRATED
+
+    def _mark(self) -> Mark:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return time.perf_counter(), None  # an event would become a part of the graph
+        return time.perf_counter(), self._clock.record()
+
+    def _step_ended(self) -> None:
+        """An optimizer has stepped: what instruments do happens at this border."""
+        if self._recompilations.look(self.finder.ended):
+            self.finder.tag("compiled")
+        if self._instruments is not None:
+            self._instruments.at_border(self.finder.ended)
+
+    def _know_the_device(self, optimizer: Optimizer) -> None:
+        """In the first step, which also pays for this."""
+        parameter = next(parameters_of([optimizer]), None)
+        if parameter is not None and parameter.device.type == "cuda":
+            self.device = parameter.device
+            self.hooks.on_gpu = True
+            self._clock = device_clock(self.device)
+            self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
+            start = time.perf_counter()
+            for _ in range(100):
+                self._clock.record()
+            self._mark_ms += (time.perf_counter() - start) * 1e3 / 100
+        if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
+            from trainstep.run.instruments import Instruments
+
+            self._instruments = Instruments(self)
+        self.log.write("facts", environment=dict(describe(self.device)), on_gpu=self.hooks.on_gpu, at_once=True)
+
+    def _queue(self, step: Step) -> None:
+        """A step has ended for certain."""
+        start = time.perf_counter()
+        self._queued.append(step)
+        self._handed_out += 1
+        self._write_queued()
+        self._writing_ms.append((time.perf_counter() - start) * 1e3)
+        if step.backwards and not step.forwards:
+            self.hooks.roots.search_deeper()
+        if self.plan.steps is not None and self._handed_out >= self.plan.steps and not self._is_finished:
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the script as `sys.exit()` would."""
+        self.finish()
+        self.log.write("end", how="steps", code=0, at_once=True)
+        self.on_stop()
+        raise SystemExit(0)
+
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        if not self._knows_device:
+            self._knows_device = True
+            self._know_the_device(optimizer)
+        if self._instruments is not None:
+            self._instruments.before_optimizer()
+
+    def _write_queued(self, *, until_done: bool = False) -> None:
+        while self._queued and (until_done or self._is_done(self._queued[0])):
+            self._write(self._queued.popleft())
+
+    def _is_done(self, step: Step) -> bool:
+        event = step.end[1]
+        return event is None or event.query()
+
+    def _write(self, step: Step) -> None:
+        host = durations(step, lambda start, end: (end[0] - start[0]) * 1e3)
+        entry: dict[str, Any] = {
+            "number": step.number,
+            "updated": step.updated,
+            "host": _rounded(host),
+            "forwards": step.forwards,
+            "backwards": step.backwards,
+            "marks": len(step.changes),
+        }
+        if all(mark[1] is not None for _, mark in step.changes) and step.end[1] is not None:
+            try:
+                device = durations(step, lambda start, end: self._clock.elapsed_ms(start[1], end[1]))
+            except RuntimeError:  # the device failed
+                return
+            self._ahead_ms = max(0.0, self._ahead_ms + sum(device.values()) - sum(host.values()))
+            entry |= {"device": _rounded(device), "ahead_ms": round(self._ahead_ms, 3)}
+        if step.evaluations:
+            entry["evaluations"] = step.evaluations
+        if step.is_skipped:
+            entry["skipped"] = True
+        if step.tags:
+            entry["tags"] = sorted(step.tags)
+        if step.waits:
+            entry["waits"] = [[line, calls, round(ms, 4)] for line, (calls, ms) in step.waits.items()]
+        self.log.write("step", **entry)
+
+    def _new_line(self, number: int, place: Place, call: str) -> None:
+        self.log.write("line", number=number, call=call, **place._asdict())
+
+    def _forked(self) -> None:
+        """In a process that was forked: nothing is measured there, but that it trains is said."""
+        self.finder.switch_off()
+        told = [False]
+
+        def say(_: Optimizer) -> None:
+            if not told[0]:
+                told[0] = True
+                self.log.write_from_child("elsewhere", what="a process that the script forked", pid=os.getpid())
+
+        self.hooks.before_optimizer = say
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in values.items()}
