@@ -18,7 +18,7 @@ from trainstep.run.supervise import Rank, command_of
     ("words", "own", "script"),
     [
         ("--steps 5 python train.py --steps 7", "--steps 5", "python train.py --steps 7"),
-        ("--steps=5 --memory train.py --debug", "--steps=5 --memory", "train.py --debug"),
+        ("--steps=5 --no-memory train.py --debug", "--steps=5 --no-memory", "train.py --debug"),
         ("--out here -m package.train -x", "--out here", "-m package.train -x"),
         ("--debug -- --odd", "--debug", "--odd"),
         ("--help", "--help", ""),

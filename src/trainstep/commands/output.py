@@ -118,8 +118,21 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
     return code or (NOTHING_RAN if failed else 0)
 
 
-def show_report(rows: Sequence[Row], out: Path, console: rich.console.Console, *, is_interrupted: bool = False) -> bool:
+def show_report(
+    rows: Sequence[Row],
+    out: Path,
+    console: rich.console.Console,
+    *,
+    is_interrupted: bool = False,
+    kinds: tuple[type[Row], ...] = (),
+) -> bool:
     """Write the report of rows, then print their tables and findings; whether nothing could be measured.
+
+    Args:
+        rows, out: what was measured, and the report's folder.
+        console: where to print.
+        is_interrupted: whether the run was stopped.
+        kinds: of which rows tables are printed; by default of all.
 
     Raises:
         UsageError: the report cannot be written. What was measured is printed even then.
@@ -138,7 +151,7 @@ def show_report(rows: Sequence[Row], out: Path, console: rich.console.Console, *
         unwritten = error
     if is_interrupted:
         console.print(f"[bold]Stopped.[/bold] {len(rows)} rows measured so far are kept.", markup=True)
-    tables = make_tables(rows, "terminal")
+    tables = make_tables([row for row in rows if not kinds or isinstance(row, kinds)], "terminal")
     if passes := repeatability(rows):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:

@@ -35,7 +35,7 @@ class Run(Common):
     """Steps whose kernels the profiler records; 0 for none."""
     profile_after: int = 30
     """Steps before those that are profiled; with --steps the last ones are."""
-    memory: FlagCreatePairsOff[bool] = False
+    memory: FlagCreatePairsOff[bool] = True
     """Record every allocation of one step, and the dtypes of its modules."""
     out: Path = Path("results/run")
     """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
@@ -58,9 +58,12 @@ class Run(Common):
         }
         code = run_script(command, rank, self.out, plan)
         if rank.rank == 0:
+            from trainstep.run.kernels import kernel_records
             from trainstep.run.rows import script_records
 
-            self._report(script_records(gather(self.out, rank), command.name, code), command.name)
+            logs = gather(self.out, rank)
+            rows = script_records(logs, command.name, code)
+            self._report([*rows, *kernel_records(logs[0], rows, self.out)], command.name)
         if code < 0:  # as the script was, so that a shell and torchrun see the same
             signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
             os.kill(os.getpid(), -code)
@@ -68,6 +71,7 @@ class Run(Common):
 
     def _report(self, rows: Sequence[Row], name: str) -> None:
         """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""
+        from trainstep.kinds import PeakRow, RecompilationRow, ScriptRow, WaitRow
         from trainstep.records import RecordWriter
 
         console = console_for_output(to_stderr=True)
@@ -77,7 +81,7 @@ class Run(Common):
                 writer.write(row)
             writer.close()
             console.print(f"\ntrainstep run {name} → {self.out}")
-            show_report(rows, self.out, console)
+            show_report(rows, self.out, console, kinds=(ScriptRow, WaitRow, RecompilationRow, PeakRow))
         except UsageError as error:
             console.print(f"trainstep: {error}")
 
@@ -98,7 +102,7 @@ def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
             break
         name, equals, _ = word.removeprefix("--").partition("=")
         known = flags.get(name.replace("-", "_"))
-        takes_value = known is not None and not equals and known.default is not False
+        takes_value = known is not None and not equals and not isinstance(known.default, bool)
         place += 1 + takes_value
     return list(words[:place]), tuple(words[place:])
 

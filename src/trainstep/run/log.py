@@ -20,7 +20,8 @@ EVERY_S = 0.1  # how long lines are gathered
 class LogWriter:
     """Writes the log of one rank. After a fork the child writes nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.rank = rank
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._process = os.getpid()

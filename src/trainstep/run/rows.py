@@ -48,7 +48,8 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         share = latest.get(log.header.get("rank", 0))
         rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
         rows += _recompilation_rows(log, own)
-        rows += [row for each in log.rows for row in rows_of(**each)]
+        environment = {"environment": own["environment"]}
+        rows += [row for each in log.rows for row in rows_of(**{**each, **environment})]
     return rows
 
 
@@ -100,6 +101,7 @@ def _step_row(
         skipped=counts["skipped"],
         evaluated=counts["evaluated"],
         instrumented=counts["instrumented"],
+        notes=tuple(dict.fromkeys(log.notes)) or None,
         forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
         backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
         first_step_ms=sum(steps[0]["host"].values()),

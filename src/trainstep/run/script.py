@@ -29,10 +29,10 @@ def main() -> None:
     from trainstep.run.imports import after_import
     from trainstep.run.log import LogWriter, log_path
 
-    log = LogWriter(log_path(Path(task["folder"]), task["rank"]))
+    log = LogWriter(log_path(Path(task["folder"]), task["rank"]), task["rank"])
     log.write("header", pid=os.getpid(), **task["header"], at_once=True)
     note_processes(log)
-    run = Run(task["plan"], log)
+    run = Run(task["plan"], log, task["header"]["script"])
     after_import("torch", run.measure)
     run.catch_exits()
     try:
@@ -50,15 +50,15 @@ def main() -> None:
 class Run:
     """The measurement of this process, and how the script ends."""
 
-    def __init__(self, plan: dict[str, Any], log: Any) -> None:
-        self._plan, self._log = plan, log
+    def __init__(self, plan: dict[str, Any], log: Any, script: str) -> None:
+        self._plan, self._log, self._script = plan, log, script
         self._session: Any = None
 
     def measure(self) -> None:
         """Measure from here on; torch is there."""
         from trainstep.run.session import Plan, Session
 
-        self._session = Session(Plan(**self._plan), self._log)
+        self._session = Session(Plan(**self._plan), self._log, self._script)
         self._session.on_stop = self._leave_for_certain
         self._session.start()
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
+from trainstep.records import Row, sections_of
 from trainstep.run.hooks import Hooks, parameters_of
 from trainstep.run.lines import Lines, Place
 from trainstep.run.log import LogWriter
@@ -47,8 +49,8 @@ Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue
 class Session:
     """Measures from `start` to `finish`."""
 
-    def __init__(self, plan: Plan, log: LogWriter) -> None:
-        self.plan, self.log = plan, log
+    def __init__(self, plan: Plan, log: LogWriter, script: str = "") -> None:
+        self.plan, self.log, self.script = plan, log, script
         self.device = torch.device("cpu")
         self._clock: DeviceClock = CpuClock()
         self.finder = StepFinder(self._mark, self._queue)
@@ -128,9 +130,21 @@ class Session:
                 self._clock.record()
             self._mark_ms += (time.perf_counter() - start) * 1e3 / 100
         if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
-            from trainstep.run.instruments import Instruments
+            from trainstep.run.instruments import Instruments, trace_path
 
-            self._instruments = Instruments(self)
+            rank = self.log.rank
+            self._instruments = Instruments(
+                self.finder,
+                self.hooks,
+                self.device,
+                {"workload": self.script},
+                self._write_found,
+                memory=self.plan.has_memory and rank == 0,
+                profiled=self.plan.profiled_steps,
+                profile_after=self.plan.profile_after,
+                trace=trace_path(Path(self.plan.folder), rank),
+                last=self.plan.steps,
+            )
         self.log.write("facts", environment=dict(describe(self.device)), on_gpu=self.hooks.on_gpu, at_once=True)
 
     def _queue(self, step: Step) -> None:
@@ -193,6 +207,13 @@ class Session:
         if step.waits:
             entry["waits"] = [[line, calls, round(ms, 4)] for line, (calls, ms) in step.waits.items()]
         self.log.write("step", **entry)
+
+    def _write_found(self, found: Row | str) -> None:
+        """What an instrument found, or why it found nothing."""
+        if isinstance(found, str):
+            self.log.write("note", text=found)
+        else:
+            self.log.write("row", row=sections_of(found))
 
     def _new_line(self, number: int, place: Place, call: str) -> None:
         self.log.write("line", number=number, call=call, **place._asdict())

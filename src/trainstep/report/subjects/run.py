@@ -8,7 +8,7 @@ from functools import partial
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, span
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.numbers import number
 from trainstep.report.tables import define, make_table
@@ -129,6 +129,8 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
         said = "Several optimizers have steps of their own: {names:list}."
         yield found("script.optimizers", said, names=names)
     for row in of_kind(rows, ScriptRow)[:1]:
+        for note in row.notes or ():
+            yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
         if row.exit_code and row.status == "ok":
             said = "The script ended with exit code {code}: {ended}. What was measured before is kept."
             yield found("script.ended", said, code=row.exit_code, ended=row.ended)
