@@ -1,0 +1,443 @@
+"""Models that nobody here wrote, as their libraries build them, tiny: each a factory as `--workload` takes it.
+
+    trainstep analyze --workload tests.realworld.models:llama
+
+Weights are random, data is generated, nothing is downloaded; configurations are the libraries' defaults but for sizes
+(so `use_cache` stays on where it is by default). `MODELS` has each factory's name with the package it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.realworld import written
+from trainstep import Workload
+
+MODELS = {
+    "llama": "transformers",
+    "llama_eager": "transformers",
+    "llama_bf16": "transformers",
+    "gpt2": "transformers",
+    "gpt2_eager": "transformers",
+    "mistral": "transformers",
+    "mixtral": "transformers",
+    "qwen3": "transformers",
+    "gemma2": "transformers",
+    "phi": "transformers",
+    "deepseek_v3": "transformers",
+    "mamba": "transformers",
+    "bert": "transformers",
+    "t5": "transformers",
+    "vit": "transformers",
+    "convnext": "transformers",
+    "resnet": "transformers",
+    "clip": "transformers",
+    "whisper": "transformers",
+    "wav2vec2": "transformers",
+    "lora": "peft",
+    "unet": "diffusers",
+    "dit": "diffusers",
+    "x_transformers": "x_transformers",
+    "timm_vit": "timm",
+    "timm_resnet": "timm",
+    "litgpt": "litgpt",
+    "nanogpt": "torch",
+    "nanochat": "torch",
+    "compiled_parts": "torch",
+    "lstm": "torch",
+    "torch_transformer": "torch",
+}
+"""Factory → the package it needs."""
+
+VOCAB, BATCH, SEQ, WIDTH = 256, 4, 32, 64
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def _random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _tokens(length: int = SEQ) -> list[Tensor]:
+    """Eight batches of token ids, (BATCH, length); 0 to 2 are left out, which libraries use for padding and ends."""
+    return list(torch.randint(3, VOCAB, (8, BATCH, length), generator=_random()).unbind())
+
+
+def _floats(*shape: int) -> list[Tensor]:
+    return list(torch.randn(8, BATCH, *shape, generator=_random()).unbind())
+
+
+def _classes(count: int) -> list[Tensor]:
+    return list(torch.randint(count, (8, BATCH), generator=_random()).unbind())
+
+
+def _keywords(module: nn.Module, batches: list[dict[str, Tensor]], optimizer: Callable[..., Any] = adamw) -> Workload:
+    """A model of transformers: keyword arguments in, an object with `.loss` out."""
+    module.train()
+    return Workload(
+        module=module,
+        batches=batches,
+        forward=lambda module, batch: module(**batch),
+        loss=lambda output, batch: output.loss,
+        optimizer=optimizer,
+    )
+
+
+def _causal(module: nn.Module, **options: Any) -> Workload:
+    return _keywords(module, [{"input_ids": ids, "labels": ids} for ids in _tokens()], **options)
+
+
+_DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GROUPED = {**_DECODER, "num_key_value_heads": 2}
+
+
+def llama(attention: str = "sdpa") -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _causal(LlamaForCausalLM(LlamaConfig(**_GROUPED, attn_implementation=attention)))
+
+
+def llama_eager() -> Workload:
+    return llama("eager")
+
+
+def llama_bf16() -> Workload:
+    """Weights in bf16, as large models are trained."""
+    made = llama()
+    made.module.bfloat16()
+    return made
+
+
+def gpt2(attention: str = "sdpa") -> Workload:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return _causal(GPT2LMHeadModel(GPT2Config(**shape, attn_implementation=attention)))
+
+
+def gpt2_eager() -> Workload:
+    return gpt2("eager")
+
+
+def mistral() -> Workload:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return _causal(MistralForCausalLM(MistralConfig(**_GROUPED, sliding_window=16)))
+
+
+def mixtral() -> Workload:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return _causal(MixtralForCausalLM(MixtralConfig(**_GROUPED, **shape)))
+
+
+def qwen3() -> Workload:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _causal(Qwen3ForCausalLM(Qwen3Config(**_GROUPED, head_dim=16)))
+
+
+def gemma2() -> Workload:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return _causal(Gemma2ForCausalLM(Gemma2Config(**_GROUPED, head_dim=16, sliding_window=16)))
+
+
+def phi() -> Workload:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    return _causal(PhiForCausalLM(PhiConfig(**_DECODER)))
+
+
+def deepseek_v3() -> Workload:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **{**_DECODER, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    )
+    return _causal(DeepseekV3ForCausalLM(config))
+
+
+def mamba() -> Workload:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8}
+    return _causal(MambaForCausalLM(MambaConfig(**shape)))
+
+
+def bert() -> Workload:
+    from transformers import BertConfig, BertForMaskedLM
+
+    kept = torch.ones(BATCH, SEQ, dtype=torch.long)
+    kept[1:3, 20:] = 0  # two of the texts are padded
+    batches = []
+    for ids in _tokens():
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=_random()) > 0.3, -100)
+        batches.append({"input_ids": ids.masked_fill(labels != -100, 1), "labels": labels, "attention_mask": kept})
+    return _keywords(BertForMaskedLM(BertConfig(**_DECODER)), batches)
+
+
+def t5() -> Workload:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return _keywords(
+        T5ForConditionalGeneration(config),
+        [{"input_ids": ids, "labels": ids[:, :16].contiguous()} for ids in _tokens()],
+    )
+
+
+def vit() -> Workload:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
+    module = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=10))
+    return _keywords(module, _pictures(32))
+
+
+def _pictures(size: int) -> list[dict[str, Tensor]]:
+    pairs = zip(_floats(3, size, size), _classes(10), strict=True)
+    return [{"pixel_values": pixels, "labels": labels} for pixels, labels in pairs]
+
+
+def convnext() -> Workload:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 2, 1], num_labels=10)
+    return _keywords(ConvNextForImageClassification(config), _pictures(64))
+
+
+def resnet() -> Workload:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10)
+    return _keywords(ResNetForImageClassification(config), _pictures(32))
+
+
+def clip() -> Workload:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {**_DECODER, "eos_token_id": VOCAB - 1}
+    vision = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
+    config = CLIPConfig(
+        text_config=text, vision_config={**vision, "image_size": 32, "patch_size": 8}, projection_dim=32
+    )
+    pairs = zip(_tokens(), _floats(3, 32, 32), strict=True)
+    made = _keywords(CLIPModel(config), [{"input_ids": ids, "pixel_values": pixels} for ids, pixels in pairs])
+    made.forward = lambda module, batch: module(**batch, return_loss=True)
+    return made
+
+
+def whisper() -> Workload:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=VOCAB,
+        num_mel_bins=16,
+        d_model=WIDTH,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=32,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    pairs = zip(_floats(16, 64), _tokens(16), strict=True)
+    return _keywords(
+        WhisperForConditionalGeneration(config), [{"input_features": heard, "labels": ids} for heard, ids in pairs]
+    )
+
+
+def wav2vec2() -> Workload:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        **_DECODER,
+        conv_dim=(32, 32, 32),
+        conv_stride=(5, 4, 4),
+        conv_kernel=(10, 8, 8),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        ctc_loss_reduction="mean",
+        ctc_zero_infinity=True,
+    )
+    pairs = zip(_floats(4000), _tokens(8), strict=True)
+    return _keywords(Wav2Vec2ForCTC(config), [{"input_values": heard, "labels": ids} for heard, ids in pairs])
+
+
+def lora() -> Workload:
+    from peft import LoraConfig, get_peft_model
+
+    made = llama()
+    adapted = get_peft_model(made.module, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return _causal(adapted)
+
+
+def unet() -> Workload:
+    from diffusers import UNet2DModel
+
+    module = UNet2DModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return _denoising(module, 3)
+
+
+def dit() -> Workload:
+    from diffusers import DiTTransformer2DModel
+
+    module = DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        norm_num_groups=8,
+        sample_size=16,
+        patch_size=4,
+        num_embeds_ada_norm=1000,
+    )
+    return _denoising(module, 4, class_labels=_classes(10))
+
+
+def _denoising(module: nn.Module, channels: int, **more: list[Tensor]) -> Workload:
+    """Predict the noise of a noisy picture at a random time."""
+    noisy, noise = _floats(channels, 16, 16), _floats(channels, 16, 16)
+    names = ("sample" if channels == 3 else "hidden_states", "timestep", *more)
+    columns = zip(noisy, _classes(1000), *more.values(), strict=True)
+    inputs = [dict(zip(names, column, strict=True)) for column in columns]
+    return Workload(
+        module=module.train(),
+        batches=list(zip(inputs, noise, strict=True)),
+        forward=lambda module, batch: module(**batch[0]),
+        loss=lambda output, batch: F.mse_loss(output.sample, batch[1]),
+        optimizer=adamw,
+    )
+
+
+def x_transformers() -> Workload:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    layers = Decoder(dim=WIDTH, depth=2, heads=4, attn_dim_head=16, rotary_pos_emb=True, attn_flash=True)
+    module = AutoregressiveWrapper(TransformerWrapper(num_tokens=VOCAB, max_seq_len=SEQ, attn_layers=layers))
+    return Workload(
+        module=module.train(),
+        batches=_tokens(SEQ + 1),
+        forward=lambda module, batch: module(batch),
+        loss=lambda loss, batch: loss,
+        optimizer=adamw,
+    )
+
+
+def timm_vit() -> Workload:
+    from timm.models.vision_transformer import VisionTransformer
+
+    shape = {"img_size": 32, "patch_size": 8, "num_classes": 10, "embed_dim": WIDTH, "depth": 2, "num_heads": 4}
+    return _classifier(VisionTransformer(**shape))
+
+
+def timm_resnet() -> Workload:
+    from timm.models.resnet import BasicBlock, ResNet
+
+    return _classifier(ResNet(BasicBlock, layers=[1, 1, 1, 1], num_classes=10, channels=(16, 16, 32, 32)))
+
+
+def _classifier(module: nn.Module) -> Workload:
+    return Workload(
+        module=module.train(),
+        batches=list(zip(_floats(3, 32, 32), _classes(10), strict=True)),
+        loss=lambda logits, batch: F.cross_entropy(logits, batch[1]),
+        optimizer=adamw,
+    )
+
+
+def litgpt() -> Workload:
+    from litgpt import GPT, Config
+
+    config = Config(
+        n_layer=2,
+        n_head=4,
+        n_embd=WIDTH,
+        block_size=SEQ,
+        vocab_size=VOCAB,
+        padded_vocab_size=VOCAB,
+        rotary_percentage=1.0,
+    )
+    return _next_token(GPT(config))
+
+
+def _next_token(module: nn.Module, optimizer: Callable[..., Any] = adamw) -> Workload:
+    """Logits of (inputs, targets)."""
+    return Workload(
+        module=module.train(),
+        batches=[(ids[:, :-1], ids[:, 1:]) for ids in _tokens(SEQ + 1)],
+        loss=lambda logits, batch: F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten()),
+        optimizer=optimizer,
+    )
+
+
+def nanogpt() -> Workload:
+    """Model and loss in one call, as nanoGPT's: `model(idx, targets)` returns (logits, loss)."""
+    return Workload(
+        module=written.NanoGPT(VOCAB, SEQ, WIDTH, layers=2, heads=4),
+        batches=[(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in _tokens(SEQ + 1)],
+        forward=lambda module, batch: module(*batch),
+        loss=lambda output, batch: output[1],
+        optimizer=adamw,
+    )
+
+
+def nanochat() -> Workload:
+    """An optimizer whose arithmetic is compiled as a whole, Muon for matrices and AdamW for the rest, as nanochat's."""
+    return _next_token(written.NanoChat(VOCAB, SEQ, WIDTH, layers=2, heads=4), written.MuonAdamW)
+
+
+def compiled_parts() -> Workload:
+    """A model whose author compiled its blocks' MLP in place and its norm as a function."""
+    return _next_token(written.CompiledParts(VOCAB, SEQ, WIDTH, layers=2, heads=4))
+
+
+def lstm() -> Workload:
+    return _next_token(written.LstmLanguageModel(VOCAB, WIDTH))
+
+
+def torch_transformer() -> Workload:
+    return _next_token(written.EncoderLanguageModel(VOCAB, SEQ, WIDTH, layers=2, heads=4))
