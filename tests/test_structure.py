@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "report/charts": GROUND | {"report"},
     "report/subjects": GROUND | {"report", "report/charts"},
 }
-"""Room (a folder, or a module at the top) → rooms it may import. `analysis`, `watching`, `commands` and `cli` stand above all."""
+"""Room (a folder, or a module at the top) → rooms it may import; those of `ABOVE` stand above all."""
 ABOVE = {"__init__", "__main__", "analysis", "cli", "commands", "watching"}
 
 

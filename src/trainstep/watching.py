@@ -72,7 +72,7 @@ class Watch:
         except OSError as error:
             raise UsageError(f"cannot write to {self.out}: {error.strerror}; choose another folder (out=)") from error
         known = {"rank": self._rank.rank, "world_size": self._rank.world_size, "launch": self._rank.launch}
-        log.write("header", pid=os.getpid(), script=self.name, **known, at_once=True)
+        log.write("header", {"pid": os.getpid(), "script": self.name, **known})
         self._session = Session(Plan(**self._options), log, self.name)
         self._session.start()
         atexit.register(self.stop)  # a loop that is left by an exception, where nobody calls it
@@ -85,9 +85,10 @@ class Watch:
         self._session.finish()
         log = self._session.log
         if error is None:
-            log.write("end", how="returned", code=0, at_once=True)
+            log.write("end", {"how": "returned", "code": 0})
         else:
-            log.write("end", how="raised", error=type(error).__name__, text=str(error)[:240], at_once=True)
+            log.write("end", {"how": "raised", "error": type(error).__name__, "text": str(error)[:240]})
+        log.flush()
         if self._rank.rank != 0:
             return
         logs = gather(self.out, self._rank)

@@ -26,14 +26,15 @@ def line_of(script, marker):
 def measure(script, folder, plan=Plan(profiled_steps=0, has_memory=False), *, call=None):  # noqa: B008
     """The log and the rows of a script, run here under a session."""
     log = LogWriter(log_path(folder, 0))
-    log.write("header", rank=0, world_size=1, launch="test", script=script)
+    log.write("header", {"rank": 0, "world_size": 1, "launch": "test", "script": script})
     session = Session(plan, log)
     session.start()
     try:
         call() if call is not None else runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     finally:
         session.finish()
-    log.write("end", how="returned", code=0, at_once=True)
+    log.write("end", {"how": "returned", "code": 0})
+    log.flush()
     found = read_log(log_path(folder, 0))
     return found, script_records([found], script, 0)
 

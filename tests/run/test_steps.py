@@ -14,7 +14,6 @@ from trainstep.run.steps import (
     OPTIMIZER,
     OTHER,
     StepFinder,
-    durations,
 )
 
 
@@ -50,7 +49,12 @@ class Script:
         return self.steps
 
     def phases(self, place=-1):
-        return durations(self.steps[place], lambda start, end: end - start)
+        step = self.steps[place]
+        ends = [mark for _, mark in step.changes[1:]] + [step.end]
+        found = {}
+        for (phase, start), end in zip(step.changes, ends, strict=True):
+            found[phase] = found.get(phase, 0.0) + end - start
+        return found
 
 
 @pytest.fixture

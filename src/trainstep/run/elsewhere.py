@@ -23,7 +23,7 @@ def note_processes(log: LogWriter) -> None:
             return
         count += 1
         if count <= MOST:
-            log.write("elsewhere", what=what)
+            log.write("elsewhere", {"what": what})
 
     popen, start = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
 

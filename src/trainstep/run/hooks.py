@@ -53,7 +53,7 @@ class Hooks:
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
         self._searched = False
-        self._is_waiting = False
+        self.is_reading = False  # whether a read of a tensor is under way, which is timed
         self._undo = ExitStack()
 
     @property
@@ -211,7 +211,7 @@ class Hooks:
         finder, call = self.finder, "print" if name == "__repr__" else name.strip("_")
 
         def reading(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_waiting or not finder.is_mine() or not finder.is_under_way:
+            if self.is_reading or not finder.is_mine() or not finder.is_under_way:
                 return original(tensor, *args, **kwargs)
             if self.on_gpu:
                 if not tensor.is_cuda:
@@ -227,7 +227,7 @@ class Hooks:
     def _waiting(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def waiting(*args: Any, **kwargs: Any) -> Any:
-            if self._is_waiting or not self.finder.is_mine() or not self.finder.is_under_way:
+            if self.is_reading or not self.finder.is_mine() or not self.finder.is_under_way:
                 return original(*args, **kwargs)
             return self._timed(call, original, *args, **kwargs)
 
@@ -237,7 +237,7 @@ class Hooks:
         finder = self.finder
 
         def moving(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.on_gpu or self._is_waiting or not finder.is_mine():
+            if not self.on_gpu or self.is_reading or not finder.is_mine():
                 return original(tensor, *args, **kwargs)
             source = args[0] if name == "copy_" and args else tensor
             if getattr(source, "is_cuda", False):
@@ -258,13 +258,13 @@ class Hooks:
         return functools.wraps(original)(moving)
 
     def _timed(self, call: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_waiting = True
+        self.is_reading = True
         start = time.perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
             ms = (time.perf_counter() - start) * 1e3
-            self._is_waiting = False
+            self.is_reading = False  # whether a read of a tensor is under way, which is timed
             self.finder.waited(self.lines.number(call, 3), ms)
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

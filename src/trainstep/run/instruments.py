@@ -28,6 +28,7 @@ from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced
 from trainstep.records import Row
 from trainstep.run.hooks import Hooks
 from trainstep.run.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
+from trainstep.run.syncs import synchronisations
 
 RECORDED_AFTER = 4  # steps before the one whose allocations are recorded
 SETTLED = 5  # steps before the profiler at least
@@ -51,6 +52,7 @@ class Instruments:
         memory: whether to record a step's allocations and dtypes.
         profiled: steps to profile.
         profile_after: steps before them.
+        synced: called with the number of a line at which the host waited, in the step that is recorded.
         trace: the file of the trace.
         last: the last step there will be, if that is known.
     """
@@ -66,11 +68,12 @@ class Instruments:
         memory: bool,
         profiled: int,
         profile_after: int,
+        synced: Callable[[int], object],
         trace: Path,
         last: int | None,
     ) -> None:
         self._finder, self._hooks, self._device, self._own, self._write = finder, hooks, device, own, write
-        self._profiled, self._trace = profiled, trace
+        self._profiled, self._trace, self._synced = profiled, trace, synced
         self._record_at = RECORDED_AFTER if memory else None
         self._profile_at = profile_after if profiled else None
         if last is not None and profiled:
@@ -127,7 +130,7 @@ class Instruments:
         if is_compiled(root) and self._device.type == "cpu":
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
-        self._recording = _Recording(root, optimizer, self._device, self._finder, self._hooks, self._own)
+        self._recording = _Recording(root, optimizer, self._device, self._finder, self._hooks, self._own, self._synced)
         self._tag = RECORDED
 
     def _record_end(self) -> None:
@@ -227,6 +230,7 @@ class _Recording:
         finder: StepFinder,
         hooks: Hooks,
         own: dict[str, Any],
+        synced: Callable[[int], object],
     ) -> None:
         self._finder, self._hooks, self._own = finder, hooks, own
         self.dtypes: list[Row] = []
@@ -239,6 +243,8 @@ class _Recording:
             self._stack.enter_context(self._dtypes)
         self._phase: AbstractContextManager[Any] | None = None
         on_gpu = device.type == "cuda"
+        if on_gpu:
+            self._stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
         recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
         self.found: list[Recording] = self._stack.enter_context(recording)
         self._modes = _modes()

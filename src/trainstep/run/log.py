@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,17 @@ class LogWriter:
         self._gathered: list[str] = []
         self._written = 0.0
 
-    def write(self, what: str, /, *, at_once: bool = False, **fields: Any) -> None:
-        """Add a line; what it is stands under "is"."""
-        self._gathered.append(json.dumps({"is": what, **fields}, default=str))
-        if at_once or time.monotonic() - self._written > EVERY_S:
+    def write(self, what: str, fields: Mapping[str, Any] | None = None, more: str = "") -> None:
+        """Add a line; what it is stands under "is".
+
+        Args:
+            what: facts, step, line …
+            fields: of it.
+            more: further ones as JSON without braces, for what is cheaper to write so.
+        """
+        line = json.dumps({"is": what, **(fields or {})}, default=str)
+        self._gathered.append(f"{line[:-1]}, {more}}}" if more else line)
+        if time.monotonic() - self._written > EVERY_S:
             self.flush()
 
     def flush(self) -> None:
@@ -47,7 +56,7 @@ class LogWriter:
             return  # a full disk is no reason to end a training run
         self._written = time.monotonic()
 
-    def write_from_child(self, what: str, /, **fields: Any) -> None:
+    def write_from_child(self, what: str, fields: Mapping[str, Any]) -> None:
         """Write a line from a process that was forked, which has the file open too."""
         with contextlib.suppress(OSError):
             os.write(self._descriptor, f"{json.dumps({'is': what, **fields})}\n".encode())
@@ -62,8 +71,11 @@ class RankLog:
     facts: dict[str, Any] = field(default_factory=dict)  # what became known later, such as the environment
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # number → line of code that waits
     steps: list[dict[str, Any]] = field(default_factory=list)
+    """number, updated, host and on a GPU device (phase → milliseconds), marks, forwards, backwards; where there is any,
+    evaluations, skipped, tags, waits ([line, calls, milliseconds])."""
     rows: list[dict[str, Any]] = field(default_factory=list)  # rows as in a file of results
     recompilations: list[dict[str, Any]] = field(default_factory=list)
+    syncs: Counter[int] = field(default_factory=Counter)  # line → calls that waited, in the one step that was recorded
     notes: list[str] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # processes that were started, or that trained
     ended: dict[str, Any] | None = None  # how the script ended, None where it could not say
@@ -89,17 +101,32 @@ def read_log(path: Path) -> RankLog:
         elif what == "line":
             found.lines[entry.pop("number")] = entry
         elif what == "step":
+            phases = entry.pop("phases")
+            entry["marks"] = len(phases)
+            for clock in ("host", "device"):
+                if clock in entry:
+                    entry[clock] = _by_phase(phases, entry[clock])
             found.steps.append(entry)
         elif what == "row":
             found.rows.append(entry["row"])
         elif what == "recompilation":
             found.recompilations.append(entry)
+        elif what == "sync":
+            found.syncs[entry["number"]] += 1
         elif what == "note":
             found.notes.append(entry["text"])
         elif what == "elsewhere":
             found.elsewhere.append(entry)
         elif what == "end" and found.ended is None:
             found.ended = entry
+    return found
+
+
+def _by_phase(phases: Sequence[str], times: Sequence[float]) -> dict[str, float]:
+    """Phase → milliseconds; the phases add up to the step."""
+    found: dict[str, float] = {}
+    for phase, ms in zip(phases, times, strict=True):
+        found[phase] = found.get(phase, 0.0) + ms
     return found
 
 

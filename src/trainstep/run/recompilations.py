@@ -61,13 +61,13 @@ class Recompilations:
         self._seen.update(map(id, new))
         for each in new:
             place = self._places.get(str(getattr(each, "compile_id", None)), Place("", 0, ""))
-            self._log.write(
-                "recompilation",
-                step=step,
-                function=getattr(each, "co_name", None),
-                called=list(place[:3]),
-                user=list(place[3:]),
-                reason=getattr(each, "recompile_reason", None) or None,
-                seconds=getattr(each, "entire_frame_compile_time_s", None),
-            )
+            entry = {
+                "step": step,
+                "function": getattr(each, "co_name", None),
+                "called": list(place[:3]),
+                "user": list(place[3:]),
+                "reason": getattr(each, "recompile_reason", None) or None,
+                "seconds": getattr(each, "entire_frame_compile_time_s", None),
+            }
+            self._log.write("recompilation", entry)
         return len(new)

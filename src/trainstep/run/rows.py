@@ -155,20 +155,30 @@ def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
             totals[line][0] += calls
             totals[line][1] += ms
     for line, (calls, ms) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0])):
-        place = log.lines[line]
-        user = place.get("user_file")
-        yield WaitRow(
-            **own,
-            line=shown_line(place["file"], place["line"]),
-            call=place["call"],
-            function=place["function"],
-            from_line=shown_line(user, place["user_line"]) if user else None,
-            on_gpu=log.facts.get("on_gpu"),
-            calls=int(calls),
-            calls_per_step=calls / len(steps),
-            ms_per_step=ms / len(steps),
-            ms=ms,
-        )
+        timed: dict[str, Any] = {
+            "calls": int(calls),
+            "calls_per_step": calls / len(steps),
+            "ms_per_step": ms / len(steps),
+            "ms": ms,
+        }
+        yield WaitRow(**own, **_place_columns(log, line), **timed)
+    known = {(log.lines[line]["file"], log.lines[line]["line"]) for line in totals}
+    for line, count in log.syncs.items():  # of one step, and not timed
+        if (log.lines[line]["file"], log.lines[line]["line"]) not in known:
+            yield WaitRow(**own, **_place_columns(log, line), calls_per_step=float(count))
+
+
+def _place_columns(log: RankLog, line: int) -> dict[str, Any]:
+    """Where a line is, and what it calls."""
+    place = log.lines[line]
+    user = place.get("user_file")
+    return {
+        "line": shown_line(place["file"], place["line"]),
+        "call": place["call"],
+        "function": place["function"],
+        "from_line": shown_line(user, place["user_line"]) if user else None,
+        "on_gpu": log.facts.get("on_gpu"),
+    }
 
 
 def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[RecompilationRow]:

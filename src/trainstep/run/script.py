@@ -30,7 +30,7 @@ def main() -> None:
     from trainstep.run.log import LogWriter, log_path
 
     log = LogWriter(log_path(Path(task["folder"]), task["rank"]), task["rank"])
-    log.write("header", pid=os.getpid(), **task["header"], at_once=True)
+    log.write("header", {"pid": os.getpid(), **task["header"]})
     note_processes(log)
     run = Run(task["plan"], log, task["header"]["script"])
     after_import("torch", run.measure)
@@ -80,7 +80,7 @@ class Run:
         def _exit(status: int) -> None:
             if os.getpid() == pid:
                 self._finish()
-                self._log.write("end", how="os._exit", code=status, at_once=True)
+                self._end(how="os._exit", code=status)
             leave(status)
 
         pid = os.getpid()
@@ -90,14 +90,18 @@ class Run:
         """The script has returned, or was left by an exception."""
         self._finish()
         if error is None:
-            self._log.write("end", how="returned", code=0, at_once=True)
+            self._end(how="returned", code=0)
         elif isinstance(error, SystemExit):
-            self._log.write("end", how="sys.exit", code=error.code, at_once=True)
+            self._end(how="sys.exit", code=error.code)
         else:
             from trainstep.errors import place_of
 
             name, text = type(error).__name__, str(error).strip().partition("\n")[0][:240]
-            self._log.write("end", how="raised", error=name, text=text, place=place_of(error), at_once=True)
+            self._end(how="raised", error=name, text=text, place=place_of(error))
+
+    def _end(self, **how: Any) -> None:
+        self._log.write("end", how)
+        self._log.flush()
 
     def _finish(self) -> None:
         if self._session is not None:

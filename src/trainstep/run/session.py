@@ -7,6 +7,7 @@ once the device has passed them, and nothing ever waits for that.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -26,7 +27,7 @@ from trainstep.run.hooks import Hooks, parameters_of
 from trainstep.run.lines import Lines, Place
 from trainstep.run.log import LogWriter
 from trainstep.run.recompilations import Recompilations
-from trainstep.run.steps import Step, StepFinder, durations
+from trainstep.run.steps import Step, StepFinder
 
 CALIBRATED, TRIES = 200, 10
 """Marks made to learn what one costs, and how often."""
@@ -71,7 +72,7 @@ class Session:
         self._calibrate()
         self.hooks.install()
         self._recompilations.start()
-        self.log.write("facts", torch=torch.__version__)
+        self.log.write("facts", {"torch": torch.__version__})
         self.hooks.before_optimizer = self._before_optimizer
         os.register_at_fork(after_in_child=self._forked)
 
@@ -90,7 +91,8 @@ class Session:
         self._write_queued(until_done=True)
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
-        self.log.write("facts", mark_ms=self._mark_ms, writing_ms=statistics.median(self._writing_ms or [0.0]))
+        writing_ms = statistics.median(self._writing_ms or [0.0])
+        self.log.write("facts", {"mark_ms": self._mark_ms, "writing_ms": writing_ms})
         self.log.flush()
 
     def _calibrate(self) -> None:
@@ -142,10 +144,11 @@ class Session:
                 memory=self.plan.has_memory and rank == 0,
                 profiled=self.plan.profiled_steps,
                 profile_after=self.plan.profile_after,
+                synced=lambda number: self.log.write("sync", {"number": number}),
                 trace=trace_path(Path(self.plan.folder), rank),
                 last=self.plan.steps,
             )
-        self.log.write("facts", environment=dict(describe(self.device)), on_gpu=self.hooks.on_gpu, at_once=True)
+        self.log.write("facts", {"environment": dict(describe(self.device)), "on_gpu": self.hooks.on_gpu})
 
     def _queue(self, step: Step) -> None:
         """A step has ended for certain."""
@@ -162,7 +165,8 @@ class Session:
     def _stop(self) -> None:
         """End the script as `sys.exit()` would."""
         self.finish()
-        self.log.write("end", how="steps", code=0, at_once=True)
+        self.log.write("end", {"how": "steps", "code": 0})
+        self.log.flush()
         self.on_stop()
         raise SystemExit(0)
 
@@ -182,22 +186,25 @@ class Session:
         return event is None or event.query()
 
     def _write(self, step: Step) -> None:
-        host = durations(step, lambda start, end: (end[0] - start[0]) * 1e3)
+        marks = [mark for _, mark in step.changes]
+        marks.append(step.end)
+        host = [(after[0] - before[0]) * 1e3 for before, after in itertools.pairwise(marks)]
         entry: dict[str, Any] = {
             "number": step.number,
             "updated": step.updated,
-            "host": _rounded(host),
+            "phases": [phase for phase, _ in step.changes],
             "forwards": step.forwards,
             "backwards": step.backwards,
-            "marks": len(step.changes),
         }
-        if all(mark[1] is not None for _, mark in step.changes) and step.end[1] is not None:
+        times = f'"host": {_numbers(host)}'
+        if self.device.type == "cuda" and all(mark[1] is not None for mark in marks):
+            elapsed = self._clock.elapsed_ms
             try:
-                device = durations(step, lambda start, end: self._clock.elapsed_ms(start[1], end[1]))
+                device = [elapsed(before[1], after[1]) for before, after in itertools.pairwise(marks)]
             except RuntimeError:  # the device failed
                 return
-            self._ahead_ms = max(0.0, self._ahead_ms + sum(device.values()) - sum(host.values()))
-            entry |= {"device": _rounded(device), "ahead_ms": round(self._ahead_ms, 3)}
+            self._ahead_ms = max(0.0, self._ahead_ms + sum(device) - sum(host))
+            times += f', "device": {_numbers(device)}, "ahead_ms": {self._ahead_ms:.3f}'
         if step.evaluations:
             entry["evaluations"] = step.evaluations
         if step.is_skipped:
@@ -206,17 +213,17 @@ class Session:
             entry["tags"] = sorted(step.tags)
         if step.waits:
             entry["waits"] = [[line, calls, round(ms, 4)] for line, (calls, ms) in step.waits.items()]
-        self.log.write("step", **entry)
+        self.log.write("step", entry, times)
 
     def _write_found(self, found: Row | str) -> None:
         """What an instrument found, or why it found nothing."""
         if isinstance(found, str):
-            self.log.write("note", text=found)
+            self.log.write("note", {"text": found})
         else:
-            self.log.write("row", row=sections_of(found))
+            self.log.write("row", {"row": sections_of(found)})
 
     def _new_line(self, number: int, place: Place, call: str) -> None:
-        self.log.write("line", number=number, call=call, **place._asdict())
+        self.log.write("line", {"number": number, "call": call, **place._asdict()})
 
     def _forked(self) -> None:
         """In a process that was forked: nothing is measured there, but that it trains is said."""
@@ -226,10 +233,11 @@ class Session:
         def say(_: Optimizer) -> None:
             if not told[0]:
                 told[0] = True
-                self.log.write_from_child("elsewhere", what="a process that the script forked", pid=os.getpid())
+                self.log.write_from_child("elsewhere", {"what": "a process that the script forked", "pid": os.getpid()})
 
         self.hooks.before_optimizer = say
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in values.items()}
+def _numbers(values: list[float]) -> str:
+    """Milliseconds as JSON has them, to a tenth of a microsecond."""
+    return f"[{', '.join([f'{value:.4f}' for value in values])}]"

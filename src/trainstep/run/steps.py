@@ -77,10 +77,6 @@ class StepFinder:
         """The phase that is under way."""
         return self._current
 
-    def is_in(self, *phases: str) -> bool:
-        """Whether one of these phases is under way, in this thread or a phase within it."""
-        return any(each in phases for each in self._stack)
-
     def is_mine(self) -> bool:
         """Whether this thread is the one that trains."""
         return threading.get_ident() == self._thread
@@ -95,7 +91,7 @@ class StepFinder:
             self._thread = threading.get_ident()  # whoever begins the first step trains
         if not self.is_mine() or BACKWARD in self._stack:
             return False
-        if phase in CALLS and self.is_in(*CALLS):
+        if phase in CALLS and (FORWARD in self._stack or EVALUATION in self._stack):
             return False
         if self._last is not None and phase in (DATA, FORWARD, BACKWARD):
             self.settle()
@@ -118,7 +114,7 @@ class StepFinder:
         if not self._stack:
             return
         left = self._stack.pop()
-        if left in (FORWARD, BACKWARD) and not self.is_in(*CALLS):
+        if left in (FORWARD, BACKWARD):
             self._between = LOSS if left == FORWARD else OTHER
         self._return()
 
@@ -210,12 +206,3 @@ def add_wait(waits: dict[int, list[float]], line: int, calls: float, ms: float) 
     known = waits.setdefault(line, [0, 0.0])
     known[0] += calls
     known[1] += ms
-
-
-def durations(step: Step, between: Callable[[Any, Any], float]) -> dict[str, float]:
-    """Phase → milliseconds, by what measures the time between two marks; the phases add up to the step."""
-    found: dict[str, float] = {}
-    ends = [mark for _, mark in step.changes[1:]] + [step.end]
-    for (phase, start), end in zip(step.changes, ends, strict=True):
-        found[phase] = found.get(phase, 0.0) + between(start, end)
-    return found

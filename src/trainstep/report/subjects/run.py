@@ -176,11 +176,16 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
     """Lines that wait every step, or for long."""
     steps = {row.rank: row for row in first_rank(rows)}
     for row in of_kind(rows, WaitRow):
-        if row.rank or (step := steps.get(row.rank)) is None or row.ms_per_step is None:
+        if row.rank or (step := steps.get(row.rank)) is None:
             continue
         from_line = f" (called from {row.from_line})" if row.from_line else ""
         figures: dict[str, Scalar] = {"line": row.line, "call": row.call, "calls": row.calls_per_step}
-        if row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
+        if row.ms_per_step is None:
+            said = (
+                f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step looked at."
+            )
+            yield found("waits.seen", said, **figures)
+        elif row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
             share = row.ms_per_step / (step.step_ms or 1)
             said = (
                 f"The host waits {{ms:ms}} a step for the device at {{line}}{from_line}, {{share:share}} of the step, "
