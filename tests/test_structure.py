@@ -55,13 +55,14 @@ MAY_IMPORT = {
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
+    "run": GROUND | STEP | {"bench", "measure", "measure/allocations", "measure/profile", "plan"},
     "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},
     "report/charts": GROUND | {"report"},
     "report/subjects": GROUND | {"report", "report/charts"},
 }
-"""Room (a folder, or a module at the top) → rooms it may import. `analysis`, `commands` and `cli` stand above all."""
-ABOVE = {"__init__", "__main__", "analysis", "cli", "commands"}
+"""Room (a folder, or a module at the top) → rooms it may import; those of `ABOVE` stand above all."""
+ABOVE = {"__init__", "__main__", "analysis", "cli", "commands", "watching"}
 
 
 def name_of(path):

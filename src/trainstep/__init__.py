@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from trainstep.config import SIZES, ModelConfig, StepConfig
     from trainstep.errors import UsageError
     from trainstep.report.page import Report
+    from trainstep.watching import lightning_callback, trainer_callback, watch
     from trainstep.workload import Workload
 
 __all__ = ["SIZES", "ModelConfig", "Report", "StepConfig", "UsageError", "Workload", "analyze"]
+__all__ += ["lightning_callback", "trainer_callback", "watch"]
 
 _HOME = dict.fromkeys(("SIZES", "ModelConfig", "StepConfig"), "config")
+_HOME |= dict.fromkeys(("lightning_callback", "trainer_callback", "watch"), "watching")
 _HOME |= {"Report": "report.page", "UsageError": "errors", "Workload": "workload", "analyze": "analysis"}
 
 

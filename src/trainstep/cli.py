@@ -24,18 +24,22 @@ from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import BAD_INPUT, INTERRUPTED, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
+from trainstep.commands.run import Run, parse_run, split_script
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
 from trainstep.errors import UsageError, printable
 
-COMMANDS: Any = Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
+COMMANDS: Any = Run | Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
 
 LEFT = "trainstep: interrupted"
 
 
 def parse(words: Sequence[str]) -> Common:
-    """The command that the words name, with its flags; otherwise as `parse_as`."""
-    return parse_as(COMMANDS, words)
+    """The command that the words name, with its flags; otherwise as `parse_as`. What follows a script is its own."""
+    if words[:1] != ["run"]:
+        return parse_as(COMMANDS, words)
+    own, script = split_script(words[1:])
+    return parse_run(parse_as(COMMANDS, ["run", *own]), script)
 
 
 def main(words: Sequence[str] | None = None) -> None:

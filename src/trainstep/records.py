@@ -135,12 +135,18 @@ def write_whole(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _line(row: Row) -> bytes:
-    sections = {name: dict(getattr(row, name)) for name in SECTIONS}
-    line = {"kind": row.kind, **sections, "status": row.status, "reason": row.reason}
-    text = json.dumps(_jsonable(line), ensure_ascii=False)
+    line = sections_of(row)
+    text = json.dumps(line, ensure_ascii=False)
     if not _is_text(text):  # half a surrogate, which a name may hold and UTF-8 cannot: as its escape
-        text = json.dumps(_jsonable(line))
+        text = json.dumps(line)
     return f"{text}\n".encode()
+
+
+def sections_of(row: Row) -> dict[str, Any]:
+    """A row as the object that JSON has of it; the arguments of `kinds.rows_of`."""
+    sections = {name: dict(getattr(row, name)) for name in SECTIONS}
+    found: dict[str, Any] = _jsonable({"kind": row.kind, **sections, "status": row.status, "reason": row.reason})
+    return found
 
 
 def _is_text(text: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -51,20 +52,24 @@ def dtype_records(source: WorkloadSource, configs: Iterable[StepConfig]) -> Iter
         if isinstance(found, Failure):
             yield failed_row(DtypeRow, case | {"module": "all"}, found, environment)
             continue
-        for module, count in alike(found.modules):
-            yield DtypeRow(
-                **case,
-                module=module.name or "(root)",
-                class_name=module.kind,
-                modules=count,
-                parameters=module.parameters or None,
-                inputs=module.inputs or None,
-                outputs=module.outputs or None,
-                gradients=module.gradients or None,
-                environment=environment,
-            )
+        yield from module_rows(found.modules, {**case, "environment": environment})
         for name, dtypes in ((RESULT, found.result), (LOSS, found.loss)):
             yield DtypeRow(**case, module=name, outputs=dtypes or None, environment=environment)
+
+
+def module_rows(modules: Sequence[ModuleDtypes], own: Mapping[str, Any]) -> Iterator[DtypeRow]:
+    """One row for every module, or group of alike modules, each with `own` columns."""
+    for module, count in alike(modules):
+        yield DtypeRow(
+            **own,
+            module=module.name or "(root)",
+            class_name=module.kind,
+            modules=count,
+            parameters=module.parameters or None,
+            inputs=module.inputs or None,
+            outputs=module.outputs or None,
+            gradients=module.gradients or None,
+        )
 
 
 def alike(modules: Sequence[ModuleDtypes]) -> list[tuple[ModuleDtypes, int]]:

@@ -74,7 +74,7 @@ def profile_records(
     plain, profiled, profiles = found
     samples = {"step": plain["step"], "profiled_step": profiled["step"]}
     for own, profile, devices in _device_cases(profiles, case):
-        values = _timing_values(plain, profiled, profile) | devices
+        values = timing_values(plain, profiled, profile) | devices
         values["trace"] = trace.name if trace is not None else None
         yield make_row(ProfileRow, own, values, samples=samples, environment=environment)
         yield from profile_rows(profile, own, config.precision, environment)
@@ -170,10 +170,15 @@ def _lists(step: TrainingStep) -> Lists:
     return Lists(parameters[0].element_size(), sum(parameter.numel() for parameter in parameters))
 
 
-def _timing_values(
+def timing_values(
     plain: dict[str, list[float]], profiled: dict[str, list[float]], profile: KernelProfile
 ) -> dict[str, Scalar]:
-    """The summary of the profile beside the times without it: its cost, idle time, and whether the sums agree."""
+    """The summary of the profile beside the times without it: its cost, idle time, and whether the sums agree.
+
+    Args:
+        plain, profiled: milliseconds of the steps and of every phase, without the profiler and with it.
+        profile: what it recorded.
+    """
     step, profiled_ms = summarize(plain["step"]), statistics.median(profiled["step"])
     cost_ms = profiled_ms - step.median
     busy = {phase: busy_ms(profile, phase) for phase in PHASES} | {"step": busy_ms(profile)}

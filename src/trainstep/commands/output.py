@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,16 +109,10 @@ def run_and_report(
             even then.
     """
     from trainstep.records import RecordWriter
-    from trainstep.report.compare import comparison_table, repeatability
-    from trainstep.report.formats import to_terminal
-    from trainstep.report.page import Report
-    from trainstep.report.subjects import make_tables
-    from trainstep.report.subjects.ladder_findings import failed_baselines
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}")
-    unwritten: UsageError | None = None
     stopped: UsageError | None = None
     code = 0
     signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
@@ -144,19 +138,55 @@ def run_and_report(
     finally:
         writer.close()
     taken = writer.rows
-    report = Report(taken)
     try:
-        if taken:
+        failed = show_report(taken, out, console, is_interrupted=code == INTERRUPTED or stopped is not None)
+    except UsageError:
+        if stopped is None:
+            raise
+    if stopped is not None:
+        raise stopped
+    return code or (NOTHING_RAN if failed else 0)
+
+
+def show_report(
+    rows: Sequence[Row],
+    out: Path,
+    console: rich.console.Console,
+    *,
+    is_interrupted: bool = False,
+    kinds: tuple[type[Row], ...] = (),
+) -> bool:
+    """Write the report of rows, print their tables and findings; whether nothing, or no baseline, could be measured.
+
+    Args:
+        rows, out: what was measured, and the report's folder.
+        console: where to print.
+        is_interrupted: whether the run was stopped.
+        kinds: of which rows tables are printed; by default of all.
+
+    Raises:
+        UsageError: the report cannot be written. What was measured is printed even then.
+    """
+    from trainstep.report.compare import comparison_table, repeatability
+    from trainstep.report.formats import to_terminal
+    from trainstep.report.page import Report
+    from trainstep.report.subjects import make_tables
+    from trainstep.report.subjects.ladder_findings import failed_baselines
+
+    report = Report(rows)
+    unwritten: UsageError | None = None
+    try:
+        if rows:
             report.write(out)
     except UsageError as error:
         unwritten = error
-    if code == INTERRUPTED or stopped is not None:
-        console.print(f"[bold]Stopped.[/bold] {len(taken)} rows measured so far are kept.", markup=True)
-    without = failed_baselines(taken)
+    if is_interrupted:
+        console.print(f"[bold]Stopped.[/bold] {len(rows)} rows measured so far are kept.", markup=True)
+    without = failed_baselines(rows)
     for row in without:
         console.print("[bold]The baseline failed.[/bold]", f"{row.workload}: {row.status}: {row.reason}", markup=True)
-    tables = make_tables(taken, "terminal")
-    if passes := repeatability(taken):
+    tables = make_tables([row for row in rows if not kinds or isinstance(row, kinds)], "terminal")
+    if passes := repeatability(rows):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
         console.print(to_terminal(table))
@@ -165,20 +195,18 @@ def run_and_report(
     if report.recommended_flags:
         console.print(f"\nRecommended: {report.recommended_flags}")
     if unwritten is not None:
-        raise stopped or unwritten
-    if taken:
+        raise unwritten
+    if rows:
         files = ("trace", "snapshot")  # values that name a file written beside the rows
-        beside = "".join(f", {each}" for row in taken for name in files if (each := row.values.get(name)))
+        beside = "".join(f", {each}" for row in rows for name in files if (each := row.values.get(name)))
         console.print(f"\nWritten to {out}: results.jsonl, report.html, tables/{beside}")
-    if stopped is not None:
-        raise stopped
-    cases = [row for row in taken if row.kind not in ("workload", "ceiling")]  # which are there whatever fails
+    cases = [row for row in rows if row.kind not in ("workload", "ceiling")]  # which are there whatever fails
     if cases and all(row.status != "ok" for row in cases):
         reasons = "The reason:" if len(cases) == 1 else f"The first of {len(cases)} reasons:"
         console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
         console.print(f"{cases[0].status}: {cases[0].reason}")
-        return code or NOTHING_RAN
-    return code or (NOTHING_RAN if without else 0)
+        return True
+    return bool(without)
 
 
 def _with_progress(
@@ -219,7 +247,7 @@ def _with_progress(
             yield record
 
 
-def console_for_output() -> rich.console.Console:
+def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:
     """Prints text as it is, on lines of 160 characters where the output is no terminal; no name in it is obeyed."""
     import rich.console
 
@@ -227,4 +255,5 @@ def console_for_output() -> rich.console.Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
 
-    return Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(stderr=to_stderr, width=None if stream.isatty() else 160, markup=False, highlight=False)

@@ -9,17 +9,18 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainstep.kinds import kernels, memory, parallel, plan, steps
+from trainstep.kinds import kernels, memory, parallel, plan, run, steps
 from trainstep.kinds.kernels import *
 from trainstep.kinds.memory import *
 from trainstep.kinds.parallel import *
 from trainstep.kinds.plan import *
 from trainstep.kinds.row import Row, check_columns, check_types, make_row
+from trainstep.kinds.run import *
 from trainstep.kinds.steps import *
 
 KINDS: Mapping[str, type[Row]] = {
     kind.kind: kind
-    for subject in (steps, kernels, memory, parallel, plan)
+    for subject in (run, steps, kernels, memory, parallel, plan)
     for kind in vars(subject).values()
     if isinstance(kind, type) and issubclass(kind, Row) and "kind" in vars(kind)
 }

@@ -55,6 +55,7 @@ class StepWatch:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     sees_modules: bool = True  # False for compiled code
+    hidden: str = ""  # a folder whose code is no user's: its frames are not shown
     position: Callable[[], int] = lambda: 0  # events in the allocator's log so far; set by the source that keeps it
     marks: list[_Mark] = field(default_factory=list)
     known: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
@@ -105,12 +106,12 @@ class StepWatch:
         def watched(*args: Any) -> Tensor:
             value = loss(*args)
             if self.sees_modules:
-                self._watch_graph(value)
+                self.watch_graph(value)
             return value
 
         return watched
 
-    def _watch_graph(self, value: Tensor) -> None:
+    def watch_graph(self, value: Any) -> None:
         """Have every node of the graph say when its backward runs. Keeps no node: that would keep its tensors."""
         places = sorted(self._entered, key=itemgetter(0))
         for node in graph_nodes(value):
@@ -167,7 +168,8 @@ class StepWatch:
             made = ("activations" if outlives else "temporaries", mark.module) if block.start else ("unknown", "")
             known = (names[block.address] for at, names in self.known if block.address in names and is_alive(block, at))
             owner, name = next(known, made)
-            frames = tuple(frame for frame in mark.frames or block.frames if frame.file != __file__)
+            hidden = (__file__, *([self.hidden] if self.hidden else []))
+            frames = tuple(frame for frame in mark.frames or block.frames if not frame.file.startswith(hidden))
             allocations.append(Allocation(block, owner, name, mark.phase, mark.operation, frames))
         return Timeline(tuple(allocations), events, tuple(self.phases))
 
@@ -217,6 +219,14 @@ class Recording:
 
 def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Recording:
     """Run and record `step`, which takes one step on `batch` announcing itself to `watch`, in eager code."""
+    with recording_on_cpu(watch, batch) as found:
+        step()
+    return found[0]
+
+
+@contextmanager
+def recording_on_cpu(watch: StepWatch, batch: Any = ()) -> Iterator[list[Recording]]:
+    """Record the eager step taken inside, which announces itself to `watch`; the list has it once that is left."""
     seen: list[tuple[StorageLife, int, tuple[Frame, ...]]] = []
 
     def note(life: StorageLife, storage: torch.UntypedStorage) -> None:
@@ -225,15 +235,24 @@ def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> R
     weights = [*watch.module.parameters(), *watch.module.buffers()]
     live = LiveStorages(tree_leaves([weights, list(watch.optimizer.state.values()), batch]), note)
     watch.position = lambda: live.events
+    found: list[Recording] = []
     with watch.watching(batch), live:
-        step()
+        yield found
     blocks = [Block(life.start, life.end, life.bytes, address, frames) for life, address, frames in seen]
     timeline = watch.attribute(blocks, live.events)
-    return Recording(timeline, snapshot_of(timeline))
+    found.append(Recording(timeline, snapshot_of(timeline)))
 
 
 def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, device: torch.device) -> Recording:
     """As `record_on_cpu`, for a step on `device`, eager or compiled."""
+    with recording_on_cuda(watch, device, batch) as found:
+        step()
+    return found[0]
+
+
+@contextmanager
+def recording_on_cuda(watch: StepWatch, device: torch.device, batch: Any = ()) -> Iterator[list[Recording]]:
+    """As `recording_on_cpu`, for a step on `device`, eager or compiled."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch.cuda.synchronize(index)
 
@@ -245,9 +264,10 @@ def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, dev
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", clear_history=True)
     before = count()
     watch.position = lambda: count() - before
+    found: list[Recording] = []
     try:
         with watch.watching(batch):
-            step()
+            yield found
         torch.cuda.synchronize(index)
         snapshot = torch.cuda.memory._snapshot()
     finally:
@@ -255,4 +275,4 @@ def record_on_cuda(step: Callable[[], object], watch: StepWatch, batch: Any, dev
     peak = torch.cuda.memory_stats(index)["requested_bytes.all.peak"]
     blocks, events = blocks_of(snapshot, index)
     timeline = watch.attribute(blocks, events)
-    return Recording(timeline, with_owners(snapshot, timeline, index), int(peak))
+    found.append(Recording(timeline, with_owners(snapshot, timeline, index), int(peak)))

@@ -159,18 +159,9 @@ def record_steps(
         trace: the file to write, `.json.gz`: Perfetto (ui.perfetto.dev) and chrome://tracing open it.
         prepare_next: called after each step.
     """
-    if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    trace.parent.mkdir(parents=True, exist_ok=True)
     with (
         modules_announced(module) if module is not None else nullcontext(),
-        profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
-            record_shapes=module is not None,
-            acc_events=True,  # there is one cycle; without it torch warns of others
-            on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
-        ) as profiler,
+        profiler_of_steps(steps, trace, on_gpu=on_gpu, shapes=module is not None) as profiler,
     ):
 
         def after_step(_: object) -> None:
@@ -178,6 +169,25 @@ def record_steps(
             profiler.step()
 
         return time_steps(_announced(step), device=device, warmup=WARMUP, steps=steps, after_step=after_step)
+
+
+def profiler_of_steps(steps: int, trace: Path, *, on_gpu: bool, shapes: bool) -> profile:
+    """A profiler that records `steps` steps after `WARMUP` and writes their trace; `step` is called after each.
+
+    Args:
+        steps, trace, on_gpu: as `record_steps` has them.
+        shapes: whether the shapes of operators' arguments are recorded.
+    """
+    if not on_gpu:  # torch 2.13's profiler says on stderr when it starts and stops; where a GPU is, it may say more
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    return profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+        schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
+        record_shapes=shapes,
+        acc_events=True,  # there is one cycle; without it torch warns of others
+        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+    )
 
 
 def run_under_nvtx(

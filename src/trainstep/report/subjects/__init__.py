@@ -22,6 +22,7 @@ from trainstep.report.subjects import (
     plan,
     precision,
     ratios,
+    run,
     steps,
     sweep,
     workload,
@@ -29,7 +30,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+    run, steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
 )  # fmt: skip
 """In the order of the page."""
 

@@ -35,7 +35,7 @@ RESULT, LOSS = "(forward's result)", "(loss)"  # The modules of the two rows tha
 def dtype_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Logits, loss, parameters and gradients under each precision."""
     seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok"]
-    for precision in dict.fromkeys(row.precision for row in seen):
+    for precision in dict.fromkeys(row.precision for row in seen if row.precision is not None):
         own = {row.module: row for row in seen if row.precision == precision}
         result, loss = (", ".join(own[name].outputs or ()) if name in own else "–" for name in (RESULT, LOSS))
         weights, gradients = (
@@ -48,6 +48,19 @@ def dtype_findings(rows: Sequence[Row]) -> Iterator[Finding]:
         )
         figures = {"precision": precision, "result": result, "loss": loss}
         yield found("precision.dtypes", said, **figures, parameters=weights, gradients=gradients)
+
+
+def script_dtypes(rows: Sequence[Row]) -> list[Finding]:
+    """Parameters, gradients and what modules return in a script, whose precision is its own affair."""
+    seen = [row for row in of_kind(rows, DtypeRow) if row.status == "ok" and row.precision is None]
+    figures = {
+        name: tuple(sorted({each for row in seen for each in getattr(row, name) or ()})) or ("none",)
+        for name in ("parameters", "gradients", "outputs")
+    }
+    if not seen:
+        return []
+    said = "Parameters are {parameters:list}, their gradients {gradients:list}; modules return {outputs:list}."
+    return [found("precision.script", said, **figures)]
 
 
 def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -63,7 +76,7 @@ def accumulation_findings(rows: Sequence[Row]) -> list[Finding]:
     return [found("precision.accumulation", said, fp16=half, fp32_sum=full)]
 
 
-RULES = (dtype_findings, accumulation_findings)
+RULES = (dtype_findings, script_dtypes, accumulation_findings)
 
 
 def dtypes(rows: Sequence[Row]) -> Section | None:

@@ -1,0 +1,113 @@
+"""`trainstep run`: any training script, unmodified: where its steps' time goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tyro.conf import FlagCreatePairsOff, Suppress
+
+from trainstep.commands.options import Common
+from trainstep.commands.output import console_for_output, show_report
+from trainstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainstep.records import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Common):
+    """Run a training script as it is, and show where its steps' time goes: trainstep run [options] python train.py …
+
+    The script follows the options: python train.py …, train.py …, or -m module …; under torchrun it is
+    torchrun … -m trainstep run train.py …. Its output, arguments and exit code are its own; what was measured goes to
+    --out and to stderr.
+    """
+
+    steps: int | None = None
+    """Stop the script after this many steps; by default it runs to its end."""
+    profiled_steps: int = 2
+    """Steps whose kernels the profiler records; 0 for none."""
+    profile_after: int = 30
+    """Steps before those that are profiled; with --steps the last ones are."""
+    memory: FlagCreatePairsOff[bool] = True
+    """Record every allocation of one step, and the dtypes of its modules."""
+    out: Path = Path("results/run")
+    """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
+    script: Suppress[tuple[str, ...]] = ()
+
+    def run(self) -> int:
+        from trainstep.run.gather import gather
+        from trainstep.run.supervise import Rank, command_of, run_script
+
+        for name in ("steps", "profiled_steps", "profile_after"):
+            least, value = int(name == "steps"), getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
+        command, rank = command_of(self.script), Rank.of(os.environ)
+        plan = {
+            "steps": self.steps,
+            "profiled_steps": self.profiled_steps,
+            "profile_after": self.profile_after,
+            "has_memory": self.memory,
+        }
+        code = run_script(command, rank, self.out, plan)
+        if rank.rank == 0:
+            from trainstep.run.kernels import kernel_records
+            from trainstep.run.rows import script_records
+
+            logs = gather(self.out, rank)
+            rows = script_records(logs, command.name, code)
+            self._report([*rows, *kernel_records(logs[0], rows, self.out)], command.name)
+        if code < 0:  # as the script was, so that a shell and torchrun see the same
+            signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+            os.kill(os.getpid(), -code)
+        return code
+
+    def _report(self, rows: Sequence[Row], name: str) -> None:
+        """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""
+        from trainstep.kinds import PeakRow, RecompilationRow, ScriptRow, WaitRow
+        from trainstep.records import RecordWriter
+
+        console = console_for_output(to_stderr=True)
+        try:
+            writer = RecordWriter(self.out / "results.jsonl")
+            for row in rows:
+                writer.write(row)
+            writer.close()
+            console.print(f"\ntrainstep run {name} → {self.out}")
+            show_report(rows, self.out, console, kinds=(ScriptRow, WaitRow, RecompilationRow, PeakRow))
+        except UsageError as error:
+            console.print(f"trainstep: {error}")
+
+
+def split_script(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words of the command line up to the script, and the script's; options that take a value take the next word.
+
+    Args:
+        words: after `run`.
+    """
+    flags = {each.name: each for each in dataclasses.fields(Run)}
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word == "--":
+            return list(words[:place]), tuple(words[place + 1 :])
+        if not word.startswith("-") or word == "-m":
+            break
+        name, equals, _ = word.removeprefix("--").partition("=")
+        known = flags.get(name.replace("-", "_"))
+        takes_value = known is not None and not equals and not isinstance(known.default, bool)
+        place += 1 + takes_value
+    return list(words[:place]), tuple(words[place:])
+
+
+def parse_run(parsed: Common, script: tuple[str, ...]) -> Common:
+    """The command with its script."""
+    assert isinstance(parsed, Run), "only this command has a script"
+    return dataclasses.replace(parsed, script=script)

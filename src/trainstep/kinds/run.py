@@ -1,0 +1,68 @@
+"""Rows of scripts that `trainstep run` measured: their steps, the lines that wait, what was compiled again."""
+
+from __future__ import annotations
+
+from trainstep.kinds.row import Row, Timed, setting
+
+
+class OfScript(Row):
+    """Which script, and which of its ranks."""
+
+    workload: str = setting()  # the script's file name, or its module
+    rank: int | None = setting(None)  # None where there is one
+
+
+class ScriptRow(OfScript, Timed, kind="script"):
+    """Steps of a script: the whole ("step") and its phases, which follow one another: "data" (waiting for it), "copies"
+    (from host to device), "forward", "loss" (from forward to backward), "backward", "communication" (waiting for other
+    ranks after backward, and collectives), "optimizer", "evaluation" and "other".
+
+    On a GPU these are the device's times. Beside them "own" (the step but for communication), and the host's: "issue"
+    (without waiting for data or the device) and "wait" (for the device, in lines of code).
+    """
+
+    updates: str | None = setting(None)  # which optimizers, where not all steps update the same
+    world_size: int | None = None
+    on_gpu: bool | None = None
+    optimizers: tuple[str, ...] | None = None
+    steps_seen: int | None = None
+    left_out: int | None = None  # the first steps, which also pay for what happens once
+    skipped: int | None = None  # by a gradient scaler; not among those that are timed
+    evaluated: int | None = None  # with an evaluation in between; not timed unless most steps have one
+    instrumented: int | None = None  # profiled, or recorded otherwise, or after the profiler on a GPU; not timed
+    forwards: float | None = None  # per step
+    backwards: float | None = None
+    first_step_ms: float | None = None
+    waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
+    latest_share: float | None = None  # of steps in which this rank's own part took longest
+    hooks_ms: float | None = None  # per step, what measuring costs, of short steps with and without it
+    notes: tuple[str, ...] | None = None  # what an instrument could not do, as sentences
+    ended: str | None = None  # how the script ended
+    exit_code: int | None = None  # −n for signal n
+
+
+class WaitRow(OfScript, kind="wait"):
+    """A line of code in which the host waits until the device is done; on a CPU, in which it would on a GPU."""
+
+    line: str = setting()  # `train.py:31`
+    call: str = setting()  # item, cpu, print …
+    function: str | None = None
+    from_line: str | None = None  # the user's own, where `line` is a library's
+    on_gpu: bool | None = None
+    calls: int | None = None
+    calls_per_step: float | None = None
+    ms_per_step: float | None = None
+    ms: float | None = None  # of all calls
+
+
+class RecompilationRow(OfScript, kind="recompilation"):
+    """A line of code whose call torch.compile compiled more than once."""
+
+    line: str = setting()
+    function: str = setting()  # what dynamo began at; for a module a function of torch's
+    from_line: str | None = None  # the user's own, where `line` is a library's
+    compilations: int | None = None
+    last_step: int | None = None  # in which it was compiled
+    why: str | None = None  # of the last, as dynamo gives it
+    reasons: int | None = None  # how many different ones
+    seconds: float | None = None  # of all

@@ -1,0 +1,337 @@
+"""Scripts under `trainstep run`: what their steps consist of, what they wait for, and how ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Headline, Section, found, listed, literal, span
+from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.columns import Cell
+from trainstep.report.numbers import number
+from trainstep.report.tables import define, make_table
+
+PHASES = {
+    "data": "waiting for data",
+    "copies": "copies to the device",
+    "forward": "forward",
+    "loss": "loss and other",
+    "backward": "backward",
+    "communication": "communication",
+    "optimizer": "optimizer",
+    "evaluation": "evaluation",
+    "other": "everything else",
+}
+"""Phase → its name in words, in the order of a step."""
+DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
+LAUNCH_BOUND = 0.95
+"""A step on a GPU that the host needs more than this share of to issue, without waiting, is bound by the host."""
+WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the line is remarked on
+PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
+LATE = 0.05  # By how much a rank's own part must exceed the others' median to be late
+OVERHEAD = 0.02  # Share of the step that measuring may cost before it is remarked on
+
+SCRIPT = define(
+    ScriptRow,
+    "Steps of a script and their phases, ms",
+    *columns.cases({"script": "workload", "rank": "rank", "updates": "updates"}),
+    columns.count("n", "n"),
+    *(columns.value(title, f"{name}_ms") for name, title in PHASES.items()),
+    columns.median("step [95 %]", "step"),
+    *(columns.files_only(columns.mean(f"{PHASES.get(name, name)}, mean ± std", name)) for name in (*PHASES, "step")),
+    *columns.values({"issue": "issue_ms", "host waits": "wait_ms"}, brief=False),
+    columns.value("first step", "first_step_ms", brief=False),
+    columns.value("forwards", "forwards", brief=False),
+    columns.value("backwards", "backwards", brief=False),
+    columns.value("waits per step", "waits", brief=False),
+    columns.value("own part", "own_ms", brief=False),
+    columns.value("latest (%)", "latest_share", brief=False),
+    columns.value("measuring", "hooks_ms", brief=False),
+    *columns.values({"seen": "steps_seen", "left out": "left_out", "skipped": "skipped"}, brief=False),
+    *columns.values({"evaluated": "evaluated", "instrumented": "instrumented"}, brief=False),
+    columns.OUTCOME,
+)
+WAITS = define(
+    WaitRow,
+    "Lines in which the host waits for the device (on a CPU: would on a GPU)",
+    *columns.cases({"script": "workload", "rank": "rank"}),
+    columns.word("line", "line"),
+    columns.word("call", "call"),
+    columns.word("in", "function"),
+    columns.word("called from", "from_line"),
+    columns.value("calls per step", "calls_per_step"),
+    columns.value("ms per step", "ms_per_step"),
+    columns.count("calls", "calls", brief=False),
+    columns.value("ms", "ms", brief=False),
+    longest=8,
+)
+RECOMPILATIONS = define(
+    RecompilationRow,
+    "Calls that torch.compile compiled again",
+    *columns.cases({"script": "workload", "rank": "rank"}),
+    columns.word("line", "line"),
+    columns.word("called from", "from_line"),
+    columns.count("compilations", "compilations"),
+    columns.value("last in step", "last_step"),
+    columns.value("seconds", "seconds"),
+    columns.word("reason", "why"),
+)
+TABLES = (SCRIPT, WAITS, RECOMPILATIONS)
+
+
+def measured(rows: Sequence[Row]) -> list[ScriptRow]:
+    """The rows with times."""
+    return [row for row in of_kind(rows, ScriptRow) if row.step_ms]
+
+
+def first_rank(rows: Sequence[Row]) -> list[ScriptRow]:
+    """Those of rank 0, or of the only one."""
+    return [row for row in measured(rows) if not row.rank]
+
+
+def share_of(row: ScriptRow, phase: str) -> float:
+    """The phase's part of the step, by their medians."""
+    return row.times[phase].median / (row.step_ms or 1) if phase in row.times else 0.0
+
+
+def longest_phases(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What a step consists of."""
+    for row in first_rank(rows):
+        order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))
+        first, second = [*order, order[0]][:2]
+        whose = f" of {row.updates}" if row.updates else ""
+        said = f"A step{whose} takes {{step_ms:ms}} (median of {{n:n}}): {PHASES[first]} {{first_share:share}}" + (
+            f", {PHASES[second]} {{second_share:share}}." if second != first else "."
+        )
+        figures: dict[str, Scalar] = {"step_ms": row.step_ms, "n": row.n, "first": first, "second": second}
+        shares = {"first_share": share_of(row, first), "second_share": share_of(row, second)}
+        yield found("script.phases", said, **figures, **shares)
+
+
+def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Steps that are not as the others, accumulation, and an end that was not the script's own."""
+    own = first_rank(rows)
+    for row in own:
+        whose = f" of {row.updates}" if row.updates else ""
+        if row.backwards is not None and row.backwards > 1:
+            said = f"Gradients are accumulated: {{backwards:n}} backward passes a step{whose}."
+            yield found("script.accumulates", said, backwards=row.backwards)
+        if row.skipped:
+            said = f"A gradient scaler left out {{skipped:n}} of {{seen:n}} updates{whose}; those steps are not timed."
+            yield found("script.skipped", said, skipped=row.skipped, seen=row.steps_seen)
+        if row.evaluated:
+            said = f"Of {{seen:n}} steps{whose}, {{evaluated:n}} had an evaluation in between; they are not timed."
+            yield found("script.evaluated", said, evaluated=row.evaluated, seen=row.steps_seen)
+    if len(own) > 1:
+        names = tuple(row.updates or "?" for row in own)
+        said = "Several optimizers have steps of their own: {names:list}."
+        yield found("script.optimizers", said, names=names)
+    for row in of_kind(rows, ScriptRow)[:1]:
+        for note in row.notes or ():
+            yield found("script.note", literal(f"{note[:1].upper()}{note[1:]}."))
+        if row.exit_code and row.status == "ok":
+            said = "The script ended with exit code {code}: {ended}. What was measured before is kept."
+            yield found("script.ended", said, code=row.exit_code, ended=row.ended)
+
+
+def overhead(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What measuring cost."""
+    for row in first_rank(rows)[:1]:
+        if row.hooks_ms is None or row.step_ms is None:
+            continue
+        share = row.hooks_ms / row.step_ms
+        too_much = " That is more than it should be: steps this short are better measured several at a time."
+        said = "Measuring costs about {hooks_ms:ms} a step, {share:share} of it." + too_much * (share > OVERHEAD)
+        yield found("script.overhead", said, hooks_ms=row.hooks_ms, share=share)
+
+
+def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Steps that wait for their batch."""
+    for row in first_rank(rows):
+        share = share_of(row, "data")
+        if share >= DATA_BOUND:
+            said = (
+                "A step waits {data_ms:ms} for its batch, {share:share} of it: more workers in the DataLoader, or less "
+                "work per sample, would shorten it by up to that."
+            )
+            yield found("data.bound", said, data_ms=row.times["data"].median, share=share)
+
+
+def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Steps that the host cannot issue any faster."""
+    for row in first_rank(rows):
+        if row.on_gpu and "issue" in row.times and row.step_ms:
+            share = row.times["issue"].median / row.step_ms
+            if share >= LAUNCH_BOUND:
+                said = (
+                    "The host needs {issue_ms:ms} to issue a step that takes {step_ms:ms}: launches set its pace, not "
+                    "the GPU. Larger batches, torch.compile or CUDA graphs help; faster kernels will not."
+                )
+                yield found("launches.script", said, issue_ms=row.times["issue"].median, step_ms=row.step_ms)
+
+
+def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Lines that wait for long; on a CPU, lines that would wait every step."""
+    steps = {row.rank: row for row in first_rank(rows)}
+    would: list[str] = []
+    for row in of_kind(rows, WaitRow):
+        if row.rank or (step := steps.get(row.rank)) is None:
+            continue
+        from_line = f" (called from {row.from_line})" if row.from_line else ""
+        figures: dict[str, Scalar] = {"line": row.line, "call": row.call, "calls": row.calls_per_step}
+        if row.ms_per_step is None:
+            said = f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step."
+            yield found("waits.seen", said, **figures)
+        elif row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
+            share = row.ms_per_step / (step.step_ms or 1)
+            said = (
+                f"The host waits {{ms:ms}} a step for the device at {{line}}{from_line}, {{share:share}} of the step, "
+                "in {call}: until then it issues nothing. Read it less often, or later."
+            )
+            yield found("waits.line", said, **figures, ms=row.ms_per_step, share=share)
+        elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
+            would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step)")
+    if would:
+        said = (
+            "Tensors are read on the host at {lines:list}: nothing on a CPU; were they on a GPU, the host would wait "
+            "there until the device is done."
+        )
+        yield found("waits.would", said, lines=tuple(would))
+
+
+def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Calls that are compiled again and again."""
+    for row in of_kind(rows, RecompilationRow):
+        if not row.rank:
+            from_line = f" (called from {row.from_line})" if row.from_line else ""
+            said = (
+                f"What {{line}}{from_line} calls was compiled {{compilations:n}} times, the last time in step "
+                "{last_step:n}, because: {reason}"
+            )
+            yield found(
+                "compiled.again",
+                said,
+                line=row.line,
+                compilations=row.compilations,
+                last_step=row.last_step,
+                reason=row.why,
+            )
+
+
+def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
+    """The rank whose own part of the step is later than the others', and what in it makes it so."""
+    ranks = [row for row in measured(rows) if row.rank is not None]
+    by_rank = {row.rank: row for row in ranks if row.updates == ranks[0].updates}
+    if len(by_rank) < 2:
+        return
+    own = {rank: row.times["own"].median for rank, row in by_rank.items()}
+    last = max(own, key=lambda rank: own[rank])
+    others = sorted(value for rank, value in own.items() if rank != last)
+    usual = others[len(others) // 2]
+    low = by_rank[last].times["own"].low
+    if low is None:
+        return  # of few steps nothing can be said
+    if low < (1 + LATE) * usual:
+        said = "All {ranks:n} ranks take as long for their own part of a step: {least_ms:ms} to {most_ms:ms}."
+        yield found("ranks.even", said, ranks=len(by_rank), least_ms=min(own.values()), most_ms=own[last])
+        return
+    excess = {}
+    for phase in PHASES:
+        if phase != "communication" and phase in by_rank[last].times:
+            theirs = [row.times[phase].median for rank, row in by_rank.items() if rank != last and phase in row.times]
+            excess[phase] = by_rank[last].times[phase].median - (sorted(theirs)[len(theirs) // 2] if theirs else 0.0)
+    why = max(excess, key=lambda phase: excess[phase])
+    said = (
+        "Rank {rank} is late: its own part of a step takes {own_ms:ms}, the others' {usual_ms:ms}, before they wait "
+        f"for one another; the most of that is {PHASES[why]} ({{excess_ms:ms}} more)."
+    )
+    figures: dict[str, Scalar] = {"rank": last, "own_ms": own[last], "usual_ms": usual, "phase": why}
+    yield found("ranks.late", said, **figures, excess_ms=excess[why], latest_share=by_rank[last].latest_share)
+
+
+RULES = (
+    longest_phases, how_it_went, overhead, data_bound, launch_bound, waiting_lines, compiled_again, late_ranks
+)  # fmt: skip
+
+
+def headline(rows: Sequence[Row]) -> Headline | None:
+    """The step of a script, or of the first of its optimizers, for the top of the page."""
+    row = next(iter(first_rank(rows)), None)
+    if row is None:
+        return None
+    order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))[:4]
+    stats = [
+        (PHASES[name].capitalize(), f"{number(row.times[name].median)} ms", f"{share_of(row, name):.0%} of the step")
+        for name in order
+    ]
+    whose = f"per step of {row.updates}" if row.updates else "per step"
+    detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
+    return Headline(Cell(f"{number(row.step_ms)} ms", row.step_ms, "step_ms"), whose, detail, stats)
+
+
+def script(rows: Sequence[Row]) -> Section | None:
+    """The steps of a script, phase by phase."""
+    every = of_kind(rows, ScriptRow)
+    if not every:
+        return None
+    drawn = first_rank(rows)
+    charts = [_chart(row, place) for place, row in enumerate(drawn)]
+    blocks: list[Block] = [*([Charts(charts)] if charts else []), make_table(SCRIPT, every, "page")]
+    lead = ""
+    if drawn:
+        first = drawn[0]
+        clock = "the device's events" if first.on_gpu else "the host's clock"
+        left = [f"the first {number(first.left_out)} steps"] + [
+            f"{number(first.values[name])} that {what}"
+            for name, what in (("skipped", "a scaler skipped"), ("evaluated", "were evaluated in"))
+            if first.values.get(name)
+        ]
+        left += ["those that instruments looked into"] if first.instrumented else []
+        lead = (
+            f"Medians of {number(first.n)} steps by {clock}, from the end of one optimizer step to the end of the "
+            f"next; left out are {listed(left)}. The script: {first.ended}."
+        )
+    return Section("script", "Script", "Where the script’s steps spend their time", lead, blocks)
+
+
+def _chart(row: ScriptRow, place: int) -> Chart:
+    names = [name for name in PHASES if name in row.times]
+    drawn = [
+        Bar(
+            PHASES[name],
+            row.times[name].median,
+            f"{number(row.times[name].median)} ms · {share_of(row, name):.0%}",
+            f"{span(row, name)}\n{share_of(row, name):.0%} of the step",
+            row.times[name].low,
+            row.times[name].high,
+        )
+        for name in names
+    ]
+    title = f"A step of {row.updates}" if row.updates else "A step"
+    return Chart(f"script-{place}", title, "", partial(bars, drawn, "ms per step"))
+
+
+def waits(rows: Sequence[Row]) -> Section | None:
+    """The lines that wait."""
+    lines = of_kind(rows, WaitRow)
+    if not lines:
+        return None
+    lead = "A tensor that is read on the host is waited for: nothing more is issued until the device has computed it."
+    if not any(row.on_gpu for row in lines):
+        lead += " These were counted on a CPU, where nothing is waited for."
+    return Section("waits", "Host waits", "Lines that wait for the device", lead, [make_table(WAITS, lines, "page")])
+
+
+def recompilations(rows: Sequence[Row]) -> Section | None:
+    """What was compiled again."""
+    again = of_kind(rows, RecompilationRow)
+    if not again:
+        return None
+    table = make_table(RECOMPILATIONS, again, "page")
+    return Section("recompilations", "Compiled again", "Calls that were compiled again", "", [table])
+
+
+SECTIONS = (script, waits, recompilations)

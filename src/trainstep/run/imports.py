@@ -1,0 +1,58 @@
+"""A call that is made when a module has been imported by whoever needs it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as the other finders would, and makes a call once it is loaded."""
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self._name, self._call = name, call
+        self._loader: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """As the other finders, with this as the loader."""
+        if name != self._name:
+            return None
+        self.forget()
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As its own loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As its own loader does; then call."""
+        spec = module.__spec__
+        assert spec is not None, "a module that is loaded has a spec"
+        spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._call()
+
+    def forget(self) -> None:
+        """Look no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+def after_import(name: str, call: Callable[[], object]) -> Callable[[], object]:
+    """Call once the module of this name has been imported, at once where it is there; returns what calls that off."""
+    if name in sys.modules:
+        call()
+        return lambda: None
+    finder = _AfterImport(name, call)
+    sys.meta_path.insert(0, finder)
+    return finder.forget

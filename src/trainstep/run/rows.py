@@ -1,0 +1,255 @@
+"""Rows of what the ranks' logs say: steps by what they update, lines that wait, and what was compiled again."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow, rows_of
+from trainstep.records import Row, Times
+from trainstep.run.log import RankLog
+from trainstep.run.steps import COMMUNICATION, DATA
+from trainstep.stats import summarize
+
+WARMUP = 3  # steps left out of many
+MANY = 10  # steps from which that many are; of fewer, the first alone
+USUAL = 0.5  # share of steps with an evaluation from which it is a part of the step
+INSTRUMENTED = frozenset({"profiled", "recorded", "after the profiler"})
+"""Tags of steps that are not as they would be without us."""
+HOW = {
+    "returned": "it ran to its end",
+    "steps": "it was stopped after the steps that were asked for",
+    "sys.exit": "it ended by sys.exit",
+    "os._exit": "it ended by os._exit",
+}
+
+
+def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> list[Row]:
+    """All rows of a run.
+
+    Args:
+        logs: of each rank that left one.
+        script: what it is called.
+        code: this rank's exit code; −n for signal n. None where the script goes on, as after `watch`.
+    """
+    rows: list[Row] = []
+    _share_tags(logs)
+    latest = _latest(logs)
+    for log in logs:
+        several = log.header.get("world_size", 1) > 1
+        rank = log.header.get("rank") if several else None
+        own: dict[str, Any] = {"workload": script, "rank": rank, "environment": log.facts.get("environment", {})}
+        how: dict[str, Any] = {"ended": how_it_ended(log, code), "exit_code": code}
+        if not log.steps:
+            rows.append(ScriptRow(**own, **how, status="failed", reason=why_no_step(log, code)))
+            continue
+        share = latest.get(log.header.get("rank", 0))
+        rows += [*_step_rows(log, own, {**how, "latest_share": share}), *_wait_rows(log, own)]
+        rows += _recompilation_rows(log, own)
+        environment = {"environment": own["environment"]}
+        rows += [row for each in log.rows for row in rows_of(**{**each, **environment})]
+    return rows
+
+
+def _share_tags(logs: Sequence[RankLog]) -> None:
+    """A step that one rank looks into is not as it would be on any: the others wait for that one."""
+    looked_into = {step["number"] for log in logs for step in log.steps if INSTRUMENTED & set(step.get("tags", ()))}
+    for step in (step for log in logs for step in log.steps):
+        if step["number"] in looked_into and not INSTRUMENTED & set(step.get("tags", ())):
+            step["tags"] = [*step.get("tags", ()), "recorded"]
+
+
+def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> Iterator[ScriptRow]:
+    """A row for the steps of every set of optimizers."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for step in log.steps:
+        groups.setdefault(tuple(step["updated"]), []).append(step)
+    if len(groups) > 1:  # a set that some optimizer of another one misses once, as where one of them is left out
+        groups = {names: steps for names, steps in groups.items() if len(steps) > 1} or groups
+    for names, steps in groups.items():
+        yield _step_row(log, steps, names, ", ".join(names) if len(groups) > 1 else None, own, how)
+
+
+def _step_row(
+    log: RankLog,
+    steps: Sequence[dict[str, Any]],
+    names: tuple[str, ...],
+    updates: str | None,
+    own: Mapping[str, Any],
+    how: Mapping[str, Any],
+) -> ScriptRow:
+    counts = Counter[str]()
+    left_out = WARMUP if len(steps) >= MANY else min(1, len(steps) - 1)
+    is_usual = sum("evaluations" in step for step in steps) > USUAL * len(steps)
+    kept = []
+    for step in steps[left_out:]:
+        why = _why_not_timed(step, is_usual)
+        counts[why] += 1
+        if not why:
+            kept.append(step)
+    taken = [_times_of(step) for step in kept]
+    phases = list(dict.fromkeys(phase for each in taken for phase in each))
+    samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
+    return ScriptRow(
+        **own,
+        **how,
+        updates=updates,
+        times={phase: Times.of(summarize(values)) for phase, values in samples.items()},
+        samples=samples,
+        n=len(kept),
+        world_size=log.header.get("world_size"),
+        on_gpu=log.facts.get("on_gpu"),
+        optimizers=names,
+        steps_seen=len(steps),
+        left_out=left_out,
+        skipped=counts["skipped"],
+        evaluated=counts["evaluated"],
+        instrumented=counts["instrumented"],
+        notes=tuple(dict.fromkeys(log.notes)) or None,
+        forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
+        backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
+        first_step_ms=sum(steps[0]["host"].values()),
+        waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
+        hooks_ms=log.facts.get("cost_ms"),
+        status="ok" if kept else "failed",
+        reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
+    )
+
+
+def _most_common(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {why}" for why, count in counts.most_common() if why) or "none came after the warm-up"
+
+
+def _why_not_timed(step: Mapping[str, Any], evaluates: bool) -> str:
+    if INSTRUMENTED & set(step.get("tags", ())):
+        return "instrumented"
+    if step.get("skipped"):
+        return "skipped"
+    return "evaluated" if "evaluations" in step and not evaluates else ""
+
+
+def _times_of(step: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of the step's phases and of the whole, as the device had them where there is one."""
+    phases: dict[str, float] = step.get("device", step["host"])
+    whole, host = sum(phases.values()), step["host"]
+    waited = sum(ms for _, _, ms in step.get("waits", ()))
+    found = {**phases, "step": whole, "own": whole - phases.get(COMMUNICATION, 0.0)}
+    if "device" in step:
+        found |= {"wait": waited, "issue": max(0.0, sum(host.values()) - waited - host.get(DATA, 0.0))}
+    return found
+
+
+def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
+    """Rank → share of the steps in which its own part took longest, of those that all ranks have."""
+    if len(logs) < 2:
+        return {}
+    by_rank = {
+        log.header["rank"]: {
+            step["number"]: _times_of(step)["own"] for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))
+        }
+        for log in logs
+    }
+    common = sorted(set.intersection(*(set(each) for each in by_rank.values())))
+    common = common[WARMUP:] if len(common) >= MANY else common[1:]
+    won = Counter(max(by_rank, key=lambda rank: by_rank[rank][number]) for number in common)
+    return {rank: won[rank] / len(common) for rank in by_rank} if common else {}
+
+
+def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
+    """A row for each line and call, the longest wait first."""
+    totals: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0])
+    later = log.steps[1:] or log.steps  # the first one also waits for what happens once
+    steps = [step for step in later if not INSTRUMENTED & set(step.get("tags", ()))]
+    for step in steps:
+        for line, calls, ms in step.get("waits", ()):
+            totals[line][0] += calls
+            totals[line][1] += ms
+    for line, (calls, ms) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0])):
+        timed: dict[str, Any] = {
+            "calls": int(calls),
+            "calls_per_step": calls / len(steps),
+            "ms_per_step": ms / len(steps),
+            "ms": ms,
+        }
+        yield WaitRow(**own, **_place_columns(log, line), **timed)
+    known = {(log.lines[line]["file"], log.lines[line]["line"]) for line in totals}
+    for line, count in log.syncs.items():  # of one step, and not timed
+        if (log.lines[line]["file"], log.lines[line]["line"]) not in known:
+            yield WaitRow(**own, **_place_columns(log, line), calls_per_step=float(count))
+
+
+def _place_columns(log: RankLog, line: int) -> dict[str, Any]:
+    """Where a line is, and what it calls."""
+    place = log.lines[line]
+    user = place.get("user_file")
+    return {
+        "line": shown_line(place["file"], place["line"]),
+        "call": place["call"],
+        "function": place["function"],
+        "from_line": shown_line(user, place["user_line"]) if user else None,
+        "on_gpu": log.facts.get("on_gpu"),
+    }
+
+
+def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[RecompilationRow]:
+    """A row for each call whose function was compiled more than once, the most often first."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for each in log.recompilations:
+        groups.setdefault((each["function"], *each["called"][:2], *each["user"]), []).append(each)
+    for (function, file, line, user, user_line), times in sorted(groups.items(), key=lambda item: -len(item[1])):
+        reasons = [each["reason"] for each in times if each["reason"]]
+        if len(times) < 2 or not reasons:
+            continue
+        yield RecompilationRow(
+            **own,
+            function=str(function),
+            line=shown_line(file, line),
+            from_line=shown_line(user, user_line) if user else None,
+            compilations=len(times),
+            last_step=times[-1]["step"],
+            why=reasons[-1],
+            reasons=len(set(reasons)),
+            seconds=sum(each["seconds"] or 0.0 for each in times),
+        )
+
+
+def shown_line(file: str | None, line: int | None) -> str:
+    """`train.py:31`; with its package where a file is a library's."""
+    parts = Path(file or "?").parts
+    inside = next((parts[at + 1 :] for at, part in enumerate(parts) if part.endswith("-packages")), parts[-1:])
+    return f"{'/'.join(inside)}:{line}"
+
+
+def how_it_ended(log: RankLog, code: int | None) -> str:
+    """How a script ended, in words."""
+    ended = log.ended
+    if ended is None:
+        if code is None:
+            return "it goes on"
+        return f"it was ended by signal {-code}" if code < 0 else "it ended without saying so"
+    if ended["how"] == "raised":
+        text = f": {ended['text']}" if ended.get("text") else ""
+        return f"it was ended by {ended['error']}{text}{ended.get('place', '')}"
+    return HOW[ended["how"]]
+
+
+def why_no_step(log: RankLog, code: int | None) -> str:
+    """One sentence for a script of which no step was seen."""
+    elsewhere = list(dict.fromkeys(each["what"] for each in log.elsewhere))
+    trains = next((each for each in log.elsewhere if "pid" in each), None)
+    how = how_it_ended(log, code)
+    if not log.header:
+        return "the script's process ended before the script began; its words are above"
+    if trains is not None:
+        return f"no optimizer step in the script's own process ({how}), but in {trains['what']}, which is not measured"
+    if elsewhere:
+        return (
+            f"no optimizer step in the script's own process ({how}); it started {', '.join(elsewhere)}: if that "
+            "trains, give that to trainstep run, or torchrun … -m trainstep run train.py where it starts the ranks"
+        )
+    if "torch" not in log.facts:
+        return f"the script imported no torch ({how}): there is nothing to measure"
+    return f"no step of a torch.optim optimizer was seen ({how}): there is nothing to measure"

@@ -1,0 +1,209 @@
+"""The step, found in what a training script does: calls of the model, backward, the optimizer, the loader.
+
+A step is from the end of one optimizer step to the end of the next. Its time is told apart into phases that follow one
+another without a gap: at every moment one is under way, so that they add up to the step. Time that no call claims is
+the loss (from a forward pass to its backward pass) or anything else.
+
+- Several backward passes in a step are gradient accumulation.
+- An optimizer that steps right after another, with no backward pass between them, belongs to the same step. With
+  one between them (a GAN's two optimizers) each has steps of its own.
+- A step that a gradient scaler leaves out ends where the optimizer would have stepped, and is marked.
+- A model in evaluation mode that is called without gradients is an evaluation.
+
+Nothing here knows torch: times are marks that somebody else makes and reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+DATA, COPIES, FORWARD, LOSS, BACKWARD = "data", "copies", "forward", "loss", "backward"
+COMMUNICATION, OPTIMIZER, OTHER, EVALUATION = "communication", "optimizer", "other", "evaluation"
+CALLS = (FORWARD, EVALUATION)
+"""Calls of a model, in which further ones are a part of it."""
+
+
+@dataclass
+class Step:
+    """One step, as its marks."""
+
+    number: int  # from 1 on
+    changes: list[tuple[str, Any]]  # (phase, the mark at which it began), the first one that of the step's start
+    end: Any  # the mark at which it ended
+    updated: list[str]  # the optimizers that stepped
+    forwards: int = 0
+    backwards: int = 0
+    evaluations: int = 0
+    is_skipped: bool = False  # whether a scaler left the update out
+    tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
+    waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
+
+
+class StepFinder:
+    """Told what begins and ends, hands out the steps.
+
+    Args:
+        mark: makes a mark of the present moment.
+        on_step: called with each step once it is sure that it has ended, at the beginning of something that belongs to
+            the next one.
+    """
+
+    def __init__(self, mark: Callable[[], Any], on_step: Callable[[Step], object]) -> None:
+        self.mark, self.on_step = mark, on_step
+        self.listeners: list[Callable[[str], object]] = []  # called with each phase that begins
+        self.on_end: Callable[[], object] = lambda: None  # called when an optimizer step has ended
+        self.marks = 0  # made so far
+        self.ended = 0  # steps that have ended so far
+        self.steps_taken = 0  # times that an optimizer stepped
+        self._thread = threading.get_ident()
+        self._is_off = False
+        self._stack: list[str | None] = []  # what is under way, the innermost last; None: what no call claims
+        self._between = OTHER  # what no call claims, here
+        self._current = ""
+        self._optimizers: list[int] = []  # stepping now
+        self._last: Step | None = None  # ended, but another optimizer's update may still belong to it
+        self._open: Step | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun, so that what happens belongs to one."""
+        return self._open is not None
+
+    @property
+    def current(self) -> str:
+        """The phase that is under way."""
+        return self._current
+
+    def is_mine(self) -> bool:
+        """Whether this thread is the one that trains."""
+        return threading.get_ident() == self._thread
+
+    def switch_off(self) -> None:
+        """From here on nothing is noted, as in a process that was forked."""
+        self._is_off, self._thread = True, -1
+
+    def enter(self, phase: str) -> bool:
+        """A phase begins. False where it is part of another one: then it is not to be left."""
+        if self._open is None and not self._is_off:
+            self._thread = threading.get_ident()  # whoever begins the first step trains
+        if not self.is_mine() or BACKWARD in self._stack:
+            return False
+        if phase in CALLS and (FORWARD in self._stack or EVALUATION in self._stack):
+            return False
+        if self._last is not None and phase in (DATA, FORWARD, BACKWARD):
+            self.settle()
+        if self._open is None:
+            if phase in (EVALUATION, COPIES, COMMUNICATION):
+                return False  # before training
+            self._open = Step(0, [(phase, self._marked())], None, [])
+            self._current = phase
+        if phase in CALLS:
+            self._open.forwards += phase == FORWARD
+            self._open.evaluations += phase == EVALUATION
+        elif phase == BACKWARD:
+            self._open.backwards += 1
+        self._stack.append(phase)
+        self._switch(phase)
+        return True
+
+    def leave(self) -> None:
+        """The phase that began last ends."""
+        if not self._stack:
+            return
+        left = self._stack.pop()
+        if left in (FORWARD, BACKWARD):
+            self._between = LOSS if left == FORWARD else OTHER
+        self._return()
+
+    def claim_nothing(self) -> None:
+        """Until `leave`, what runs is no part of the phase around it: a closure that an optimizer calls."""
+        self._stack.append(None)
+        self._return()
+
+    def backward_computed(self) -> None:
+        """What is left of the backward pass is waiting for other ranks; called in any of autograd's threads."""
+        if self._stack and self._stack[-1] == BACKWARD:
+            self._switch(COMMUNICATION)
+
+    def optimizer_begins(self, optimizer: int) -> None:
+        """An optimizer, told by its number, is about to step."""
+        if optimizer in self._optimizers:  # its last step was left by an exception
+            self._optimizers.clear()
+            self._stack.clear()
+        if self.enter(OPTIMIZER):
+            self._optimizers.append(optimizer)
+
+    def optimizer_ended(self, optimizer: int, name: str, *, is_skipped: bool = False) -> None:
+        """It has stepped, or was left out by a scaler. Inside another optimizer's step it is a part of that."""
+        if optimizer in self._optimizers:
+            self._optimizers.remove(optimizer)
+            self._stack.pop()
+            self.steps_taken += 1
+        elif not is_skipped:
+            return
+        if self._optimizers or self._open is None:
+            return
+        self._between = OTHER
+        end, open_, last = self._marked(), self._open, self._last
+        if open_.backwards == 0 and last is not None:
+            last.changes += open_.changes
+            last.end = end
+            last.updated += [name] if name not in last.updated else []
+            last.forwards += open_.forwards
+            last.evaluations += open_.evaluations
+            last.tags |= open_.tags
+            for line, (calls, ms) in open_.waits.items():
+                add_wait(last.waits, line, calls, ms)
+        else:
+            self.settle()
+            self.ended += 1
+            open_.number, open_.end, open_.is_skipped = self.ended, end, is_skipped
+            open_.updated = [name]
+            self._last = open_
+        self._current = next((each or self._between for each in reversed(self._stack)), self._between)
+        self._open = Step(0, [(self._current, end)], None, [])
+        self.on_end()
+
+    def waited(self, line: int, ms: float) -> None:
+        """The host waited in a line of code, told by its number."""
+        if self._open is not None:
+            add_wait(self._open.waits, line, 1, ms)
+
+    def tag(self, what: str) -> None:
+        """Note that an instrument does something in the step under way."""
+        if self._open is not None:
+            self._open.tags.add(what)
+
+    def settle(self) -> None:
+        """Hand out the step that ended last."""
+        if self._last is not None:
+            step, self._last = self._last, None
+            self.on_step(step)
+
+    def _return(self) -> None:
+        """Back to what is around."""
+        top = self._stack[-1] if self._stack else None
+        if self._open is not None:
+            self._switch(self._between if top is None else top)
+
+    def _switch(self, phase: str) -> None:
+        if phase != self._current and self._open is not None:
+            self._open.changes.append((phase, self._marked()))
+            self._current = phase
+            if self.is_mine():  # not one of autograd's threads
+                for listener in self.listeners:
+                    listener(phase)
+
+    def _marked(self) -> Any:
+        self.marks += 1
+        return self.mark()
+
+
+def add_wait(waits: dict[int, list[float]], line: int, calls: float, ms: float) -> None:
+    """Add calls and milliseconds to those of a line."""
+    known = waits.setdefault(line, [0, 0.0])
+    known[0] += calls
+    known[1] += ms

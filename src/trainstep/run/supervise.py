@@ -1,0 +1,142 @@
+"""Starts a script's process, hands signals on to it, and waits until it ends, however it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainstep.errors import UsageError
+from trainstep.run.log import log_path
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+EXPECTED = "expected a script: trainstep run [options] python train.py …, train.py …, or -m module …"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run."""
+
+    target: str  # the script's path, or a module's name
+    is_module: bool
+    arguments: tuple[str, ...]
+    interpreter: str
+    options: tuple[str, ...] = ()  # the interpreter's own
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.target if self.is_module else Path(self.target).name
+
+
+def command_of(words: Sequence[str]) -> Command:
+    """The script that words name, as after `trainstep run` and its options.
+
+    Raises:
+        UsageError: no script, one that is not there, or a launcher, which goes in front of `trainstep run`.
+    """
+    if not words:
+        raise UsageError(f"nothing to run; {EXPECTED}")
+    first, rest = words[0], list(words[1:])
+    name = Path(first).name
+    if name in LAUNCHERS:
+        raise UsageError(
+            f"{name} starts processes, each of which is measured by itself: put it in front, as in "
+            "torchrun --nproc-per-node=8 -m trainstep run train.py …"
+        )
+    interpreter, options = sys.executable, []
+    if name.startswith("python") and not name.endswith(".py"):
+        # Without a path it is the one that has trainstep, as in an environment that is not activated.
+        found = sys.executable if first in ("python", "python3") else shutil.which(first)
+        if found is None:
+            raise UsageError(f"there is no {first}; {EXPECTED}")
+        interpreter = found
+        while rest and rest[0].startswith("-") and rest[0] != "-m":
+            options.append(rest.pop(0))
+            if options[-1] in ("-X", "-W") and rest:
+                options.append(rest.pop(0))
+            elif options[-1] in ("-c", "-"):
+                raise UsageError(f"{options[-1]} names no script; {EXPECTED}")
+        if not rest:
+            raise UsageError(f"{first} is given no script; {EXPECTED}")
+        first, rest = rest[0], rest[1:]
+    if first == "-m":
+        if not rest:
+            raise UsageError(f"-m is given no module; {EXPECTED}")
+        return Command(rest[0], True, tuple(rest[1:]), interpreter, tuple(options))
+    if not Path(first).exists():
+        raise UsageError(f"there is no script {first}; {EXPECTED}")
+    if Path(first).is_dir() and not (Path(first) / "__main__.py").exists():
+        raise UsageError(f"{first} is a folder without a __main__.py; {EXPECTED}")
+    return Command(first, False, tuple(rest), interpreter, tuple(options))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that torchrun started; alone without it."""
+
+    rank: int
+    world_size: int
+    launch: str  # the same for all ranks of one start, and for no other
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Rank:
+        """As torchrun tells."""
+        number, count = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        launch = ":".join(environment.get(name, "") for name in names)
+        return Rank(number, count, launch if "RANK" in environment else str(os.getpid()))
+
+
+def run_script(command: Command, rank: Rank, folder: Path, plan: Mapping[str, Any]) -> int:
+    """Run it until it ends, its input and outputs being those of this process; its exit code, −n for signal n.
+
+    Raises:
+        UsageError: the folder cannot be written, or the interpreter has no trainstep.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log_path(folder, rank.rank).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --out") from error
+    task = {
+        "target": command.target,
+        "is_module": command.is_module,
+        "arguments": command.arguments,
+        "parent": os.getpid(),
+        "folder": str(folder.resolve()),
+        "rank": rank.rank,
+        "header": {
+            "rank": rank.rank,
+            "world_size": rank.world_size,
+            "launch": rank.launch,
+            "script": command.name,
+        },
+        "plan": {**plan, "folder": str(folder.resolve())},
+    }
+    words = [command.interpreter, *command.options, str(Path(__file__).with_name("script.py")), json.dumps(task)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return _wait(subprocess.Popen(words))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for its end. Signals sent to this process go on to it; Ctrl-C in a terminal reaches both anyway."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
+    try:
+        while process.poll() is None:
+            arrived = signal.sigtimedwait({*HANDED_ON, signal.SIGCHLD}, 0.5)
+            if arrived is None or arrived.si_signo == signal.SIGCHLD or arrived.si_pid == 0:
+                continue
+            process.send_signal(arrived.si_signo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process.returncode

@@ -1,0 +1,150 @@
+"""`trainstep run` as a command: whatever the script does, its output and exit code are its own, and rows are kept."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.run.measuring import SCRIPTS, run_command, sentences
+from trainstep.commands.run import split_script
+from trainstep.errors import UsageError
+from trainstep.kinds import ScriptRow
+from trainstep.records import of_kind, read_records
+from trainstep.run.lines import owner_of
+from trainstep.run.supervise import Rank, command_of
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "script"),
+    [
+        ("--steps 5 python train.py --steps 7", "--steps 5", "python train.py --steps 7"),
+        ("--steps=5 --no-memory train.py --debug", "--steps=5 --no-memory", "train.py --debug"),
+        ("--out here -m package.train -x", "--out here", "-m package.train -x"),
+        ("--debug -- --odd", "--debug", "--odd"),
+        ("--help", "--help", ""),
+        ("", "", ""),
+    ],
+)
+def test_options_end_where_the_script_begins(words, own, script):
+    assert split_script(words.split()) == (own.split(), tuple(script.split()))
+
+
+def test_scripts_and_modules_are_told_from_the_interpreter(tmp_path):
+    script = tmp_path / "python_train.py"
+    script.touch()
+    for words in (["python", script], ["python3", script], [sys.executable, script], [script]):
+        command = command_of([*map(str, words), "--lr", "3"])
+        assert (command.target, command.is_module, command.arguments) == (str(script), False, ("--lr", "3"))
+    command = command_of(["python", "-u", "-X", "dev", "-m", "package.train", "5"])
+    assert (command.target, command.options, command.arguments) == ("package.train", ("-u", "-X", "dev"), ("5",))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to run"),
+        (["train.py"], "no script train.py"),
+        (["torchrun", "train.py"], "torchrun --nproc-per-node=8 -m trainstep run"),
+        (["accelerate", "launch", "train.py"], "put it in front"),
+        (["python"], "python is given no script"),
+        (["python", "-c", "print()"], "-c names no script"),
+        (["-m"], "-m is given no module"),
+        (["/nowhere/python3", "train.py"], "there is no /nowhere/python3"),
+        (["."], "without a __main__.py"),
+    ],
+)
+def test_what_is_no_script_is_said(words, said, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        command_of(words)
+
+
+def test_ranks_of_one_start_are_told_from_others():
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "1"}
+    assert Rank.of(torchrun) == Rank.of(torchrun | {"LOCAL_RANK": "1"}) != Rank.of(torchrun | {"MASTER_PORT": "2"})
+    assert (Rank.of({}).rank, Rank.of({}).world_size) == (0, 1)
+
+
+def test_whose_code_a_file_is():
+    assert owner_of(sys.modules["torch"].__file__) == "torch"
+    assert owner_of(pytest.__file__) == "library"
+    assert owner_of(subprocess.__file__) == "python"
+    assert owner_of("<frozen runpy>") == "python"
+    assert owner_of(__file__) == "user"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "steps", "said"),
+    [
+        ("raises", 1, 3, "it was ended by ValueError: the loss is no number (ending.py:"),
+        ("sys.exit", 7, 3, "it ended by sys.exit"),
+        ("os._exit", 5, 3, "it ended by os._exit"),
+        ("forks", 0, None, "but in a process that the script forked, which is not measured"),
+    ],
+)
+def test_however_a_script_ends_its_steps_are_kept(how, code, steps, said, tmp_path):
+    ended, rows = run_command(tmp_path, "--profiled-steps", 0, "python", SCRIPTS / "ending.py", how)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout == "trained\n"
+    assert said in sentences(ended)
+    (row,) = of_kind(rows, ScriptRow)
+    assert row.steps_seen == steps
+    if how == "raises":
+        assert "Traceback" in ended.stderr
+        assert "trainstep/run" not in ended.stderr.partition("\ntrainstep run")[0], (
+            "our frames are none of its business"
+        )
+
+
+def test_a_script_that_is_killed(tmp_path):
+    ended, _ = run_command(tmp_path, "--profiled-steps", 0, SCRIPTS / "ending.py", "is killed")
+    assert ended.returncode == -9
+    assert "it was ended by signal 9" in sentences(ended)
+
+
+def test_a_script_that_catches_everything_is_stopped(tmp_path):
+    command = ("--steps", 4, "--profiled-steps", 0, SCRIPTS / "ending.py", "catches everything")
+    ended, rows = run_command(tmp_path, *command)
+    assert ended.returncode == 0
+    assert ended.stdout == "caught 4\n"
+    assert [row.steps_seen for row in of_kind(rows, ScriptRow)] == [4]
+
+
+def test_a_script_without_torch_that_reads_its_input(tmp_path):
+    script = tmp_path / "reads.py"
+    script.write_text(
+        "import sys\nprint(sys.argv[1:], sys.stdin.read(), __name__, 'torch' in sys.modules, sys.path[0])"
+    )
+    ended, rows = run_command(tmp_path / "out", script, "--steps", "5", input="some text")
+    assert ended.stdout == f"['--steps', '5'] some text __main__ False {tmp_path}\n"
+    assert (ended.returncode, rows[0].status) == (0, "failed")
+    assert "imported no torch (it ran to its end)" in sentences(ended)
+
+
+def test_a_module_that_trains_in_a_subprocess(tmp_path):
+    (tmp_path / "starts.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'])")
+    ended, rows = run_command(tmp_path / "out", "-m", "starts", cwd=tmp_path)
+    assert (ended.stdout, ended.returncode) == ("1\n", 0)
+    assert "it started the command" in rows[0].reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
+    script = tmp_path / "endless.py"
+    text = (SCRIPTS / "ending.py").read_text().partition("how = ")[0]
+    waits = "    torch.randn(10**5).sort()\n"
+    script.write_text(f"{text}\nwhile True:\n    train(1)\n    print('step', flush=True)\n{waits}")
+    command = [sys.executable, "-m", "trainstep", "run", "--profiled-steps", "0", "--out", str(tmp_path / "out")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, str(script)], **pipes) as running:
+        for _ in range(40):
+            assert running.stdout.readline() == "step\n"
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=120)
+    # A script that has imported torch ends with 1 after Ctrl-C, one that has not by the signal.
+    assert running.returncode in ((-number,) if number == signal.SIGTERM else (-number, 1))
+    (row,) = of_kind(read_records(tmp_path / "out" / "results.jsonl"), ScriptRow)
+    assert row.steps_seen > 20
+    assert ("KeyboardInterrupt" in row.ended) is (number == signal.SIGINT)
+    assert errors.count("Traceback") == (number == signal.SIGINT), "the script's own"

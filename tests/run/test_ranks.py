@@ -1,0 +1,34 @@
+"""Several ranks under torchrun: each has its rows, and the one that the others wait for is told."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.run.measuring import SCRIPTS
+from trainstep.kinds import ScriptRow
+from trainstep.records import of_kind, read_records
+from trainstep.report.subjects.run import late_ranks
+
+
+@pytest.mark.distributed
+def test_the_late_rank_is_told_by_what_it_did_before_the_others_waited(tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
+    options = ["--out", str(tmp_path), "--profiled-steps", "0", str(SCRIPTS / "ranks.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "LATE": "1"}
+    ended = subprocess.run(
+        [sys.executable, *command, *options], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = read_records(tmp_path / "results.jsonl")
+    first, last = of_kind(rows, ScriptRow)
+    assert [(row.rank, row.world_size, row.steps_seen) for row in (first, last)] == [(0, 2, 14), (1, 2, 14)]
+    assert first.times["communication"].median > 15, "it waits for the other one"
+    assert last.times["communication"].median < 15
+    assert last.times["own"].median > first.times["own"].median + 15
+    assert last.times["step"].median == pytest.approx(first.times["step"].median, rel=0.3)
+    (finding,) = late_ranks(rows)
+    assert (finding.id, finding.figures["rank"], finding.figures["phase"]) == ("ranks.late", 1, "loss")
+    assert last.latest_share > 0.8
+    assert ended.stderr.count("Written to") == 1, "one rank writes the report"
