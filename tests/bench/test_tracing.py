@@ -13,6 +13,8 @@ from trainstep.bench.tracing import trace_step
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.memory import peak_bytes
+from trainstep.report.subjects.memory import PEAKS
+from trainstep.report.tables import make_table
 from trainstep.workload import WorkloadSource, builtin_source, factory_source
 
 OWN = factory_source("examples.own_model:workload")
@@ -184,3 +186,7 @@ def test_rows_say_why_there_is_no_prediction(monkeypatch):
     assert row.predicted_gib is None
     assert "cannot be traced" in row.not_predicted
     assert row.peak_gib > 0
+    (line,) = make_table(PEAKS, [row], "terminal").texts()
+    assert any("cannot be traced" in cell for cell in line), line
+    own = make_table(PEAKS, list(peak_records(OWN, [CPU], ["forward"])), "terminal")
+    assert "not predicted" not in own.columns

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.commands.output import run_and_report
+from trainstep.commands.output import console_for_output, run_and_report, show_table
 from trainstep.errors import UsageError
 from trainstep.kinds import StepRow
 from trainstep.records import Times, read_records
+from trainstep.report.tables import text_table
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
 from trainstep import cli
-from trainstep.commands.output import run_and_report
+from trainstep.commands.output import console_for_output, run_and_report, show_table
 from trainstep.commands.plan import Plan
 from trainstep.kinds import StepRow
 from trainstep.records import Times
@@ -120,6 +121,25 @@ def test_what_is_measured_now_is_said_with_the_time_so_far(tmp_path, capsys):
     first, second = (text.strip().splitlines()[-1] for text in seen)
     assert re.fullmatch(r"\d+ s  phases", first.strip()), "before its row is there"
     assert re.fullmatch(r"\d+ s  ladder: \[compiled\] blocks", second.strip())
+
+
+def test_a_long_table_is_not_drawn_and_keeps_every_row(capsys, monkeypatch):
+    from trainstep.report import formats
+
+    drawn = []
+    right = formats.to_terminal
+    monkeypatch.setattr(formats, "to_terminal", lambda table: drawn.append(len(table.rows)) or right(table))
+    for rows in (1000, 1001):
+        cells = [(f"=case {number}\x1b[2J, with a comma", "1.5") for number in range(rows)]
+        show_table(console_for_output(), text_table("t", "A caption", ["case", "ms"], cells))
+    assert drawn == [1000]
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    _, _, csv = said.partition("A caption (1,001 rows, as comma-separated values)\n")
+    header, *lines = csv.splitlines()
+    assert header == "case,ms"
+    assert len(lines) == 1001
+    assert lines[-1] == '"\'=case 1000\\x1b[2J, with a comma",1.5'
 
 
 def test_a_second_ctrl_c_ends_the_cleaning_up(tmp_path):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import rich.console
 
     from trainstep.records import Row, SoFar
+    from trainstep.report.tables import Table
 
 NOTHING_RAN, INTERRUPTED = 1, 130
 """Exit codes when every case failed, or a ladder's baseline, beside which others say nothing (there are rows that say
@@ -168,7 +169,6 @@ def show_report(
         UsageError: the report cannot be written. What was measured is printed even then.
     """
     from trainstep.report.compare import comparison_table, repeatability
-    from trainstep.report.formats import to_terminal
     from trainstep.report.page import Report
     from trainstep.report.subjects import make_tables
     from trainstep.report.subjects.ladder_findings import failed_baselines
@@ -189,7 +189,7 @@ def show_report(
     if passes := repeatability(rows):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
-        console.print(to_terminal(table))
+        show_table(console, table)
     for finding in report.findings:
         console.print(f"• {finding.sentence}")
     if report.recommended_flags:
@@ -245,6 +245,21 @@ def _with_progress(
             what = " ".join(str(value) for value in record.case.values() if value is not None)
             whole.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
             yield record
+
+
+LONGEST_DRAWN = 1000
+"""Rows of a table that is drawn; of a longer one, which takes a minute to draw, the rows are comma-separated values."""
+
+
+def show_table(console: rich.console.Console, table: Table) -> None:
+    """Print a table whole."""
+    from trainstep.report.formats import to_csv, to_terminal
+
+    if len(table.rows) <= LONGEST_DRAWN:
+        console.print(to_terminal(table))
+        return
+    console.print(f"{table.caption} ({len(table.rows):,} rows, as comma-separated values)")
+    print(to_csv(table), end="")  # its cells are printable
 
 
 def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:

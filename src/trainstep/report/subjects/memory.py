@@ -44,6 +44,7 @@ PEAKS = define(
     *(columns.value(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
     *columns.values({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.value("not predicted", "not_predicted"),
     columns.OUTCOME,
 )
 CHECKPOINTING = define(
@@ -53,6 +54,7 @@ CHECKPOINTING = define(
     columns.word("checkpointing", "checkpointing"),
     *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.value("not predicted", "not_predicted"),
     columns.value("peak in", "peak_phase"),
     columns.median("step (ms) [95 %]", "step"),
     columns.OUTCOME,
