@@ -123,4 +123,7 @@ def test_every_scheme_is_right_or_named_for_what_it_cannot_do(two, make, tmp_pat
     assert failed == {}
     row = found["flat"]
     assert (row.batches is None) is (make is not trainer)
-    assert (row.share_difference > 0.01) is (make in (clip, wav2vec2)), row.share_difference
+    if make is wav2vec2:
+        assert row.share_difference is None, "its masks are drawn anew"
+    else:
+        assert (row.share_difference > 0.01) is (make is clip), row.share_difference

@@ -173,6 +173,7 @@ def test_a_loader_that_gives_every_rank_other_batches_is_named(found, what, diff
 def test_a_loss_that_is_no_mean_over_equal_counts_is_named(found):
     assert all(row.share_difference < 1e-5 for row in found["plain"])
     assert all(row.share_difference > 0.05 for row in found["padded"])
+    assert {row.share_difference for row in found["numpy"]} == {None}, "a share's masks are other ones than the whole's"
 
 
 @pytest.mark.distributed

@@ -27,6 +27,7 @@ from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
 from trainstep.bench.check.gradients import Gradients, Rounding, dense
 from trainstep.bench.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
+from trainstep.bench.check.reproducible import REPEATS
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import UPDATES
 from trainstep.bench.outcome import Failure, attempt
@@ -75,8 +76,8 @@ class Expected:
     """How far a scheme's losses may be off."""
     update_allowed: float
     """How far its parameters may be off after `STEPS`, relative to how far they moved."""
-    share_difference: float
-    """How far the first batch's gradients are from the mean of its shares', relative."""
+    share_difference: float | None
+    """How far the first batch's gradients are from the mean of its shares', relative; None where that is random."""
 
     @property
     def initial(self) -> Mapping[str, Tensor]:
@@ -223,12 +224,15 @@ def _trained_beside(
     return drawn
 
 
-def _share_difference(source: WorkloadSource, config: StepConfig, world_size: int) -> float:
-    """Where a loss is a mean over as many terms in every share of a batch, nothing but rounding."""
-    step = TrainingStep(seeded(source.build(config), itertools.repeat(0)), config)
+def _share_difference(source: WorkloadSource, config: StepConfig, world_size: int) -> float | None:
+    """Where a loss is a mean over as many terms in every share of a batch, nothing but rounding; None where random
+    numbers make a difference too, which a share draws for other rows."""
+    seeds = itertools.chain(itertools.repeat(0, world_size + 1), itertools.repeat(1))
+    step = TrainingStep(seeded(source.build(config), seeds), config)
     batch = step.next_batch()
-    mean = _mean_gradients(world_size, step, batch)
-    return Rounding.between(_mean_gradients(1, step, batch), mean).relative(mean)
+    mean, whole, again = (_mean_gradients(parts, step, batch) for parts in (world_size, 1, 1))
+    is_random = Rounding.between(whole, again).relative(whole) > REPEATS
+    return None if is_random else Rounding.between(whole, mean).relative(mean)
 
 
 def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool = False) -> Trained:
