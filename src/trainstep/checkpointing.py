@@ -159,8 +159,8 @@ class _Group:
 
 def _not_a_chain(what: str) -> UnsupportedError:
     return UnsupportedError(
-        "checkpointing several blocks together needs a model that passes each block's output, one tensor, straight to "
-        f"the next as its first argument, with the same further arguments; here {what}, so use every-1 or selective"
+        f"{what}, so use every-1 or selective: checkpointing several blocks together needs a model that passes each "
+        "block's output, one tensor, straight to the next as its first argument, with the same further arguments"
     )
 
 
