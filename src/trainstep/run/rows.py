@@ -147,7 +147,8 @@ def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
 def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
     """A row for each line and call, the longest wait first."""
     totals: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0])
-    steps = [step for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))]
+    later = log.steps[1:] or log.steps  # the first one also waits for what happens once
+    steps = [step for step in later if not INSTRUMENTED & set(step.get("tags", ()))]
     for step in steps:
         for line, calls, ms in step.get("waits", ()):
             totals[line][0] += calls

@@ -193,8 +193,9 @@ class StepFinder:
         if phase != self._current and self._open is not None:
             self._open.changes.append((phase, self._marked()))
             self._current = phase
-            for listener in self.listeners:
-                listener(phase)
+            if self.is_mine():  # not one of autograd's threads
+                for listener in self.listeners:
+                    listener(phase)
 
     def _marked(self) -> Any:
         self.marks += 1

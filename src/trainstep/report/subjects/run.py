@@ -122,8 +122,8 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
             said = f"A gradient scaler left out {{skipped:n}} of {{seen:n}} updates{whose}; those steps are not timed."
             yield found("script.skipped", said, skipped=row.skipped, seen=row.steps_seen)
         if row.evaluated:
-            said = f"{{evaluated:n}} steps{whose} have an evaluation in between and are not among those that are timed."
-            yield found("script.evaluated", said, evaluated=row.evaluated)
+            said = f"Of {{seen:n}} steps{whose}, {{evaluated:n}} had an evaluation in between; they are not timed."
+            yield found("script.evaluated", said, evaluated=row.evaluated, seen=row.steps_seen)
     if len(own) > 1:
         names = tuple(row.updates or "?" for row in own)
         said = "Several optimizers have steps of their own: {names:list}."
@@ -194,8 +194,8 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
             yield found("waits.line", said, **figures, ms=row.ms_per_step, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
             said = (
-                f"{{line}}{from_line} reads a tensor {{calls:n}} times a step ({{call}}): nothing on a CPU, but on a "
-                "GPU the host would wait there until the device is done."
+                f"{{line}}{from_line} reads a tensor {{calls:n}} times a step ({{call}}): nothing on a CPU; were that "
+                "tensor on a GPU, the host would wait there until the device is done."
             )
             yield found("waits.would", said, **figures)
 
