@@ -94,6 +94,12 @@ def test_even_ranks_have_no_late_one():
     assert found["ranks.even"]["ranks"] == 2
 
 
+def test_a_step_that_one_rank_looks_into_is_timed_on_none():
+    logs = ranks(10.0, 10.0)
+    logs[0].steps[9]["tags"] = ["recorded"]
+    assert [row.n for row in of_kind(script_records(logs, "train.py", 0), ScriptRow)] == [16, 16]
+
+
 def test_an_evaluation_that_most_steps_have_is_a_part_of_them():
     rows = script_records([gpu_log(evaluations=1, device={"forward": 1.0, "evaluation": 9.0})], "train.py", 0)
     (row,) = of_kind(rows, ScriptRow)
