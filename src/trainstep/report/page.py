@@ -25,6 +25,7 @@ from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.ladder_findings import after_precision, climbs, kept_rungs, recommended_flags
+from trainstep.report.subjects.run import headline
 from trainstep.report.subjects.steps import analysed_step
 
 
@@ -149,6 +150,8 @@ def summary(records: Sequence[Row]) -> Section | None:
             blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
     if not kept_rungs(records) and step is not None:
         blocks.append(_step_headline(step))
+    if (of_script := headline(records)) is not None:
+        blocks.append(of_script)
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
