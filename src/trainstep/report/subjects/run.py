@@ -183,9 +183,7 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
         from_line = f" (called from {row.from_line})" if row.from_line else ""
         figures: dict[str, Scalar] = {"line": row.line, "call": row.call, "calls": row.calls_per_step}
         if row.ms_per_step is None:
-            said = (
-                f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step."
-            )
+            said = f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step."
             yield found("waits.seen", said, **figures)
         elif row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
             share = row.ms_per_step / (step.step_ms or 1)
