@@ -257,10 +257,10 @@ def test_a_model_with_dropout_unused_parameters_and_groups_agrees(two, precision
 def _first_comparison_fails(process):
     compare, calls = Reference.compare, itertools.count()
 
-    def fails_first(self, *arguments):
+    def fails_first(self, *arguments, **options):
         if next(calls) == 0:
             raise RuntimeError("rank 0 alone")
-        return compare(self, *arguments)
+        return compare(self, *arguments, **options)
 
     with mock.patch.object(Reference, "compare", fails_first):
         return _own(process, ("naive", "torch-ddp"), _linear)

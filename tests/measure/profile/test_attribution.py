@@ -48,9 +48,14 @@ def product_flops(profile, phase, module, piece=None):
     return sum(each.flops for each in chosen if (each.phase, each.module, each.piece) == (phase, module, piece)) / STEPS
 
 
+OF_NO_MODULE = {"aten::ones_like", "aten::empty_like", "aten::empty_strided", "aten::fill_", "aten::detach", "detach"}
+"""What makes the gradient that backward begins with, and copies the loss."""
+
+
 def assert_all_attributed(profile):
-    assert profile.share(lambda each: each.phase is not None) >= 0.98
-    assert profile.share(lambda each: each.phase is not None and each.module is not None) >= 0.98
+    without = {each.name for each in profile.kernels if each.phase is None or each.module is None}
+    assert without <= OF_NO_MODULE
+    assert profile.share(lambda each: each.name not in OF_NO_MODULE) >= 0.9, "not all of it may lie there"
 
 
 def test_an_optimizer_that_goes_parameter_by_parameter_on_a_cpu_moves_its_bytes_once(tmp_path):
