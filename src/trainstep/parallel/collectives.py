@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Owner = TypeVar("Owner")
 MB = 10**6  # bytes in a megabyte, as networks count them
 
 
@@ -155,16 +156,17 @@ def assign_buckets(items: Iterable[tuple[int, int, Hashable]], bucket_mb: float)
     return [bucket for _, bucket in sorted(closed)]
 
 
-def weak_hook(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
-    """A hook of a parameter: `method(number)`, as long as the method's object lives.
+def weak_hook(owner: Owner, function: Callable[[Owner, int], None], number: int) -> Callable[[Tensor], None]:
+    """A hook of a parameter: `function(owner, number)`, as long as the owner lives.
 
-    It holds nothing that leads back to the parameter: Python could never collect such a circle.
+    It holds nothing that leads back to the parameter: Python could never collect such a circle. It runs for every
+    parameter in every backward, so it makes no bound method on the way.
     """
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(owner)
 
     def hook(_: Tensor) -> None:
         if (alive := reference()) is not None:
-            alive(number)
+            function(alive, number)
 
     return hook
 

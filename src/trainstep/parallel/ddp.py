@@ -136,7 +136,11 @@ class DistributedDataParallel(nn.Module):
         self._order: list[int] | None = None  # as gradients came in the first step
         self._make_buckets(list(reversed(range(len(named)))))
         for number, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_came, number))
+            parameter.register_post_accumulate_grad_hook(
+                weak_hook(self, DistributedDataParallel._gradient_came, number)
+            )
+        self._contents = [(inner, *_contents_of(inner)) for inner in module.modules()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._known = Known(dict(named))
         before_optimizer_steps(self, DistributedDataParallel._before_step)
 
@@ -335,6 +339,9 @@ class DistributedDataParallel(nn.Module):
         self._make_buckets(order[0])
 
     def _check_unchanged(self) -> None:
+        same = all(_contents_of(inner) == (parameters, inside) for inner, parameters, inside in self._contents)
+        if same and all(parameter.requires_grad == flag for parameter, flag in self._flags):
+            return  # without going through the whole tree by name in every step
         now = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         then = {id(parameter): name for name, parameter in zip(self._names, self._trained, strict=True)}
         if list(now) == list(then):
@@ -354,6 +361,11 @@ class DistributedDataParallel(nn.Module):
             f"{self.process_group.rank()}: {shown}. Let the loss depend on them, freeze them (requires_grad=False) "
             "before wrapping, or pass allow_unused=True"
         )
+
+
+def _contents_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which parameters and modules it has itself."""
+    return tuple(map(id, module._parameters.values())), tuple(map(id, module._modules.values()))
 
 
 def _check_arguments(module: nn.Module, bucket_mb: float, reduce_dtype: torch.dtype | None) -> None:

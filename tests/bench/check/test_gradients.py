@@ -207,6 +207,14 @@ def test_the_most_of_several_roundings_and_several_times_one():
         assert (most.loss, most.scale, most.by_name["m"].norm) == (2.0, 0.2, 3.0)
         assert most.by_name["m"].rows.tolist() == [2.0, 4.0]
         assert most.by_name["v"].norm == 1.0
+    both = a.plus(b)
+    assert (both.loss, both.scale, both.by_name["m"].norm, both.by_name["v"].norm) == (
+        2.5,
+        pytest.approx(0.3),
+        5.0,
+        1.0,
+    )
+    assert both.by_name["m"].rows.tolist() == [3.0, 7.0]
     four = a.times(4)
     assert (four.loss, four.scale, four.by_name["m"].norm) == (2.0, 0.8, 12.0)
     assert four.by_name["m"].rows.tolist() == [4.0, 16.0]

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
-from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.reference import Reference
+from trainstep.bench.check.gradients import Deviation, Gradients
+from trainstep.bench.check.reference import Reference, gradients_at
 from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
+from trainstep.casting import cast_parameters
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
+from trainstep.training_step import build_step
 from trainstep.workload import Workload, WorkloadSource
 
 pytestmark = pytest.mark.usefixtures("small_pool")
@@ -225,6 +227,37 @@ def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
     found = verdict_of(source, precision="bf16")
     assert found.is_right
     assert found.own.gradient_allowed < 0.05
+
+
+class Scales(nn.Module):
+    """Nothing that autocast touches."""
+
+    def __init__(self, make=lambda: torch.exp(torch.randn(32) / 10)):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(make()) for _ in range(80)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Scales, lambda: Scales(lambda: torch.full((32,), 1 + 2**-9))],
+    ids=["weights off at random", "weights off alike, as those of norms are"],
+)
+def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast(make):
+    """By hand: all weights cast, as FSDP gathers them. Autocast alone leaves such a model in float32."""
+    source = source_of(make)
+    reference = Reference(source, StepConfig(device="cpu"))
+    step = build_step(source, StepConfig(device="cpu", precision="bf16"))
+    cast_parameters(step.module, torch.bfloat16)
+    found = gradients_at(step, reference.places[0].batch)
+    assert not reference.compare(found, 0, "bf16").is_right
+    assert reference.compare(found, 0, "bf16", narrow_weights=True).is_right
+    wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
+    assert not reference.compare(wrong, 0, "bf16", narrow_weights=True).is_right
 
 
 def test_sizes_are_those_of_the_initial_weights():

@@ -136,7 +136,7 @@ def test_a_rank_that_trains_alone_has_nothing_to_agree_with(two):
 def _where_the_first_rank_fails(process):
     case, wanted = ParallelCase(SOURCE, CONFIG, SCHEMES["flat"]), None
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("no room on the host")
 
     if process.rank == 0:
@@ -154,6 +154,19 @@ def _where_the_first_rank_fails(process):
 @pytest.mark.distributed
 def test_what_fails_on_the_first_rank_alone_leaves_no_other_waiting(two):
     assert two.run(_where_the_first_rank_fails) == ["no room on the host", None]
+
+
+def _fused(process):
+    fused = dataclasses.replace(CONFIG, optimizer="adamw-fused", precision="bf16")
+    with quick():
+        found = compare_with_one_process([ParallelCase(SOURCE, fused, SCHEMES["torch-fsdp2"])], process).schemes
+    return str(*found.values())
+
+
+@pytest.mark.distributed
+def test_fsdp2_is_judged_where_the_step_fuses_its_optimizer(two):
+    """Torch has no fused SGD of DTensors, so gradients are shown by another."""
+    assert two.run(_fused)[0] == ""
 
 
 def with_a_spare_parameter(step):

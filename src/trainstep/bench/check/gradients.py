@@ -43,7 +43,7 @@ class Gradients:
         by_name = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                by_name[name], parameter.grad = _dense(parameter.grad).float(), None
+                by_name[name], parameter.grad = dense(parameter.grad).float(), None
         return Gradients(float(loss), by_name)
 
     def on_host(self) -> Gradients:
@@ -109,6 +109,14 @@ class Rounding:
                 known = found.by_name.get(name, error)
                 found.by_name[name] = Error(max(known.norm, error.norm), torch.maximum(known.rows, error.rows))
         return found
+
+    def plus(self, other: Rounding) -> Rounding:
+        """What both do one after the other, at most."""
+        errors = dict(self.by_name)
+        for name, error in other.by_name.items():
+            known = errors.get(name)
+            errors[name] = error if known is None else Error(known.norm + error.norm, known.rows + error.rows)
+        return Rounding(self.loss + other.loss, self.scale + other.scale, errors)
 
     def times(self, factor: float) -> Rounding:
         """All of it, larger."""
@@ -240,7 +248,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1).cpu()
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
     """An embedding's gradient may be sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 

@@ -26,6 +26,7 @@ from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, comp
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
+from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
 from trainstep.training_step import TrainingStep, build_step
@@ -104,8 +105,8 @@ class Reference:
         """Whether the gradients are float64's."""
         chosen = exact if isinstance(exact, list) else plain
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
-        self._measured: dict[PrecisionName, list[Rounding]] = {}
-        self._measured_again: set[PrecisionName] = set()
+        self._measured: dict[tuple[PrecisionName, bool], list[Rounding]] = {}
+        self._measured_again: set[tuple[PrecisionName, bool]] = set()
 
     def _in_float64(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
@@ -140,28 +141,42 @@ class Reference:
         """‖W‖ of each parameter at the start."""
         return {name: float(value.norm()) for name, value in self.places[0].state.items() if value.is_floating_point()}
 
-    def compare(self, found: Gradients, place: int, precision: PrecisionName) -> Deviation:
-        """Hold what a step in this precision computed in one of the places against the reference."""
-        if precision not in self._measured:
-            self._measured[precision] = self._measure(precision, DRAWS)
-        deviation = self._within(found, place, precision)
-        if not deviation.is_right and precision not in self._measured_again:
-            self._measured[precision] = self._measure(precision, MORE_DRAWS)
-            self._measured_again.add(precision)
-            deviation = self._within(found, place, precision)
+    def compare(
+        self, found: Gradients, place: int, precision: PrecisionName, *, narrow_weights: bool = False
+    ) -> Deviation:
+        """Hold what a step in this precision computed in one of the places against the reference.
+
+        Args:
+            narrow_weights: all weights were cast to autocast's type before they were used, as a wrapper does that
+                gathers them in it: then those of norms and embeddings round too, and with them the sums of blocks'
+                outputs, which autocast leaves in float32. Gradients of float16 weights cannot be unscaled, so there
+                what rounding may do is that of autocast alone.
+        """
+        narrow = autocast_dtype(precision) if narrow_weights else None
+        measured = (precision, narrow == torch.bfloat16)
+        if measured not in self._measured:
+            self._measured[measured] = self._measure(*measured, DRAWS)
+        deviation = self._within(found, place, measured)
+        if not deviation.is_right and measured not in self._measured_again:
+            self._measured[measured] = self._measure(*measured, MORE_DRAWS)
+            self._measured_again.add(measured)
+            deviation = self._within(found, place, measured)
         return deviation
 
-    def _within(self, found: Gradients, place: int, precision: PrecisionName) -> Deviation:
-        plain = self._measured[precision][place]
+    def _within(self, found: Gradients, place: int, measured: tuple[PrecisionName, bool]) -> Deviation:
+        plain, precision = self._measured[measured][place], measured[0]
         if precision == "fp32":
             plain = plain.times(FLOAT32_LOSES)
         return compare(found, self.places[place].gradients, plain, one_rounding(precision))
 
-    def _measure(self, precision: PrecisionName, draws: int) -> list[Rounding]:
+    def _measure(self, precision: PrecisionName, narrow_weights: bool, draws: int) -> list[Rounding]:
         """The most that this precision's rounding does in each place."""
         found = []
         step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
-        for place in self.places:
+        if narrow_weights:
+            cast_parameters(step.module, torch.bfloat16)
+        narrowing = self._narrowing() if narrow_weights else [Rounding()] * len(self.places)
+        for place, cast in zip(self.places, narrowing, strict=True):
             load(step.module, place.state)
             plain = self._differentiate(step, step.place(place.batch))
             random = Rounding()
@@ -170,10 +185,25 @@ class Reference:
                     load(step.module, place.state)
                     drawn = self._differentiate(step, step.place(place.batch))
                 random = Rounding.most([random, Rounding.between(drawn, plain)])
-            explained = compare(plain, place.gradients, random, one_rounding(precision)).is_right
+            explained = compare(plain, place.gradients, random.plus(cast), one_rounding(precision)).is_right
             trusted = explained or (precision == self.config.precision and self.is_exact)
             own = Rounding.between(plain, place.gradients)
             found.append(Rounding.most([random, own]) if trusted else random)
+        return found
+
+    def _narrowing(self) -> list[Rounding]:
+        """What the rounding of weights alone does in each place, computed as the reference is.
+
+        It is not random: norms whose weights are all alike are all off alike.
+        """
+        found = []
+        step = build_step(self.source, self.config)
+        for place in self.places:
+            load(step.module, place.state)
+            with torch.no_grad():
+                for parameter in step.module.parameters():
+                    parameter.copy_(parameter.to(torch.bfloat16))
+            found.append(Rounding.between(self._differentiate(step, step.place(place.batch)), place.gradients))
         return found
 
 

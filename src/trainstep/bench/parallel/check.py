@@ -8,6 +8,9 @@
    float32's tolerance (`bench.check.updates`).
 3. Loss and parameters after `STEPS` steps of training: state, buckets and buffers that go wrong over steps.
 
+A scheme that shards weights gathers them in the type it computes in: more of it rounds than under autocast alone, and
+how much more is measured in one process (`Reference.compare`).
+
 A scheme that sums gradients in the 16 bits of autocast sums them in float32 where there is none: in float32 all else of
 it is judged, at float32's budget, and in its precision the sum too, at that precision's.
 
@@ -50,6 +53,7 @@ from trainstep.bench.parallel.one_process import (
     fill_gradients,
     seeded,
 )
+from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.parallel.process import Process
 from trainstep.precision import PRECISIONS, PrecisionName
@@ -215,7 +219,11 @@ class _Trial:
 
     def gradients(self, precision: PrecisionName, most: int) -> Deviation | None:
         """In the first pass or the one numbered `most`, whichever uses most of what is allowed; None but on rank 0."""
-        case = dataclasses.replace(self.case, config=dataclasses.replace(self.case.config, precision=precision))
+        unfused = (
+            StepConfig().optimizer
+        )  # a fused SGD, which has no sharding strategy for FSDP2's DTensors, shows no more
+        config = dataclasses.replace(self.case.config, precision=precision, optimizer=unfused)
+        case, narrow = dataclasses.replace(self.case, config=config), self.case.scheme.shards_weights
         found = []
         for place, (count, passes) in enumerate(zip(BATCHES, (1, most), strict=True)):
             step = self._build(case, self._shown_by_sgd)
@@ -232,7 +240,8 @@ class _Trial:
             self._release()
             if (wanted := self.wanted) is not None:
                 shown = Gradients(loss, {name: value / -LEARNING_RATE for name, value in moved.items()})
-                found.append(self._alone(partial(wanted.gradients.compare, shown, place, precision)))
+                compare = partial(wanted.gradients.compare, shown, place, precision, narrow_weights=narrow)
+                found.append(self._alone(compare))
         known = [each for each in found if each is not None]
         return max(known, key=lambda each: each.severity, default=None)
 

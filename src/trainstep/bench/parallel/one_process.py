@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
-from trainstep.bench.check.gradients import Gradients
+from trainstep.bench.check.gradients import Gradients, dense
 from trainstep.bench.check.reference import Reference
 from trainstep.bench.check.updates import UPDATES
 from trainstep.bench.parallel import share_of
@@ -155,15 +155,25 @@ def _shares(batch: Any, world_size: int) -> list[Any]:
 
 
 def _mean_gradients(world_size: int, step: TrainingStep, batch: Any) -> Gradients:
-    """The mean over the shares; zeros for what the optimizer does not have, or no share uses."""
-    losses = [step.gradients(share) for share in _shares(batch, world_size)]
+    """The mean over the shares; zeros for what the optimizer does not have, or no share uses.
+
+    As ranks do, it sums in float32 at least, whatever the weights are cast to.
+    """
+    losses, sums = [], dict[nn.Parameter, Tensor]()
     trained = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
-    for parameter in step.module.parameters():
-        if id(parameter) in trained and parameter.grad is not None:
-            parameter.grad = parameter.grad / world_size
-        else:
-            parameter.grad = torch.zeros_like(parameter)
-    return Gradients.of(torch.stack(losses).mean(), step.module)
+    for share in _shares(batch, world_size):
+        losses.append(step.gradients(share))
+        for parameter in step.module.parameters():
+            if id(parameter) in trained and parameter.grad is not None:
+                gradient = dense(parameter.grad)
+                gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            parameter.grad = None
+    by_name = {}
+    for name, parameter in step.module.named_parameters():
+        gradient = sums.pop(parameter) / world_size if parameter in sums else torch.zeros_like(parameter)
+        by_name[name] = gradient.float()
+    return Gradients(float(torch.stack(losses).mean()), by_name)
 
 
 def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class Schedule:
         for number, (_, parameter) in enumerate(self._members):
             if parameter.trainable:
                 assert parameter.full is not None
-                parameter.full.register_post_accumulate_grad_hook(weak_hook(self._on_gradient, number))
+                parameter.full.register_post_accumulate_grad_hook(weak_hook(self, Schedule._on_gradient, number))
 
     @property
     def is_complete(self) -> bool:
