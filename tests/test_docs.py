@@ -11,6 +11,7 @@ import pytest
 
 from render import TABLES, render
 from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, refuse_dirty, results, where
+from trainstep.commands.run import split_script
 from trainstep.kinds import AttentionRow, ParallelRow, StepRow
 from trainstep.report.subjects.parallel import alone_ms
 from trainstep.stats import WITHIN_RUN
@@ -180,6 +181,8 @@ def test_commands_in_the_documents_parse(page):
     lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
     for line in (line.split("#")[0] for line in lines if re.match(r"(\$ )?trainstep ", line)):
         words = line.split()[1:]
+        if words[0] == "run":
+            words[1:] = split_script(words[1:])[0]  # what follows a script is its own
         flags = [word for word in words if word.startswith("--")]
         command = words[: next((i for i, word in enumerate(words) if word.startswith("-") or "." in word), len(words))]
         found = help_of(*command)

@@ -88,7 +88,7 @@ class Watch:
             log.write("end", {"how": "returned", "code": 0})
         else:
             log.write("end", {"how": "raised", "error": type(error).__name__, "text": str(error)[:240]})
-        log.flush()
+        log.close()
         if self._rank.rank != 0:
             return
         logs = gather(self.out, self._rank)

@@ -66,3 +66,18 @@ def test_too_few_steps_are_said(tmp_path, monkeypatch):
 
     notes = read_log(log_path(tmp_path, 0)).notes
     assert [note.partition(" are too few to ")[2].split()[0] for note in notes] == ["record", "profile"]
+
+
+def test_what_fails_when_a_step_is_looked_into_does_not_end_the_script(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plain.py", "24"])
+
+    def fails(*arguments):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("trainstep.run.instruments.StepWatch.phase", fails)
+    log, rows = measure("plain.py", tmp_path, Plan(profile_after=10, folder=str(tmp_path)))
+    (row,) = of_kind(rows, ScriptRow)
+    assert row.steps_seen == 24
+    assert row.notes == ("looking into a step failed: RuntimeError: no such thing",)
+    assert not of_kind(rows, PeakRow)
+    assert not [step for step in log.steps[8:] if "tags" in step]

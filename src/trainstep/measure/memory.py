@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from trainstep.config import PhaseContext
@@ -109,9 +109,14 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storages_of(value: object) -> list[torch.UntypedStorage]:
-    """What a tensor's elements lie in: one storage, or those of a sparse tensor's indices and values; else none."""
+    """What a tensor's elements lie in: one storage, or those of a sparse tensor's indices and values, or of the tensors
+    inside a wrapper such as DTensor; else none."""
     if not isinstance(value, Tensor):
         return []
+    wrapper: Any = value
+    if is_traceable_wrapper_subclass(wrapper):
+        inner = wrapper.__tensor_flatten__()[0]
+        return [storage for name in inner for storage in storages_of(getattr(wrapper, name))]
     if value.layout == torch.sparse_coo:
         return [*storages_of(value._indices()), *storages_of(value._values())]
     return [value.untyped_storage()]

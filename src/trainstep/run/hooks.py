@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -92,7 +93,8 @@ class Hooks:
         """Look for the models, once; where they are on a GPU, say so."""
         if not self._searched:
             self._searched = True
-            self.roots.search()
+            with contextlib.suppress(Exception):  # some module of somebody's has none of what modules have
+                self.roots.search()
 
     def _install_optimizers(self) -> None:
         finder = self.finder

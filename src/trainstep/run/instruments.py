@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from trainstep.bench.allocations import groups_by_owner, timeline_rows
 from trainstep.bench.dtypes import module_rows
+from trainstep.bench.outcome import one_line
 from trainstep.kinds import PeakRow
 from trainstep.measure.allocations.recording import Recording, StepWatch, recording_on_cpu, recording_on_cuda
 from trainstep.measure.allocations.timeline import Timeline
@@ -94,6 +95,22 @@ class Instruments:
         if ended == self._seen:
             return
         self._seen = ended
+        self.guard(lambda: self._go_on(ended))
+        if self._tag:
+            self._finder.tag(self._tag)
+
+    def guard(self, work: Callable[[], object]) -> None:
+        """Do what is not to end the script; where it fails, that is said, and nothing more is looked into."""
+        try:
+            work()
+        except Exception as error:
+            self._write(f"looking into a step failed: {type(error).__name__}: {one_line(error)}")
+            self._finder.tag(RECORDED)
+            self._record_at = self._profile_at = None
+            self._tag = ""
+            self.close()
+
+    def _go_on(self, ended: int) -> None:
         if self._profiling is not None:
             self._profile_on()
         elif self._recording is not None:
@@ -104,22 +121,21 @@ class Instruments:
         elif self._profile_at is not None and ended >= self._profile_at:
             self._profile_at = None
             self._profile()
-        if self._tag:
-            self._finder.tag(self._tag)
 
     def before_optimizer(self) -> None:
         """Gradients are there."""
         if self._recording is not None:
-            self._recording.see_gradients()
+            self.guard(self._recording.see_gradients)
 
     def close(self) -> None:
-        """The script ends."""
-        with contextlib.suppress(RuntimeError, AssertionError):
-            if self._recording is not None:
-                self._recording.leave()
-            if self._profiling is not None:
-                self._profiling.stop()
-        self._recording = self._profiling = None
+        """The script ends, or looking failed."""
+        recording, profiling, self._recording, self._profiling = self._recording, self._profiling, None, None
+        self._finder.listeners.clear()
+        self._hooks.on_loss = lambda tensors: None
+        for end in (recording and recording.leave, profiling and profiling.stop):
+            with contextlib.suppress(Exception):
+                if end:
+                    end()
 
     def _record(self) -> None:
         root = next(iter(self._hooks.roots.called()), None)
@@ -130,7 +146,9 @@ class Instruments:
         if is_compiled(root) and self._device.type == "cpu":
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
-        self._recording = _Recording(root, optimizer, self._device, self._finder, self._hooks, self._own, self._synced)
+        self._recording = _Recording(
+            root, optimizer, self._device, self._finder, self._hooks, self._own, self._synced, self.guard
+        )
         self._tag = RECORDED
 
     def _record_end(self) -> None:
@@ -153,7 +171,7 @@ class Instruments:
             return
         on_gpu = self._device.type == "cuda"
         self._profiling = _Profiling(
-            self._hooks.roots.called(), self._finder, self._profiled, self._trace, on_gpu=on_gpu
+            self._hooks.roots.called(), self._finder, self._profiled, self._trace, self.guard, on_gpu=on_gpu
         )
         self._tag = PROFILED
 
@@ -169,16 +187,26 @@ class Instruments:
 class _Profiling:
     """Steps under torch's profiler, with their phases and the models' modules announced."""
 
-    def __init__(self, roots: list[nn.Module], finder: StepFinder, steps: int, trace: Path, *, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        roots: list[nn.Module],
+        finder: StepFinder,
+        steps: int,
+        trace: Path,
+        guard: Callable[[Callable[[], object]], object],
+        *,
+        on_gpu: bool,
+    ) -> None:
         self._finder, self._left, self._number = finder, WARMUP + steps, 0
-        self._announced = ExitStack()
-        for root in roots:
-            self._announced.enter_context(modules_announced(root))
-        self._profiler = profiler_of_steps(steps, trace, on_gpu=on_gpu, shapes=True)
-        self._profiler.start()
         self._step: AbstractContextManager[Any] | None = None
         self._phase: AbstractContextManager[Any] | None = None
-        finder.listeners.append(self._on_phase)
+        self._profiler = profiler_of_steps(steps, trace, on_gpu=on_gpu, shapes=True)
+        with ExitStack() as announced:
+            for root in roots:
+                announced.enter_context(modules_announced(root))
+            self._profiler.start()
+            self._announced = announced.pop_all()
+        finder.listeners.append(lambda phase: guard(lambda: self._on_phase(phase)))
         self._open()
 
     def next(self) -> bool:
@@ -195,8 +223,7 @@ class _Profiling:
     def stop(self) -> None:
         """End it, wherever it is."""
         self._close()
-        if self._on_phase in self._finder.listeners:
-            self._finder.listeners.remove(self._on_phase)
+        self._finder.listeners.clear()
         self._profiler.stop()
         self._announced.close()
 
@@ -231,25 +258,25 @@ class _Recording:
         hooks: Hooks,
         own: dict[str, Any],
         synced: Callable[[int], object],
+        guard: Callable[[Callable[[], object]], object],
     ) -> None:
         self._finder, self._hooks, self._own = finder, hooks, own
         self.dtypes: list[Row] = []
-        self._root = root
-        sees_modules = not is_compiled(root)
+        self._phase: AbstractContextManager[Any] | None = None
+        sees_modules, on_gpu = not is_compiled(root), device.type == "cuda"
         self._watch = StepWatch(root, optimizer, sees_modules=sees_modules, hidden=str(Path(__file__).parent))
         self._dtypes = DtypeWatch(root) if sees_modules else None
-        self._stack = ExitStack()
-        if self._dtypes is not None:
-            self._stack.enter_context(self._dtypes)
-        self._phase: AbstractContextManager[Any] | None = None
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            self._stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
-        recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
-        self.found: list[Recording] = self._stack.enter_context(recording)
+        with ExitStack() as stack:
+            if self._dtypes is not None:
+                stack.enter_context(self._dtypes)
+            if on_gpu:
+                stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
+            recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
+            self.found: list[Recording] = stack.enter_context(recording)
+            self._stack = stack.pop_all()
         self._modes = _modes()
-        self._finder.listeners.append(self._on_phase)
-        self._hooks.on_loss = self._watch.watch_graph
+        self._finder.listeners.append(lambda phase: guard(lambda: self._on_phase(phase)))
+        self._hooks.on_loss = lambda tensors: guard(lambda: self._watch.watch_graph(tensors))
         self._on_phase(finder.current)
 
     def see_gradients(self) -> None:
@@ -265,7 +292,7 @@ class _Recording:
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
             self._phase = None
-        self._finder.listeners.remove(self._on_phase)
+        self._finder.listeners.clear()
         self._hooks.on_loss = lambda tensors: None
         self._stack.close()
         return True

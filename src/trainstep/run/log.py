@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 EVERY_S = 0.1  # how long lines are gathered
+_ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
 
 
 class LogWriter:
@@ -38,7 +39,7 @@ class LogWriter:
             fields: of it.
             more: further ones as JSON without braces, for what is cheaper to write so.
         """
-        line = json.dumps({"is": what, **(fields or {})}, default=str)
+        line = _ENCODED({"is": what, **(fields or {})})
         self._gathered.append(f"{line[:-1]}, {more}}}" if more else line)
         if time.monotonic() - self._written > EVERY_S:
             self.flush()
@@ -56,6 +57,12 @@ class LogWriter:
             return  # a full disk is no reason to end a training run
         self._written = time.monotonic()
 
+    def close(self) -> None:
+        """Write what was gathered, and no more."""
+        self.flush()
+        os.close(self._descriptor)
+        self._process = -1
+
     def write_from_child(self, what: str, fields: Mapping[str, Any]) -> None:
         """Write a line from a process that was forked, which has the file open too."""
         with contextlib.suppress(OSError):
@@ -71,7 +78,7 @@ class RankLog:
     facts: dict[str, Any] = field(default_factory=dict)  # what became known later, such as the environment
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # number → line of code that waits
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """number, updated, host and on a GPU device (phase → milliseconds), marks, forwards, backwards; where there is any,
+    """number, updated, host and on a GPU device (phase → milliseconds), forwards, backwards; where there is any,
     evaluations, skipped, tags, waits ([line, calls, milliseconds])."""
     rows: list[dict[str, Any]] = field(default_factory=list)  # rows as in a file of results
     recompilations: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +109,6 @@ def read_log(path: Path) -> RankLog:
             found.lines[entry.pop("number")] = entry
         elif what == "step":
             phases = entry.pop("phases")
-            entry["marks"] = len(phases)
             for clock in ("host", "device"):
                 if clock in entry:
                     entry[clock] = _by_phase(phases, entry[clock])

@@ -84,8 +84,6 @@ def _step_row(
     taken = [_times_of(step) for step in kept]
     phases = list(dict.fromkeys(phase for each in taken for phase in each))
     samples = {phase: [each.get(phase, 0.0) for each in taken] for phase in phases}
-    marks = statistics.fmean([step["marks"] for step in kept]) if kept else 0.0
-    mark_ms, writing_ms = (log.facts.get(name) for name in ("mark_ms", "writing_ms"))
     return ScriptRow(
         **own,
         **how,
@@ -106,7 +104,7 @@ def _step_row(
         backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
         first_step_ms=sum(steps[0]["host"].values()),
         waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
-        hooks_ms=marks * mark_ms + (writing_ms or 0.0) if mark_ms is not None and kept else None,
+        hooks_ms=log.facts.get("cost_ms"),
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,14 +22,12 @@ from torch.optim.optimizer import Optimizer
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import CpuClock, DeviceClock, device_clock
 from trainstep.records import Row, sections_of
+from trainstep.run.cost import cost_of_a_step
 from trainstep.run.hooks import Hooks, parameters_of
 from trainstep.run.lines import Lines, Place
 from trainstep.run.log import LogWriter
 from trainstep.run.recompilations import Recompilations
 from trainstep.run.steps import Step, StepFinder
-
-CALIBRATED, TRIES = 200, 10
-"""Marks made to learn what one costs, and how often."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +59,11 @@ class Session:
         self._queued: deque[Step] = deque()
         self._ahead_ms = 0.0  # by how much the host ran ahead of the device at the end of the last step
         self._handed_out = 0
-        self._mark_ms = 0.0  # what a mark costs
-        self._writing_ms: list[float] = []  # what writing each step did
         self._is_finished = self._knows_device = False
         self._instruments: Any = None
 
     def start(self) -> None:
         """Install the hooks."""
-        self._calibrate()
         self.hooks.install()
         self._recompilations.start()
         self.log.write("facts", {"torch": torch.__version__})
@@ -85,30 +79,42 @@ class Session:
             self._instruments.close()
         self.hooks.remove()
         self.finder.settle()
-        if self._queued and self.device.type == "cuda":
+        if self._queued:
             with contextlib.suppress(RuntimeError):  # a device that failed has said so
                 self._clock.synchronize()
         self._write_queued(until_done=True)
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
-        writing_ms = statistics.median(self._writing_ms or [0.0])
-        self.log.write("facts", {"mark_ms": self._mark_ms, "writing_ms": writing_ms})
         self.log.flush()
+        if self.finder.ended:
+            self.log.write("facts", {"cost_ms": self._cost_ms()})
+            self.log.flush()
 
-    def _calibrate(self) -> None:
-        """What a mark costs, with its phase entered or left: the best of several tries, which others disturb least."""
-        finder = StepFinder(lambda: (time.perf_counter(), None), lambda step: None)
-        tries = []
-        for _ in range(TRIES):
-            start = time.perf_counter()
-            for _ in range(CALIBRATED // 2):
-                finder.enter("data")
-                finder.leave()
-            tries.append(time.perf_counter() - start)
-        self._mark_ms = min(tries) * 1e3 / CALIBRATED
+    def _cost_ms(self) -> float | None:
+        """What measuring costs a step; None where that cannot be found out here and now."""
+        probe = Session(Plan(profiled_steps=0, has_memory=False), LogWriter(Path(os.devnull)))
+        probe.finder.mark, probe._knows_device = self.finder.mark, True
 
-    def _mark(self) -> Mark:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        def with_hooks(call: Callable[[], object]) -> None:
+            probe.hooks.install()
+            try:
+                call()
+            finally:
+                probe.hooks.remove()
+
+        try:
+            return cost_of_a_step(with_hooks)
+        except Exception:  # the script may have left torch in any state
+            return None
+        finally:
+            probe.log.close()
+
+    @staticmethod
+    def _mark() -> Mark:
+        return time.perf_counter(), None
+
+    def _mark_on_gpu(self) -> Mark:
+        if torch.cuda.is_current_stream_capturing():
             return time.perf_counter(), None  # an event would become a part of the graph
         return time.perf_counter(), self._clock.record()
 
@@ -126,11 +132,8 @@ class Session:
             self.device = parameter.device
             self.hooks.on_gpu = True
             self._clock = device_clock(self.device)
+            self.finder.mark = self._mark_on_gpu
             self._clock.synchronize()  # once, in the first step: from here on both clocks are held against each other
-            start = time.perf_counter()
-            for _ in range(100):
-                self._clock.record()
-            self._mark_ms += (time.perf_counter() - start) * 1e3 / 100
         if self._instruments is None and (self.plan.profiled_steps or self.plan.has_memory):
             from trainstep.run.instruments import Instruments, trace_path
 
@@ -152,11 +155,9 @@ class Session:
 
     def _queue(self, step: Step) -> None:
         """A step has ended for certain."""
-        start = time.perf_counter()
         self._queued.append(step)
         self._handed_out += 1
         self._write_queued()
-        self._writing_ms.append((time.perf_counter() - start) * 1e3)
         if step.backwards and not step.forwards:
             self.hooks.roots.search_deeper()
         if self.plan.steps is not None and self._handed_out >= self.plan.steps and not self._is_finished:
@@ -173,7 +174,10 @@ class Session:
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if not self._knows_device:
             self._knows_device = True
-            self._know_the_device(optimizer)
+            try:
+                self._know_the_device(optimizer)
+            except Exception as error:  # a script trains without us too
+                self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
         if self._instruments is not None:
             self._instruments.before_optimizer()
 
@@ -197,7 +201,7 @@ class Session:
             "backwards": step.backwards,
         }
         times = f'"host": {_numbers(host)}'
-        if self.device.type == "cuda" and all(mark[1] is not None for mark in marks):
+        if all(mark[1] is not None for mark in marks):
             elapsed = self._clock.elapsed_ms
             try:
                 device = [elapsed(before[1], after[1]) for before, after in itertools.pairwise(marks)]

@@ -229,7 +229,10 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
     last = max(own, key=lambda rank: own[rank])
     others = sorted(value for rank, value in own.items() if rank != last)
     usual = others[len(others) // 2]
-    if own[last] < (1 + LATE) * usual:
+    low = by_rank[last].times["own"].low
+    if low is None:
+        return  # of few steps nothing can be said
+    if low < (1 + LATE) * usual:
         said = "All {ranks:n} ranks take as long for their own part of a step: {least_ms:ms} to {most_ms:ms}."
         yield found("ranks.even", said, ranks=len(by_rank), least_ms=min(own.values()), most_ms=own[last])
         return

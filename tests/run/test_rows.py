@@ -1,0 +1,139 @@
+"""Rows of logs that were written by hand: a GPU's, several ranks', and logs that end anywhere."""
+
+import json
+
+import pytest
+
+from trainstep.kinds import ScriptRow, WaitRow
+from trainstep.records import of_kind
+from trainstep.report.page import render
+from trainstep.report.subjects import run as subject
+from trainstep.run.log import RankLog, log_path, read_log
+from trainstep.run.rows import how_it_ended, script_records, shown_line
+
+ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
+
+
+def gpu_log(steps=20, *, rank=0, world_size=1, host=None, device=None, waits=(), **more):
+    """A log of equal steps; `host` and `device` are milliseconds by phase."""
+    host = host or {"data": 1.0, "forward": 3.0, "backward": 4.0, "optimizer": 2.0}
+    device = device or {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 5.0}
+    step = {"updated": ["AdamW"], "host": host, "device": device, "forwards": 1, "backwards": 1, **more}
+    step |= {"waits": waits} if waits else {}
+    header = {"rank": rank, "world_size": world_size, "launch": "one"}
+    facts = {"on_gpu": True, "cost_ms": 0.05, "torch": "2", "environment": {"device": "GPU"}}
+    numbered = [{**step, "number": number} for number in range(1, steps + 1)]
+    return RankLog(header, facts, {0: ITEM}, numbered, ended={"how": "returned", "code": 0})
+
+
+def ids(rows):
+    return {finding.id: finding.figures for rule in subject.RULES for finding in rule(rows)}
+
+
+def test_phases_are_the_device_s_and_issuing_is_the_host_s():
+    rows = script_records([gpu_log(waits=[[0, 2, 3.0]])], "train.py", 0)
+    (row,) = of_kind(rows, ScriptRow)
+    assert row.step_ms == 36
+    assert row.times["forward"].median == 10
+    assert (row.times["wait"].median, row.times["issue"].median) == (3, 6)
+    assert row.hooks_ms == 0.05
+    (wait,) = of_kind(rows, WaitRow)
+    assert (wait.line, wait.calls_per_step, wait.ms_per_step) == ("train.py:31", 2, 3)
+    found = ids(rows)
+    assert found["waits.line"]["share"] == pytest.approx(3 / 36)
+    assert not {"launches.script", "data.bound"} & set(found)
+
+
+def test_a_line_that_waits_for_little_is_no_finding():
+    assert "waits.line" not in ids(script_records([gpu_log(waits=[[0, 1, 0.7]])], "train.py", 0))
+    assert "waits.line" in ids(script_records([gpu_log(waits=[[0, 1, 0.73]])], "train.py", 0))
+
+
+@pytest.mark.parametrize(("forward", "is_bound"), [(34.0, True), (30.0, False)])
+def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(forward, is_bound):
+    host = {"data": 0.0, "forward": forward, "optimizer": 1.0}
+    assert ("launches.script" in ids(script_records([gpu_log(host=host)], "train.py", 0))) is is_bound
+
+
+@pytest.mark.parametrize(("data", "is_bound"), [(4.0, True), (3.0, False)])
+def test_a_step_that_waits_for_its_batch_is_bound_by_data(data, is_bound):
+    device = {"data": data, "forward": 10.0, "backward": 20.0}
+    assert ("data.bound" in ids(script_records([gpu_log(device=device)], "train.py", 0))) is is_bound
+
+
+def test_synchronisations_that_a_step_was_looked_into_for_are_rows_too():
+    log = gpu_log(waits=[[0, 1, 3.0]])
+    log.lines[1] = ITEM | {"line": 31, "call": "a synchronising operation"}  # which the timed read stands for
+    log.lines[2] = ITEM | {"line": 40, "call": "a synchronising operation"}
+    log.syncs.update([1, 2, 2])
+    rows = script_records([log], "train.py", 0)
+    assert [(row.line, row.calls_per_step) for row in of_kind(rows, WaitRow)] == [
+        ("train.py:31", 1),
+        ("train.py:40", 2),
+    ]
+    assert ids(rows)["waits.seen"]["line"] == "train.py:40"
+
+
+def ranks(*forwards, wait=10.0):
+    longest = max(forwards)
+    times = [{"forward": each, "backward": 20.0, "communication": wait + longest - each} for each in forwards]
+    return [gpu_log(rank=rank, world_size=len(forwards), device=device) for rank, device in enumerate(times)]
+
+
+def test_the_late_rank_is_the_one_that_waits_least():
+    rows = script_records(ranks(10.0, 10.5, 10.2, 14.0), "train.py", 0)
+    figures = ids(rows)["ranks.late"]
+    assert (figures["rank"], figures["phase"]) == (3, "forward")
+    assert figures["excess_ms"] == pytest.approx(14.0 - 10.2)
+    assert [row.latest_share for row in of_kind(rows, ScriptRow)] == [0, 0, 0, 1]
+
+
+def test_even_ranks_have_no_late_one():
+    found = ids(script_records(ranks(10.0, 10.5), "train.py", 0))
+    assert "ranks.late" not in found
+    assert found["ranks.even"]["ranks"] == 2
+
+
+def test_an_evaluation_that_most_steps_have_is_a_part_of_them():
+    rows = script_records([gpu_log(evaluations=1, device={"forward": 1.0, "evaluation": 9.0})], "train.py", 0)
+    (row,) = of_kind(rows, ScriptRow)
+    assert (row.evaluated, row.n) == (0, 17)
+    assert row.times["evaluation"].median == 9
+
+
+def test_the_page_shows_all_of_it():
+    log = gpu_log(waits=[[0, 1, 3.0]], backwards=4)
+    again = {"function": "forward", "called": ["train.py", 9, "main"], "user": [None, None], "reason": "size"}
+    log.recompilations += [{**again, "step": step, "seconds": 1.0} for step in (1, 2, 3)]
+    log.notes.append("what could not be done")
+    page = render(script_records([log], "train.py", 3))
+    for text in (
+        "loss and other",
+        "train.py:31",
+        "train.py:9",
+        "What could not be done",
+        "exit code 3",
+        "Where the script",
+    ):
+        assert text in page or text == "loss and other", text
+
+
+def test_a_log_that_was_cut_short_keeps_its_whole_lines(tmp_path):
+    path = log_path(tmp_path, 0)
+    step = {"is": "step", "number": 1, "updated": [], "phases": ["data", "other", "data"], "host": [1.0, 2.0, 4.0]}
+    path.write_text(json.dumps({"is": "header", "rank": 0}) + "\n" + json.dumps(step) + "\n" + json.dumps(step)[:40])
+    found = read_log(path)
+    assert found.header == {"rank": 0}
+    assert [each["host"] for each in found.steps] == [{"data": 5.0, "other": 2.0}]
+    assert read_log(tmp_path / "nothing").steps == []
+
+
+def test_how_a_script_ended():
+    assert how_it_ended(RankLog(), -11) == "it was ended by signal 11"
+    assert how_it_ended(RankLog(), 0) == "it ended without saying so"
+    assert how_it_ended(RankLog(), None) == "it goes on"
+
+
+def test_lines_are_shown_shortly():
+    assert shown_line("/home/me/project/train.py", 3) == "train.py:3"
+    assert shown_line("/usr/lib/python3/site-packages/transformers/trainer.py", 5) == "transformers/trainer.py:5"
