@@ -1,12 +1,11 @@
 """Is a changed script the same training? Held against the script as it is: the first update's gradients, the loss of
 every update, and how far all weights have moved at the end.
 
-Gradients are compared as the judge of steps compares them (`bench.check.gradients`): per parameter, per row and by their
-scale. What they may be off by is measured on the script itself: it is run again with results rounded once more at random
-(`RandomRounding`), in the precision that is judged, everything else being as the script has it. A change of precision
-is judged by the script with that change alone and random roundings on top, whose difference is what roundings in that
-precision do; what the change itself is off by counts only where roundings explain it. As everywhere, twice that and one
-rounding are allowed.
+Gradients are compared as the judge of steps compares them (`bench.check.gradients`): per parameter, per row and by
+their scale. What they may be off by is measured on the script itself: it is run again with results rounded once more at
+random (`RandomRounding`), all else being as the script has it. A change of precision is judged by the script with that
+change alone and random roundings on top, whose difference is what roundings in that precision do; what the change
+itself is off by counts only where roundings explain it. As everywhere, twice that and one rounding are allowed.
 
 Roundings grow as training goes on, and so do the differences of the random runs: losses are held against those at the
 same update, and weights at the end. Where rounding alone moves what is compared by half of itself, nothing can be held
@@ -164,7 +163,9 @@ class ScriptJudge:
         for apart, known in zip(_losses_apart(found, self.reference), usual.losses, strict=False):
             most = max(most, known)
             part = Part(apart, allowed_error(factor * _ONE_NUMBER * most, one))
-            losses = max(losses, part, key=lambda each: math.inf if math.isnan(each.error) else each.error / each.allowed)
+            losses = max(
+                part, losses, key=lambda each: math.inf if math.isnan(each.error) else each.error / each.allowed
+            )
         if len(found.losses) != len(self.reference.losses):
             losses = Part(math.inf, 0.0)
         moved = Part(_moved_apart(found, self.reference), allowed_error(factor * usual.moved, one))
@@ -177,7 +178,7 @@ def _losses_apart(found: Captured, reference: Captured) -> list[float]:
 
 
 def _moved_apart(found: Captured, reference: Captured) -> float:
-    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ over all weights; infinite where other ones were trained, or for another number of steps."""
+    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ over all weights; infinite where other ones were trained, or in other numbers of steps."""
     if found.moved.keys() != reference.moved.keys() or found.updates != reference.updates:
         return math.inf
     square = error = 0.0

@@ -2,9 +2,10 @@
 
 The script as it is comes first, twice: what it does not repeat by itself cannot be held against a change. Each rung is
 run and judged (`judge`); one that is wrong is never timed. One that is right is run in turns with what was kept before,
-B A A B, every run a process of its own, and its gain is a ratio between runs. A rung that is faster is built upon, and
-one that needs less memory if it is certainly not much slower. Last, the top and the script as it is take turns once more:
-that ratio is what was proven.
+B A A B (the run that was judged is the first B), every run a process of its own, and its gain is a ratio between runs.
+A rung that is faster is built upon, and
+one that needs less memory if it is certainly not much slower. Where several were kept, the top and the script as it is
+take turns at the end: that ratio is what was proven.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class Ladder:
     Args:
         script: runs it.
         rungs: to try, in this order.
+        rounds: how often a rung and what was kept take turns, at most.
     """
 
-    def __init__(self, script: Script, rungs: Sequence[Rung] = RUNGS) -> None:
-        self.script, self.rungs = script, rungs
+    def __init__(self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS) -> None:
+        self.script, self.rungs, self.rounds = script, rungs, rounds
         self.first: Taken | None = None
+        self.code = 0  # the first run's exit code
         self.kept: list[Rung] = []
         self.judge: ScriptJudge | None = None
         self.settings: Mapping[str, Any] = {}
@@ -57,6 +60,7 @@ class Ladder:
             Interrupted: the script was ended by a signal.
         """
         baseline = self.script.run("the script as it is")
+        self.code = baseline.code
         if baseline.captured is None or baseline.failure:
             yield self._row("baseline", baseline, status="failed", reason=baseline.failure, verdict="failed")
             return
@@ -72,7 +76,7 @@ class Ladder:
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
         for rung in self.rungs:
             yield self.try_rung(rung)
-        if self.kept:
+        if len(self.kept) > 1:
             yield self._proven()
 
     def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
@@ -84,7 +88,10 @@ class Ladder:
         self.judge = ScriptJudge(reference, [again], self._own, self._draw)
         repeat = self.judge.of_repeat()
         if not repeat.same_start:
-            raise CannotJudge("two runs from the same seeds start from other weights: it draws them from other seeds")
+            raise CannotJudge(
+                "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
+                "second run resumes what the first one wrote, which --cwd-copy prevents"
+            )
         if not repeat.is_judged:
             raise CannotJudge(
                 "what rounding alone does to its first gradients is "
@@ -139,7 +146,7 @@ class Ladder:
         return found
 
     def _timed(self, rung: Rung, together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
-        before, own = self._in_turns(rung.name, self.kept, together)
+        before, own = self._in_turns(rung.name, self.kept, together, begun=taken)
         gain = ratio_of_runs(_times(before), _times(own))
         called = verdict(gain)
         speedup = product([self._speedup, gain]) if self.kept else gain
@@ -161,17 +168,27 @@ class Ladder:
         )
 
     def _in_turns(
-        self, what: str, before: Sequence[Rung], own: Sequence[Rung], sources: Mapping[str, str] = {}
+        self,
+        what: str,
+        before: Sequence[Rung],
+        own: Sequence[Rung],
+        sources: Mapping[str, str] = {},
+        *,
+        begun: Taken | None = None,
     ) -> tuple[list[Taken], list[Taken]]:
-        """B A A B, until the difference is clear or small: runs of both, of which failed ones are left out."""
-        taken: tuple[list[Taken], list[Taken]] = ([], [])
-        for _ in range(MOST_ROUNDS):
-            for side in (1, 0, 0, 1):
+        """B A A B, until the difference is clear or small: runs of both, of which failed ones are left out.
+
+        Args:
+            begun: the first B, where it has been run.
+        """
+        taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
+        for number in range(self.rounds):
+            for side in (0, 0, 1) if begun and number == 0 else (1, 0, 0, 1):
                 words = f"{what}, timed" if side else "what was kept before, timed"
                 run = self.script.run(words, own if side else before, sources=sources if side else {})
                 if run.step_ms and not run.failure:
                     taken[side].append(run)
-            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(*map(_times, taken))):
+            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(_times(taken[0]), _times(taken[1]))):
                 break
         return taken
 
@@ -189,9 +206,14 @@ class Ladder:
             **_ratio_fields("speedup", ratio),
         )
 
-    def judge_sources(self, sources: Mapping[str, str]) -> ScriptRungRow:
-        """A row for the script with other sources and nothing changed from outside: judged, then timed against it."""
-        name, rungs = "the patched script", self.kept
+    def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
+        """A row for the script with other sources and nothing changed from outside: judged, then timed against it.
+
+        Args:
+            sources: path → text.
+            written: the names of the rungs that the sources have.
+        """
+        name, rungs = "the patched script", [rung for rung in self.kept if rung.name in written]
         assert self.judge is not None, "the ladder was climbed"
         taken = self.script.run(name, sources=sources, without_dropout=self._drops)
         if taken.failure or taken.captured is None:
@@ -203,14 +225,20 @@ class Ladder:
             return self._row(name, None, status="failed", reason=str(error), verdict="not judged")
         if not found.is_right:
             return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
-        before, own = self._in_turns(name, (), (), sources)
+        before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         ratio = ratio_of_runs(_times(before), _times(own))
         holds = verdict(ratio) == "faster"
         ratios = _ratio_fields("speedup", ratio)
         return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
 
     def _row(
-        self, rung: str, taken: Taken | None, found: ScriptVerdict | None = None, *, own: Sequence[Taken] = (), **more: Any
+        self,
+        rung: str,
+        taken: Taken | None,
+        found: ScriptVerdict | None = None,
+        *,
+        own: Sequence[Taken] = (),
+        **more: Any,
     ) -> ScriptRungRow:
         runs = list(own) or ([taken] if taken is not None and taken.step_ms else [])
         times: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """The outermost training calls of a script's models, seen before they run: where a change to a model is made from
 outside, since the script has built it by then and has not used it yet.
 
-`nn.Module.__call__` is replaced until a few updates are done, and put back while an outermost call is under way: what is
-compiled inside never sees this.
+`nn.Module.__call__` is replaced until a few updates are done, and put back while an outermost call is under way: what
+is compiled inside never sees this.
 """
 
 from __future__ import annotations

@@ -270,7 +270,9 @@ RUNGS = (
     Rung("channels last", channels_last, "model.to(memory_format=torch.channels_last)", _of_channels),
     Rung("compiled blocks", compiled_blocks, "for block in model.blocks: block.compile()", _of_blocks),
     Rung("compiled model", compiled_models, "model.compile()", _of_compile, instead_of=("compiled blocks",)),
-    Rung("pinned memory", pinned_memory, "DataLoader(…, pin_memory=True) and .to(device, non_blocking=True)", _of_pinning),
+    Rung(
+        "pinned memory", pinned_memory, "DataLoader(…, pin_memory=True) and .to(device, non_blocking=True)", _of_pinning
+    ),
     Rung(
         "loader workers",
         workers,

@@ -33,7 +33,7 @@ class Settings:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Watch what the script makes. What is changed in constructors is changed before, so that this sees its words."""
+        """Watch what the script makes; constructors are changed before this, so that it sees the script's own words."""
         self._watch(DataLoader, "__init__", self._loader_is_made)
         for kind in FUSED:
             self._watch(kind, "__init__", self._optimizer_is_made)
@@ -55,11 +55,13 @@ class Settings:
         self._models.append(
             {
                 "class": type(module).__name__,
-                "file": place.user_file or place.file,
-                "line": place.user_line or place.line,
+                "file": place.file,
+                "line": place.line,
                 "device": weights[0].device.type,
                 "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
-                "is_compiled": any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in parts),
+                "is_compiled": any(
+                    each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in parts
+                ),
                 "drops": any(map(_drops, parts)),
                 "blocks": len(find_blocks(module)),
                 "convolutions": len(convolutions),
@@ -127,9 +129,9 @@ class Settings:
             self._autocast.append(str(context.fast_dtype).removeprefix("torch."))
 
     def _names(self, names: Mapping[str, int]) -> list[str]:
-        """Those under which the line that makes the optimizer knows models that are called."""
+        """Those under which the line that makes the optimizer knows models that are called, one of each."""
         roots = {id(root) for root in self._roots}
-        return [name for name, number in names.items() if number in roots]
+        return list({number: name for name, number in names.items() if number in roots}.values())
 
 
 def arguments_of(kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

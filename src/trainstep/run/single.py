@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainstep.kinds import ScriptRow
 from trainstep.precision import PrecisionName
@@ -100,7 +100,7 @@ class Script:
         folder.mkdir(parents=True)
         command, place = self.command, Path.cwd()
         if self.copies:
-            place = self._copied(folder / "copy")
+            place = self._copied((folder / "copy").resolve())
             command = dataclasses.replace(command, target=self._in_copy(command, place))
             sources = {str(place / Path(path).relative_to(Path.cwd())): text for path, text in sources.items()}
         trial = {
@@ -110,7 +110,7 @@ class Script:
             "without_dropout": without_dropout,
             "sources": dict(sources),
         }
-        plan = {"steps": self.steps, "profiled_steps": 0, "profile_after": 0, "has_memory": False}
+        plan = {"steps": self.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False}
         with (folder / OUTPUT).open("wb") as output:
             code = run_script(
                 command,
@@ -125,13 +125,16 @@ class Script:
                 env={**os.environ, "PYTHONHASHSEED": str(SEED)},
             )
         if self.copies:
-            shutil.rmtree(folder / "copy", ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
         if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             raise Interrupted(what)
-        return self._taken(folder, code)
+        return self._taken(folder, code, place)
 
-    def _taken(self, folder: Path, code: int) -> Taken:
+    def _taken(self, folder: Path, code: int, place: Path) -> Taken:
         log = read_log(log_path(folder, 0))
+        if self.copies and "settings" in log.facts:  # which files the copy's are copies of
+            here, there = (json.dumps(str(each))[1:-1] for each in (Path.cwd(), place))
+            log.facts["settings"] = json.loads(json.dumps(log.facts["settings"]).replace(there, here))
         rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
         timed = [row for row in rows if row.status == "ok"]
         step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()

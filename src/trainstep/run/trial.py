@@ -108,14 +108,14 @@ class Trial:
 
         from trainstep.bench.check.rounding import RandomRounding
 
-        torch._dynamo.config.disable = True  # type: ignore[assignment]
+        torch._dynamo.config.disable = True
         rounding = RandomRounding(precision, seed)
         entered: list[bool] = []
 
         def enter(_: Any) -> None:
             if not entered:
                 entered.append(True)
-                rounding.__enter__()
+                rounding.__enter__()  # type: ignore[no-untyped-call]
 
         self.on_first_call.append(enter)
 
