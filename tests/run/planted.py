@@ -20,3 +20,15 @@ def dropped_mask(trial):
         return original(query, key, value)
 
     F.scaled_dot_product_attention = unmasked
+
+
+def faster_updates(trial):
+    """A learning rate that is a twentieth larger."""
+    import torch
+
+    original = torch.optim.AdamW.__init__
+
+    def __init__(self, params, lr=1e-3, **more):
+        original(self, params, lr=1.05 * lr, **more)
+
+    torch.optim.AdamW.__init__ = __init__

@@ -30,6 +30,8 @@ class Captured:
     weights: str  # a checksum of what the optimizers were given to train, before their first step
     losses: tuple[float, ...]  # of each update: summed where gradients are accumulated
     moved: dict[str, Tensor]  # how far each parameter was moved in all
+    first_moved: dict[str, Tensor]  # and in the first update of its optimizer
+    sizes: dict[str, float]  # ‖W‖ of each before
     updates: int
     peak_gib: float | None  # on a GPU
 
@@ -46,6 +48,8 @@ class Capture:
         self._names: dict[int, str] = {}  # of parameters
         self._gradients: dict[str, Tensor] = {}
         self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was
+        self._first_moved: dict[str, Tensor] = {}
+        self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
         self._checksum = hashlib.blake2b(digest_size=16)
         self._is_finished = False
 
@@ -68,14 +72,20 @@ class Capture:
     def before_optimizer(self, optimizer: Optimizer) -> bool:
         """An optimizer is about to step; True where that is its first step."""
         self._closed = True
-        if os.getpid() != self._process or any(optimizer is each for each in self._seen):
+        if os.getpid() != self._process:
             return False
+        for place, each in enumerate(self._seen):
+            if each is optimizer:
+                self._see_first_update(place)
+                return False
         self._seen.append(optimizer)
+        own = self._by_optimizer[len(self._seen) - 1] = []
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
         for place, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
                 name = self._name_of(parameter, f"{len(self._seen)}.{place}.{number}")
+                own.append(name)
                 value = parameter.detach()
                 self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
                 self._checksum.update(self._initial[name][1].numpy().tobytes())
@@ -91,15 +101,25 @@ class Capture:
         if self._is_finished or os.getpid() != self._process or not self._seen:
             return
         self._is_finished = True
+        for place in list(self._by_optimizer):
+            self._see_first_update(place)
         moved = {name: value.detach().cpu().float() - before for name, (value, before) in self._initial.items()}
         on_gpu = any(value.is_cuda for value, _ in self._initial.values())
         found = {
             "losses": [math.fsum(float(each) for each in update) for update in self._losses],
             "moved": moved,
+            "first_moved": self._first_moved,
+            "sizes": {name: float(before.norm()) for name, (_, before) in self._initial.items()},
             "updates": updates,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         }
         torch.save(found, self._folder / END)
+
+    def _see_first_update(self, place: int) -> None:
+        """An optimizer steps again, or will no more."""
+        for name in self._by_optimizer.pop(place, []):
+            value, before = self._initial[name]
+            self._first_moved[name] = value.detach().cpu().float() - before
 
     def _name_of(self, parameter: Tensor, place: str) -> str:
         """As its model calls it, the same in every run; else its place in the optimizer."""
@@ -123,6 +143,8 @@ def read_captured(folder: Path) -> Captured | None:
         first["weights"],
         tuple(end["losses"]),
         end["moved"],
+        end["first_moved"],
+        end["sizes"],
         end["updates"],
         end["peak_gib"],
     )

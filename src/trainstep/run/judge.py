@@ -7,6 +7,9 @@ random (`RandomRounding`), all else being as the script has it. A change of prec
 change alone and random roundings on top, whose difference is what roundings in that precision do; what the change
 itself is off by counts only where roundings explain it. As everywhere, twice that and one rounding are allowed.
 
+An optimizer that gets the very gradients that it got before is held to its first update as well, at float32's
+tolerance (`bench.check.updates`): what it does otherwise shows there long before it shows in the weights at the end.
+
 Roundings grow as training goes on, and so do the differences of the random runs: losses are held against those at the
 same update, and weights at the end. Where rounding alone moves what is compared by half of itself, nothing can be held
 against it, and that is said instead.
@@ -16,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.gradients import HEADROOM, Deviation, Rounding, compare
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
+from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName
 from trainstep.run.capture import Captured
 
@@ -64,12 +68,15 @@ class ScriptVerdict:
     gradients: Deviation
     losses: Part
     moved: Part
+    update: UpdateError | None = None
+    """Of the first update from equal gradients; None where they are not equal."""
     same_start: bool = True
 
     @property
     def is_right(self) -> bool:
         """Whether everything is within its budget."""
-        return self.same_start and self.gradients.is_right and self.losses.is_right and self.moved.is_right
+        update = self.update is None or self.update.is_right
+        return self.same_start and self.gradients.is_right and self.losses.is_right and self.moved.is_right and update
 
     @property
     def is_judged(self) -> bool:
@@ -81,6 +88,9 @@ class ScriptVerdict:
         if not self.same_start:
             return "training starts from other weights"
         parts = [] if self.gradients.is_right else [f"the first update: {self.gradients}"]
+        if self.update is not None and not self.update.is_right:
+            off = f"off by {self.update.error:.2g} of {self.update.allowed:.2g}"
+            parts.append(f"the first update of {self.update.name} from equal gradients {off}")
         for name, part in (("losses", self.losses), ("weights at the end", self.moved)):
             if not part.is_right:
                 parts.append(f"{name} off by {part.error:.2g} of {part.allowed:.2g}")
@@ -125,8 +135,17 @@ class ScriptJudge:
         verdicts = [self._verdict(each, self.own, self._measured(self.own, DRAWS)) for each in self.repeats]
         return max(verdicts, key=lambda each: (not each.is_right, each.gradients.severity))
 
-    def judge(self, found: Captured, precision: PrecisionName) -> ScriptVerdict:
-        """Of a changed run."""
+    def judge(self, found: Captured, precision: PrecisionName, kept: Captured | None = None) -> ScriptVerdict:
+        """Of a changed run.
+
+        Args:
+            kept: the run that it was changed from, whose first update it takes too where their gradients are equal;
+                the reference by default.
+        """
+        update = _update(found, kept or self.reference)
+        return replace(self._judge(found, precision), update=update)
+
+    def _judge(self, found: Captured, precision: PrecisionName) -> ScriptVerdict:
         verdict = self._verdict(found, precision, self._with_repeats(precision, DRAWS))
         worst = verdict.gradients.worst / (verdict.gradients.worst_allowed or 1)
         if not verdict.is_right and verdict.same_start and worst < NEAR:
@@ -169,7 +188,16 @@ class ScriptJudge:
         if len(found.losses) != len(self.reference.losses):
             losses = Part(math.inf, 0.0)
         moved = Part(_moved_apart(found, self.reference), allowed_error(factor * usual.moved, one))
-        return ScriptVerdict(deviation, losses, moved, found.weights == self.reference.weights)
+        return ScriptVerdict(deviation, losses, moved, same_start=found.weights == self.reference.weights)
+
+
+def _update(found: Captured, kept: Captured) -> UpdateError | None:
+    own, other = found.gradients.by_name, kept.gradients.by_name
+    if own.keys() != other.keys() or not all(torch.equal(own[name], other[name]) for name in own):
+        return None
+    if found.first_moved.keys() != kept.first_moved.keys():
+        return None
+    return compare_updates(found.first_moved, kept.first_moved, kept.sizes)
 
 
 def _losses_apart(found: Captured, reference: Captured) -> list[float]:

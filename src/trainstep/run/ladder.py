@@ -140,7 +140,8 @@ class Ladder:
         if self._drops:
             captured = self._captured(f"{rungs[-1].name}, without dropout", rungs)
         precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
-        found = self.judge.judge(captured, precision)
+        kept = None if self._drops or self._top is None else self._top.captured
+        found = self.judge.judge(captured, precision, kept)
         if not found.is_judged:
             raise CannotJudge(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
         return found
@@ -308,6 +309,8 @@ def _columns(found: ScriptVerdict) -> dict[str, Any]:
         "worst_gradient_error": own.worst,
         "worst_allowed": own.worst_allowed,
         "worst_parameter": own.worst_name,
+        "update_error": found.update.error if found.update else None,
+        "update_allowed": found.update.allowed if found.update else None,
         "losses_error": losses.error,
         "losses_allowed": losses.allowed if losses.is_judged else None,
         "moved_error": moved.error,

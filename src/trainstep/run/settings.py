@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,7 +56,7 @@ class Settings:
         self._models.append(
             {
                 "class": type(module).__name__,
-                "file": place.file,
+                "file": os.path.realpath(place.file) if place.file else "",
                 "line": place.line,
                 "device": weights[0].device.type,
                 "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
@@ -105,7 +106,7 @@ class Settings:
         given = arguments_of(DataLoader, args, kwargs)
         place = place_of_call(sys._getframe(2))
         entry = {
-            "file": place.file,
+            "file": os.path.realpath(place.file) if place.file else "",
             "line": place.line,
             "num_workers": given.get("num_workers", 0) or 0,
             "pin_memory": bool(given.get("pin_memory")),
@@ -122,7 +123,12 @@ class Settings:
         known = {**frame.f_globals, **frame.f_locals} if frame is not None else {}
         names = {name: id(value) for name, value in known.items() if isinstance(value, nn.Module)}
         kind = type(optimizer).__name__
-        self._optimizers[id(optimizer)] = {"class": kind, "file": place.file, "line": place.line, "names": names}
+        self._optimizers[id(optimizer)] = {
+            "class": kind,
+            "file": os.path.realpath(place.file),
+            "line": place.line,
+            "names": names,
+        }
 
     def _autocast_begins(self, context: Any) -> None:
         if context._enabled:

@@ -20,6 +20,7 @@ TOP, PATCHED = "all that was kept", "the patched script"
 _LIMITS = {
     "gradient_error": "error_budget",
     "worst_gradient_error": "worst_allowed",
+    "update_error": "update_allowed",
     "losses_error": "losses_allowed",
     "moved_error": "moved_allowed",
 }
@@ -67,6 +68,7 @@ LADDER = define(
     _limited("gradients off", "gradient_error", brief=True),
     columns.value("allowed", "error_budget", digits=2, page=False),
     _limited("worst parameter or row", "worst_gradient_error"),
+    _limited("first update from equal gradients", "update_error"),
     _limited("losses", "losses_error"),
     columns.value("losses allowed", "losses_allowed", digits=2, brief=False, page=False),
     _limited("weights at the end", "moved_error"),
