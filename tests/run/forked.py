@@ -33,7 +33,7 @@ class Forked:
 
     def __init__(self, words, *, cwd, stdin, stdout, stderr, env):
         task = json.loads(words[-1])
-        self.process = self.context.Process(target=_child, args=(task, str(cwd), stdout.name, env))
+        self.process = self.context.Process(target=_child, args=(task, str(cwd), os.path.abspath(stdout.name), env))
         self.process.start()
 
     def poll(self):

@@ -81,7 +81,7 @@ def test_the_script_tells_where_it_makes_what(climbed):
     assert optimizer["names"] == ["model"]
     assert "DataLoader(" in text[loader["line"] - 1]
     assert "model(" in text[model["line"] - 1]
-    assert model["blocks"] == 12
+    assert model["blocks"] == 8
 
 
 def test_a_patch_is_run_in_the_place_of_the_script(climbed):

@@ -41,10 +41,8 @@ def patched(tmp_path):
             "models": [{**MODEL, **dict(model), "file": str(file)}],
         }
         found = patch_of(file, kept, settings)
-        lines = [
-            line for line in found.diff(tmp_path).splitlines() if line[:1] in "+-" and line[1:3] not in ("++", "--")
-        ]
-        return found, [line for line in lines if line.strip("+-").strip()]
+        changed = [line for line in found.diff(tmp_path).splitlines()[2:] if line[:1] in "+-"]
+        return found, [line for line in changed if line.strip("+-").strip()]
 
     return make
 

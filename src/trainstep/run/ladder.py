@@ -24,12 +24,17 @@ from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
 from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, summarize, verdict
 
+NOT_REPRODUCIBLE = "not reproducible"
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
 
 
 class CannotJudge(Exception):
-    """Nothing can be held against anything: why, as a sentence."""
+    """Something cannot be held against the script as it is: why, as a sentence, and the verdict in two words."""
+
+    def __init__(self, why: str, verdict: str = "not judged") -> None:
+        super().__init__(why)
+        self.verdict = verdict
 
 
 class Ladder:
@@ -71,7 +76,7 @@ class Ladder:
         try:
             repeat = self._prepare_judge(baseline, baseline.captured)
         except CannotJudge as error:
-            yield self._row("baseline", baseline, verdict="not reproducible", reason=str(error), status="failed")
+            yield self._row("baseline", baseline, verdict=error.verdict, reason=str(error), status="failed")
             return
         yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
         for rung in self.rungs:
@@ -85,13 +90,14 @@ class Ladder:
         if self._drops:
             reference = self._captured("the script as it is, without dropout")
         again = self._captured("the same again")
-        self.judge = ScriptJudge(reference, [again], self._own, self._draw)
-        repeat = self.judge.of_repeat()
-        if not repeat.same_start:
+        if again.weights != reference.weights:
             raise CannotJudge(
                 "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
-                "second run resumes what the first one wrote, which --cwd-copy prevents"
+                "second run resumes what the first one wrote, which --cwd-copy prevents",
+                NOT_REPRODUCIBLE,
             )
+        self.judge = ScriptJudge(reference, [again], self._own, self._draw)
+        repeat = self.judge.of_repeat()
         if not repeat.is_judged:
             raise CannotJudge(
                 "what rounding alone does to its first gradients is "
@@ -100,7 +106,8 @@ class Ladder:
         if not repeat.is_right:
             raise CannotJudge(
                 f"two runs from the same seeds differ by more than rounding: {repeat}. Look for data or noise that is "
-                "drawn from another seed (numpy's default_rng, the clock), or for threads that race"
+                "drawn from another seed (numpy's default_rng, the clock), or for threads that race",
+                NOT_REPRODUCIBLE,
             )
         return repeat
 
@@ -130,7 +137,7 @@ class Ladder:
         try:
             found = self._judged(together, taken.captured)
         except CannotJudge as error:
-            return self._row(rung.name, None, status="failed", reason=str(error), verdict="not judged")
+            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
         if not found.is_right:
             return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
         return self._timed(rung, together, taken, found)
@@ -223,7 +230,7 @@ class Ladder:
         try:
             found = self.judge.judge(taken.captured, precision)
         except CannotJudge as error:
-            return self._row(name, None, status="failed", reason=str(error), verdict="not judged")
+            return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
         if not found.is_right:
             return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
         before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)

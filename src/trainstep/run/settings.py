@@ -123,12 +123,8 @@ class Settings:
         known = {**frame.f_globals, **frame.f_locals} if frame is not None else {}
         names = {name: id(value) for name, value in known.items() if isinstance(value, nn.Module)}
         kind = type(optimizer).__name__
-        self._optimizers[id(optimizer)] = {
-            "class": kind,
-            "file": os.path.realpath(place.file),
-            "line": place.line,
-            "names": names,
-        }
+        file = os.path.realpath(place.file) if place.file else ""
+        self._optimizers[id(optimizer)] = {"class": kind, "file": file, "line": place.line, "names": names}
 
     def _autocast_begins(self, context: Any) -> None:
         if context._enabled:

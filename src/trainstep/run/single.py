@@ -152,7 +152,7 @@ class Script:
         own = self.folder.resolve()
 
         def ignored(folder: str, names: list[str]) -> list[str]:
-            return [name for name in names if (Path(folder).resolve() / name) in (own, *own.parents)]
+            return [name for name in names if Path(folder).resolve() / name == own]
 
         shutil.copytree(Path.cwd(), place, symlinks=True, ignore=ignored)
         return place
