@@ -1,5 +1,6 @@
 # Two commands: `make analyze` runs the main job, `make test` passes the tests. Both set up .venv on first use.
 PYTHON ?= python3
+EXTRAS ?= dev# with dev,realworld the tests on libraries' models run too
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -28,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainstep needs Python 3.11 or later; set PYTHON=")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(READY)
 
 clean:

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from trainstep.bench.check.step import StepCheck
 from trainstep.cli import main
 from trainstep.commands.options import StepGrid, field_docs
 from trainstep.config import StepConfig
@@ -92,6 +94,32 @@ def test_every_flag_of_a_step_is_documented_once():
         assert f"--{name.replace('_', '-')}" in text
         assert doc[:40] in text
         assert f"{doc} (default: {getattr(StepConfig(), name)})" in text
+
+
+def test_a_quick_analysis_compiles_and_checks_nothing(tmp_path, monkeypatch, capsys):
+    """Facts, phases, memory and kernels, each announced; what takes long is left out."""
+    for owner, name in ((torch.nn.Module, "compile"), (StepCheck, "__init__")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("left out by --quick"))
+    words = ["--workload", "examples.own_model:workload", "--device", "cpu", "--precision", "bf16"]
+    with pytest.raises(SystemExit) as stop:
+        main(["analyze", *words, "--quick", "--out", str(tmp_path)])
+    assert stop.value.code == 0
+    rows = read_records(tmp_path / "results.jsonl")
+    kinds = Counter(row.kind for row in rows)
+    assert kinds["workload"] == kinds["memory-timeline"] == kinds["profile"] == 1
+    assert kinds["step"] == 2
+    assert kinds["kernel"] > 5
+    assert not kinds["rung"] + kinds["control"]
+    assert {len(row.samples["step"]) for row in rows if row.kind == "step"} == {6}
+    said = capsys.readouterr().out
+    parts = [line.split(" s  ")[1] for line in said.splitlines() if re.match(r" *\d+ s  ", line)]
+    assert [part.partition(":")[0] for part in parts] == [
+        "facts",
+        "phases of the step and its warm-up",
+        "memory",
+        "what the device reaches",
+        "kernels",
+    ]
 
 
 def test_analyze_end_to_end(tmp_path):

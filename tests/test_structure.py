@@ -13,13 +13,17 @@ PACKAGE = Path(trainstep.__file__).parent
 
 GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
-STEP = {"casting", "workload", "training_step", "blocks", "model", "attention"}
+STEP = {
+    *("casting", "randomness", "workload", "training_step", "blocks", "checkpointing", "repeating"),
+    *("model", "attention"),
+}
 """What is run."""
 
 MAY_IMPORT = {
     "errors": set(),
     "stats": set(),
     "precision": set(),
+    "randomness": set(),
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
@@ -31,9 +35,11 @@ MAY_IMPORT = {
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
     "model": {"attention", "config", "errors"},
-    "blocks": {"config", "errors"},
-    "workload": {"attention", "config", "errors", "model", "precision"},
-    "training_step": {"blocks", "casting", "config", "errors", "precision", "workload"},
+    "blocks": set(),
+    "repeating": {"errors"},
+    "checkpointing": {"blocks", "config", "errors", "repeating"},
+    "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
+    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},

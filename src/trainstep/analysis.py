@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainstep.bench.allocations import allocation_records
-from trainstep.bench.check.step import plain_form
+from trainstep.bench.check.step import first_form, plain_form
 from trainstep.bench.ladder import climb
 from trainstep.bench.profile import ceiling_records, profile_records
 from trainstep.bench.step import StepCase, case_columns, run_cases
@@ -21,12 +19,16 @@ from trainstep.kinds import WorkloadRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
+from trainstep.randomness import seed_everything
 from trainstep.records import Row
 from trainstep.report.page import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
 WARMUPS = (0, 1, 2, 5)
 """The warm-up study: means as they would have been after so many steps left out."""
+
+QUICK_WARMUPS, QUICK_STEPS = (0, 1), 6
+"""The same of a quick analysis, and its timed steps: as few as have an interval."""
 
 PROFILED_AGAINST = 5
 """Steps without the profiler that the profiled ones are held against."""
@@ -37,20 +39,27 @@ def analyze(
     config: StepConfig | None = None,
     *,
     steps: int = 10,
+    quick: bool = False,
     on_record: Callable[[Row], object] | None = None,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Report:
     """Analyse a workload and return the report; `.write(folder)` puts it on disk.
 
     Args:
         workload: a source, or a function without arguments that returns a `Workload` (it is called once per rung of the
-            ladder, and must build the same weights after the same `torch.manual_seed`).
-        config: how the analysed step is taken; by default in fp32, eager. The ladder starts from the plain step.
+            ladder, and must build the same weights from the same seed of torch, numpy and `random`).
+        config: how the analysed step is taken; by default eager, in fp32, or with bf16 weights as they come. The ladder
+            starts from the plain step.
         steps: timed steps per measurement, after warm-up; at least 7, below which ratios have no interval.
+        quick: stop at the facts, the phases, the memory and the kernels, with at most `QUICK_STEPS` steps: nothing is
+            compiled or checked, and there is no ladder.
         on_record: called with every record as soon as it is known.
+        on_part: called with the name of each part before it is measured.
     """
     source = workload if isinstance(workload, WorkloadSource) else _source_of(workload)
     records: list[Row] = []
-    for record in analysis_records(source, config or StepConfig(), steps=steps):
+    own = config or StepConfig(precision=source.own_precision)
+    for record in analysis_records(source, own, steps=steps, quick=quick, on_part=on_part):
         records.append(record)
         if on_record is not None:
             on_record(record)
@@ -65,27 +74,44 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
         )
 
     def build(step: StepConfig) -> Workload:
-        torch.manual_seed(step.seed)
+        seed_everything(step.seed)
         return factory()
 
     return WorkloadSource(getattr(factory, "__name__", "workload"), build)
 
 
 def analysis_records(
-    source: WorkloadSource, config: StepConfig, *, steps: int, trace: Path | None = None
+    source: WorkloadSource,
+    config: StepConfig,
+    *,
+    steps: int,
+    quick: bool = False,
+    trace: Path | None = None,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[Row]:
-    """All records of an analysis, in order, each yielded when it is known; the profiler's trace is kept at `trace`."""
+    """All records of an analysis, in order, each yielded when it is known; the profiler's trace is kept at `trace`.
+
+    `quick` and `on_part` are as in `analyze`.
+    """
     if steps < 1:
         raise UsageError(f"steps is {steps}; expected at least 1")
     device = resolve_device(config.device)
+    on_part("facts")
     yield _facts(source, config)
-    cases = [StepCase(source, config, "step", warmup, steps) for warmup in WARMUPS]
-    yield from run_cases(cases, check=config != plain_form(config))  # what is plain has nothing plainer beside it
+    is_checked = not quick and config != plain_form(config)  # what is plain has nothing plainer beside it
+    on_part("phases of the step and its warm-up" + (", checked beside the plain step" if is_checked else ""))
+    warmups, timed = (QUICK_WARMUPS, min(steps, QUICK_STEPS)) if quick else (WARMUPS, steps)
+    yield from run_cases([StepCase(source, config, "step", each, timed) for each in warmups], check=is_checked)
+    on_part("memory: every allocation of a step")
     yield from allocation_records(source, config)
+    on_part("what the device reaches")
     yield from ceiling_records(device)
-    yield from climb(source, plain_form(config), steps=steps)
+    if not quick:
+        yield from climb(source, first_form(source, config), steps=steps, on_part=on_part)
     # Last: on a GPU the profiler's library stays in the process, and every launch after it takes 1.4 times as long.
-    yield from profile_records(source, config, warmup=2, steps=PROFILED_AGAINST, profiled_steps=2, trace=trace)
+    on_part("kernels: a step under the profiler")
+    against, profiled = (2, 1) if quick else (PROFILED_AGAINST, 2)
+    yield from profile_records(source, config, warmup=2, steps=against, profiled_steps=profiled, trace=trace)
 
 
 def _facts(source: WorkloadSource, config: StepConfig) -> WorkloadRow:

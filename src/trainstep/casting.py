@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError
 from trainstep.precision import PRECISIONS, PrecisionName
@@ -61,3 +61,13 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def widen(module: nn.Module) -> None:
+    """Make weights and buffers in bf16 a float32 copy of themselves; the parameters stay the same objects."""
+    module._apply(lambda tensor: widened(tensor))  # as Module.to does, which would also narrow float64
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A bf16 tensor in float32, any other as it is."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -130,7 +130,8 @@ class StepConfig:
     """Tokens per sequence."""
     precision: PrecisionName = "fp32"
     """fp32; tf32 (fp32 storage, TF32 matmuls); bf16 or fp16 autocast over fp32 weights (fp16 with a gradient scaler);
-    bf16-pure (weights, gradients and optimizer state in bf16)."""
+    bf16-pure (weights, gradients and optimizer state in bf16). A workload whose weights come in bf16 is by default
+    measured as it is, as bf16-pure; every other precision then trains a float32 copy of its weights."""
     compile: CompileMode = "off"
     """torch.compile: off, each block on its own, or the whole model."""
     attention: AttentionImpl = "eager"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,12 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstep.blocks import checkpoint_blocks, find_blocks
-from trainstep.casting import autocast, cast_parameters, check_precision, matmul_precision, stored_dtype
+from trainstep.blocks import find_blocks
+from trainstep.casting import (
+    autocast,
+    cast_parameters,
+    check_precision,
+    matmul_precision,
+    stored_dtype,
+    widen,
+    widened,
+)
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
-from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device
+from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, map_tensors, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -58,15 +68,24 @@ class TrainingStep:
 
     def __init__(self, workload: Workload, config: StepConfig, parallelize: Parallelize = alone) -> None:
         self.config = config
+        self._graphs_before = _graphs_so_far()
+        self.on_outputs: Callable[[Any], object] = lambda outputs: (
+            None
+        )  # called with what forward returns, to look at it
         self.device = resolve_device(config.device)
         check_precision(config.precision, self.device)
         if not any(parameter.requires_grad for parameter in workload.module.parameters()):
             raise UsageError("the workload's module has no parameter that takes a gradient: nothing to train")
         self.module = workload.module.to(self.device)
         self._stored_dtype = stored_dtype(config.precision)
-        if self._stored_dtype is not None:
+        self._forward, self._loss = workload.forward, workload.loss
+        if has_bf16_weights(self.module):
+            if self._stored_dtype is None:
+                self._widen(workload)
+            self._stored_dtype = None  # the batches are what the model's author gives it
+        elif self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        checkpoint_blocks(self.module, config.checkpointing)
+        self._checkpointing = Checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
 
@@ -78,15 +97,25 @@ class TrainingStep:
         self.replica = parallelize(self.module, make_optimizer)
         self.optimizer = self.replica.optimizer
         self.scaler = torch.amp.GradScaler(self.device.type) if PRECISIONS[config.precision].needs_scaler else None
-        self._forward, self._loss = workload.forward, workload.loss
-        self._batches = _forever(workload)
+        self._batches = batches_of(workload)
+
+    def _widen(self, workload: Workload) -> None:
+        """Train a float32 copy of weights that come in bf16, on float32 copies of what batches have in bf16."""
+        widen(self.module)
+        self._forward = lambda module, batch: workload.forward(module, map_tensors(batch, widened))
+        self._loss = lambda outputs, batch: workload.loss(outputs, map_tensors(batch, widened))
+
+    @property
+    def compiles_by_itself(self) -> bool:
+        """Whether the workload has compiled code of its own since this step was built, nobody having asked for it."""
+        return self.config.compile == "off" and _graphs_so_far() > self._graphs_before
 
     def next_batch(self) -> Any:
         """The next batch, on the device (the copy is waited for by the stopwatch's first synchronisation)."""
         return self.place(next(self._batches))
 
     def place(self, batch: Any) -> Any:
-        """`batch` with its tensors on the device, floating-point ones in the weights' dtype if that is a 16-bit one."""
+        """`batch` with its tensors on the device, floating-point ones in the 16 bits that weights were cast to."""
         dtype = self._stored_dtype
         return map_tensors(batch, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None))
 
@@ -178,6 +207,7 @@ class TrainingStep:
         with autocast(self.config.precision, self.device):
             with phase("forward"):
                 outputs = self._forward(self.replica.module, batch)
+                self.on_outputs(outputs)
             with phase("loss"):
                 loss = self._loss(outputs, batch)
                 del outputs  # so that backward frees what it no longer needs
@@ -190,7 +220,8 @@ class TrainingStep:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with self._checkpointing.named_errors():
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _update(self) -> None:
         if self.scaler is None:
@@ -213,11 +244,32 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, code that a workload compiles by itself runs eagerly.
+
+    torch compiles nothing under a mode that sees every operator, as instruments of memory, FLOPs and rounding do, and
+    code that insists on it (`fullgraph=True`) raises there.
+    """
+    if "torch._dynamo" not in sys.modules:  # which is slow to import, and whoever compiles has done so
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _graphs_so_far() -> int:
+    """How many graphs torch has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
+
+
 def build_step(source: WorkloadSource, config: StepConfig) -> TrainingStep:
     return TrainingStep(source.build(config), config)
 
 
-def _forever(workload: Workload) -> Iterator[Any]:
+def batches_of(workload: Workload) -> Iterator[Any]:
+    """Its batches, from the start again where they end."""
     while True:
         empty = True
         for batch in workload.batches:

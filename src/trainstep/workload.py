@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConf
 from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer, chunked_cross_entropy, cross_entropy
-from trainstep.precision import PRECISIONS
+from trainstep.precision import PRECISIONS, PrecisionName
+from trainstep.randomness import seed_everything
 
 
 def call_with_first(module: nn.Module, batch: Any) -> Any:
@@ -40,7 +42,8 @@ class Workload:
     tuples, lists and dicts of them) are moved to the device before the step.
     """
 
-    module: nn.Module  # the model, on any device, in float32
+    module: nn.Module
+    """The model, on any device; its weights in float32, or all or some in bf16, which are then trained as they are."""
     batches: Iterable[Any]  # batches, preferably endless; a finite iterable is started again
     loss: Callable[[Any, Any], Tensor]  # (forward's result, batch) → scalar
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -76,6 +79,19 @@ class WorkloadSource:
         """Whether the model is ours, so that its attention, loss, batch and context can be chosen."""
         return self.model is not None
 
+    @cached_property
+    def own_precision(self) -> PrecisionName:
+        """What it is trained in where no precision is asked for: fp32, or bf16-pure where its weights come in bf16.
+
+        A user's workload is built to see.
+        """
+        return "fp32" if self.is_builtin or not has_bf16_weights(self.build(StepConfig()).module) else "bf16-pure"
+
+
+def has_bf16_weights(module: nn.Module) -> bool:
+    """Whether weights of the module are in bf16, trained ones or frozen."""
+    return any(parameter.dtype == torch.bfloat16 for parameter in module.parameters())
+
 
 def builtin_source(name: str, model: ModelConfig, data: Path | None = None) -> WorkloadSource:
     """The built-in Transformer on text or token files (`data`; None: the standard library's source)."""
@@ -98,7 +114,7 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
         raise UsageError(f"{too_long}; choose a context up to {most}")
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
-    torch.manual_seed(step.seed)
+    seed_everything(step.seed)
     module = build_transformer(fitted, impl=step.attention, device=device)
     return Workload(
         module=module,
@@ -165,7 +181,7 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
             f"--workload {spec} brings its own optimizer, so --optimizer {step.optimizer} cannot replace it; leave "
             "that flag out, or ask for the fused form of its own with adamw-fused"
         )
-    torch.manual_seed(step.seed)
+    seed_everything(step.seed)
     try:
         workload = factory()
     except UsageError as error:
@@ -178,11 +194,11 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
     if not PRECISIONS[step.precision].is_stored_half:
         # Precision is applied from outside: trained weights of another dtype would be measured under a false name.
         for name, parameter in workload.module.named_parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
+            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UsageError(
                     f"--workload {spec}: parameter {name} is {dtype}; expected float32, which --precision bf16-pure "
-                    "casts to bf16, and bf16 and fp16 compute with under autocast"
+                    "casts to bf16, and bf16 and fp16 compute with under autocast; or bf16, which is trained as it is"
                 )
     if step.attention != StepConfig().attention:
         workload.forward = functools.partial(_forward_with_attention, workload.forward, step.attention)

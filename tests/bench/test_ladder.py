@@ -11,7 +11,11 @@ from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.step import Verdict
 from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.ladder import Rung, climb, rungs_for
-from trainstep.config import ModelConfig, StepConfig
+from trainstep.commands.output import run_and_report
+from trainstep.config import PHASES, ModelConfig, StepConfig
+from trainstep.kinds import RungRow, StepRow
+from trainstep.records import Times
+from trainstep.report.page import Report
 from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
 from trainstep.training_step import build_step
@@ -56,15 +60,18 @@ def climb_with(monkeypatch, rungs, source=SOURCE, **options):
 
 
 def test_rungs_by_device_and_workload():
-    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, "adamw-foreach")]
-    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), "adamw-foreach")]
+    on_cpu = [rung.name for rung in rungs_for(SOURCE, CPU, StepConfig())]
+    on_gpu = [rung.name for rung in rungs_for(SOURCE, torch.device("cuda"), StepConfig())]
     assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
     assert on_gpu == [
         *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
         *("compiled blocks", "compiled model", "chunked loss"),
     ]
-    assert [rung.name for rung in rungs_for(THEIRS, CPU, "sgd")] == ["bf16 autocast", "compiled blocks"]
-    users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), "adamw-foreach")]
+    assert [rung.name for rung in rungs_for(THEIRS, CPU, StepConfig(optimizer="sgd"))] == [
+        "bf16 autocast",
+        "compiled blocks",
+    ]
+    users = [rung.change for rung in rungs_for(THEIRS, torch.device("cuda"), StepConfig())]
     assert {"attention": "flash-triton"} in users
     assert not any("loss" in change for change in users)
 
@@ -336,7 +343,8 @@ def test_the_first_rung_that_fits_becomes_the_reference(monkeypatch):
     rungs = [Rung("sdpa", {"attention": "sdpa"}), Rung("fused", {"optimizer": "adamw-fused"})]
     records = climb_with(monkeypatch, rungs, WorkloadSource("big", build, TOY))
     assert [record.status for record in records] == ["out of memory", "ok", "ok"]
-    assert records[1].values["verdict"] == "baseline"
+    assert records[1].values["verdict"] == "first that fits"
+    assert recommended_flags(records).startswith("--attention sdpa"), "which the first rung did not have"
     assert records[1].gradient_error < records[1].error_budget < 1e-5
 
 
@@ -345,7 +353,7 @@ def test_no_rung_trains_by_another_algorithm(trusting):
         base = plain_form(dataclasses.replace(BASE, optimizer=optimizer, precision="bf16"))
         assert base == dataclasses.replace(BASE, optimizer=optimizer)
         for device in (CPU, torch.device("cuda")):
-            changes = [rung.change for rung in rungs_for(SOURCE, device, optimizer)]
+            changes = [rung.change for rung in rungs_for(SOURCE, device, StepConfig(optimizer=optimizer))]
             assert {change["optimizer"] for change in changes if "optimizer" in change} == tried
     baseline, *rungs, _ = climb(SOURCE, dataclasses.replace(BASE, optimizer="sgd"), warmup=1, steps=1)
     assert {rung.case["optimizer"] for rung in (baseline, *rungs)} == {"sgd"}
@@ -406,5 +414,51 @@ def test_the_whole_ladder_on_a_gpu():
     rungs = [record for record in records if record.kind == "rung"]
     assert len({rung.rung for rung in rungs}) == len(rungs)
     tried = [rung for rung in rungs if not rung.rung.endswith("on the top")]
-    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), "adamw-foreach"))
+    assert len(tried) == 1 + len(rungs_for(source, torch.device("cuda"), StepConfig()))
     assert all(rung.values["gradient_error"] <= rung.values["error_budget"] for rung in rungs)
+
+
+def test_without_a_baseline_no_rung_is_tried(monkeypatch, tmp_path, capsys):
+    """A compiled rung that ran was shown as the baseline, and all seemed well."""
+
+    def build(step):
+        workload = SOURCE.build(step)
+        if step.attention == "eager":
+            workload.loss = lambda *_: 1 / 0
+        return workload
+
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
+    rows = list(climb(WorkloadSource("broken", build, TOY), BASE, warmup=1, steps=1))
+    assert [(row.rung, row.status, row.verdict, row.kept) for row in rows] == [("baseline", "failed", "failed", False)]
+    step = StepRow(
+        workload="broken", mode="step", warmup=5, times={name: Times(1.0, 1.0, 1.0) for name in ("step", *PHASES)}
+    )
+    assert run_and_report([step, *rows], tmp_path, "ladder") == 1, "though something else ran"
+    printed = capsys.readouterr().out
+    assert printed.index("The baseline failed. broken: failed: ZeroDivisionError") < printed.index("Time of one step")
+    first, *_ = Report([step, *rows]).findings
+    assert (first.id, first.figures["status"]) == ("gain.no-baseline", "failed")
+    assert "no rung was tried" in first.sentence
+    assert recommended_flags(rows) == ""
+
+
+def test_a_baseline_that_is_too_large_is_no_mistake(tmp_path):
+    why = {"status": "out of memory", "reason": "40 GiB", "verdict": "out of memory"}
+    large = RungRow(workload="w", rung="baseline", precision="fp32", **why)
+    fits = RungRow(workload="w", rung="bf16", precision="bf16", verdict="first that fits", kept=True, speedup=1.0)
+    assert run_and_report([large, fits], tmp_path, "ladder") == 0
+    first, none = Report([large, fits]).findings
+    assert (first.id, first.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "bf16"})
+    assert none.sentence == "No change on the ladder made the step faster: bf16 is the best found."
+    assert recommended_flags([large, fits]) == "--precision bf16"
+
+
+def test_what_is_not_reproducible_is_not_called_wrong(monkeypatch):
+    def build(step):
+        torch.seed()
+        return SOURCE.build(dataclasses.replace(step, seed=int(torch.randint(2**31, ()))))
+
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: TWO)
+    (row,) = climb(WorkloadSource("restless", build, TOY), BASE, warmup=1, steps=1)
+    assert row.status == "unsupported"
+    assert row.reason.startswith("not reproducible: built twice from one seed, ")

@@ -1,6 +1,7 @@
 """What becomes of a run when its output, its disk or its patience ends: results are on disk, and one line says why."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.records import read_records
+from trainstep.commands.output import console_for_output, run_and_report, show_table
+from trainstep.errors import UsageError
+from trainstep.kinds import StepRow
+from trainstep.records import Times, read_records
+from trainstep.report.tables import text_table
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
 from trainstep import cli
-from trainstep.commands.output import run_and_report
+from trainstep.commands.output import console_for_output, run_and_report, show_table
 from trainstep.commands.plan import Plan
 from trainstep.kinds import StepRow
 from trainstep.records import Times
@@ -77,6 +82,64 @@ def test_an_error_that_a_signal_causes_is_no_traceback(number, tmp_path):
     _, err, code = signal_at(start(tmp_path, measure=broken), ("measuring", number))
     assert (code, err.split()) == (130, ["measuring", "cleaning", "reporting"])
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_mistake_in_the_middle_keeps_the_rows_and_writes_the_report(tmp_path):
+    wrong = "from trainstep.errors import UsageError; raise UsageError('the batches are used up')"
+    out, err, code = signal_at(start(tmp_path, measure=wrong))
+    assert code == 2
+    assert err.splitlines()[:3] == ["measuring", "cleaning", "reporting"]
+    assert "the batches are used up" in err
+    assert "Traceback" not in err
+    assert "1 rows measured so far are kept" in out
+    assert "Written to" in out
+    assert len(read_records(tmp_path / "results.jsonl")) == 1
+    assert "toy" in (tmp_path / "report.html").read_text()
+
+
+def test_a_mistake_before_the_first_row_writes_nothing(tmp_path):
+    def records():
+        raise UsageError("no such model")
+        yield
+
+    with pytest.raises(UsageError, match="no such model"):
+        run_and_report(records(), tmp_path / "out", "test")
+    assert not list((tmp_path / "out").rglob("*.*"))
+
+
+def test_what_is_measured_now_is_said_with_the_time_so_far(tmp_path, capsys):
+    seen = []
+
+    def records(on_part):
+        on_part("phases")
+        seen.append(capsys.readouterr().out)
+        yield StepRow(workload="toy", times={"step": Times(1.5)}, environment={"device": "a device"})
+        on_part("ladder: [compiled] blocks")
+        seen.append(capsys.readouterr().out)
+
+    assert run_and_report(records, tmp_path, "test") == 0
+    first, second = (text.strip().splitlines()[-1] for text in seen)
+    assert re.fullmatch(r"\d+ s  phases", first.strip()), "before its row is there"
+    assert re.fullmatch(r"\d+ s  ladder: \[compiled\] blocks", second.strip())
+
+
+def test_a_long_table_is_not_drawn_and_keeps_every_row(capsys, monkeypatch):
+    from trainstep.report import formats
+
+    drawn = []
+    right = formats.to_terminal
+    monkeypatch.setattr(formats, "to_terminal", lambda table: drawn.append(len(table.rows)) or right(table))
+    for rows in (1000, 1001):
+        cells = [(f"=case {number}\x1b[2J, with a comma", "1.5") for number in range(rows)]
+        show_table(console_for_output(), text_table("t", "A caption", ["case", "ms"], cells))
+    assert drawn == [1000]
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    _, _, csv = said.partition("A caption (1,001 rows, as comma-separated values)\n")
+    header, *lines = csv.splitlines()
+    assert header == "case,ms"
+    assert len(lines) == 1001
+    assert lines[-1] == '"\'=case 1000\\x1b[2J, with a comma",1.5'
 
 
 def test_a_second_ctrl_c_ends_the_cleaning_up(tmp_path):

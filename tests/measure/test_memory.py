@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainstep.measure.memory import (
@@ -17,6 +18,7 @@ from trainstep.measure.memory import (
     residual_stream_bytes,
     residuals,
     step_memory,
+    storages_of,
 )
 
 MIB = 2**20
@@ -270,3 +272,10 @@ def test_names_of_operations():
 
 def test_the_residual_stream_of_2_7b():
     assert residual_stream_bytes(batch=4, context=2048, d_model=2560, element_bytes=4) == 80 * 2**20
+
+
+def test_the_storages_of_a_wrapper_are_those_of_the_tensors_inside():
+    """A DTensor has none of its own, and asking for its address is an error."""
+    first, second = torch.ones(3), torch.ones(3)
+    found = storages_of(TwoTensor(first, second))
+    assert [each.data_ptr() for each in found] == [first.data_ptr(), second.data_ptr()]

@@ -14,6 +14,7 @@ from trainstep.errors import UsageError
 from trainstep.hardware import require_device
 from trainstep.kinds import (
     CeilingRow,
+    PlanCheckRow,
     PlanLimitRow,
     PlanMachineRow,
     PlanMemoryRow,
@@ -251,3 +252,71 @@ def test_what_does_not_fit_says_how_many_gpus_it_takes(tmp_path, capsys):
     ]
     assert fsdp.values["fits"] is False
     assert f"With fsdp it takes {fsdp.values['smallest_gpus']} GPUs." in said
+
+
+def own_plan(folder, *words):
+    """The rows of `trainstep plan` on a user's model."""
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--workload", "examples.own_model:workload", *words, "--out", str(folder)])
+    assert stop.value.code == 0
+    return read_records(folder / "results.jsonl")
+
+
+def test_a_users_model_is_planned_from_a_traced_step(tmp_path, capsys):
+    records = own_plan(tmp_path, "--gpus-per-node", "4", "--policies", "none,every-1")
+    plans = of_kind(records, PlanRow)
+    assert [row.strategy for row in plans] == ["single", "ddp", "sharded optimizer", "zero-2", "fsdp"]
+    single, *others = plans
+    assert (single.batch, single.context, single.attention, single.optimizer) == (None,) * 4
+    assert single.precision == "bf16"
+    assert all(row.fits and row.tokens_per_s > 0 and row.limit for row in plans)
+    assert {row.gpus for row in others} == {4}
+    assert plans[-1].peak_gib < plans[1].peak_gib, "fsdp divides weights and state"
+    memory = of_kind(records, PlanMemoryRow)
+    assert len(memory) == 2 * len(plans)
+    assert all(row.weights_gib > 0 and row.activations_gib > 0 for row in memory)
+    assert {row.strategy for row in of_kind(records, PlanScalingRow)} == {row.strategy for row in plans}
+    assert {row.axis for row in of_kind(records, PlanLimitRow)} == {"data (gradients as kept)", "fsdp"}
+    (machine,) = of_kind(records, PlanMachineRow)
+    assert machine.parameters == 478_720
+    assert "one step was traced on tensors without data" in machine.basis
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Predicted: of what fits," in said
+    tables = list((tmp_path / "tables").glob("*plan*.md"))
+    assert tables
+
+
+def test_a_users_model_is_timed_by_its_operators(tmp_path):
+    records = own_plan(tmp_path, "--measure", "--precision", "fp32", "--policies", "none")
+    (plan,) = of_kind(records, PlanRow)
+    (check,) = of_kind(records, PlanCheckRow)
+    assert plan.step_ms == pytest.approx(check.predicted_ms)
+    assert abs(check.memory_error) < 1e-3
+    (machine,) = of_kind(records, PlanMachineRow)
+    assert "its operators were timed alone" in machine.basis
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "small"], "brings its own model"),
+        (["--d-model", "64"], "brings its own model"),
+        (["--context", "64"], "fixes its own context"),
+        (["--tensor-parallel", "2"], "built-in sizes alone"),
+        (["--compile", "model"], "--compile off"),
+        (["--measure", "--device", "H200"], "leave out --device"),
+        (["--policies", "every-0"], "every-K"),
+    ],
+)
+def test_what_a_users_model_cannot_be_planned_with(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--workload", "examples.own_model:workload", *words, "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_without_a_workload_there_is_nothing_to_measure(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--measure", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "--measure times the operators of a --workload" in " ".join(capsys.readouterr().err.split())

@@ -158,17 +158,26 @@ class MuonAdamW(torch.optim.Optimizer):
                 _adamw_step(weight, weight.grad, state["mean"], state["square"], state["step"], rate)
 
 
-@torch.compile
+@torch.compile(fullgraph=True)
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
 
 
 class _CompiledBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attn = _Attention(width, heads, is_rotary=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.mlp.compile()
+        self.mlp = _Mlp(width)
+        self.mlp.compile(fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(_normed(x))

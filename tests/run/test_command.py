@@ -1,5 +1,6 @@
 """`trainstep run` as a command: whatever the script does, its output and exit code are its own, and rows are kept."""
 
+import signal
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from tests.run.measuring import SCRIPTS, run_command, sentences
 from trainstep.commands.run import split_script
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRow
-from trainstep.records import of_kind
+from trainstep.records import of_kind, read_records
 from trainstep.run.lines import owner_of
 from trainstep.run.supervise import Rank, command_of
 
@@ -126,3 +127,24 @@ def test_a_module_that_trains_in_a_subprocess(tmp_path):
     ended, rows = run_command(tmp_path / "out", "-m", "starts", cwd=tmp_path)
     assert (ended.stdout, ended.returncode) == ("1\n", 0)
     assert "it started the command" in rows[0].reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
+    script = tmp_path / "endless.py"
+    text = (SCRIPTS / "ending.py").read_text().partition("how = ")[0]
+    waits = "    torch.randn(10**5).sort()\n"
+    script.write_text(f"{text}\nwhile True:\n    train(1)\n    print('step', flush=True)\n{waits}")
+    command = [sys.executable, "-m", "trainstep", "run", "--profiled-steps", "0", "--out", str(tmp_path / "out")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, str(script)], **pipes) as running:
+        for _ in range(40):
+            assert running.stdout.readline() == "step\n"
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=120)
+    # A script that has imported torch ends with 1 after Ctrl-C, one that has not by the signal.
+    assert running.returncode in ((-number,) if number == signal.SIGTERM else (-number, 1))
+    (row,) = of_kind(read_records(tmp_path / "out" / "results.jsonl"), ScriptRow)
+    assert row.steps_seen > 20
+    assert ("KeyboardInterrupt" in row.ended) is (number == signal.SIGINT)
+    assert errors.count("Traceback") == (number == signal.SIGINT), "the script's own"

@@ -49,6 +49,15 @@ def test_a_line_that_waits_for_little_is_no_finding():
     assert "waits.line" in ids(script_records([gpu_log(waits=[[0, 1, 0.73]])], "train.py", 0))
 
 
+def test_lines_that_would_wait_on_a_gpu_are_one_sentence():
+    log = gpu_log(waits=[[0, 1, 0.01], [1, 3, 0.01]])
+    log.facts["on_gpu"], log.lines[1] = False, ITEM | {"line": 40}
+    lines = ids(script_records([log], "train.py", 0))["waits.would"]["lines"]
+    assert lines == ("train.py:31 (item, 1.00 times a step)", "train.py:40 (item, 3.00 times a step)")
+    log.steps[2:] = [{**step, "waits": []} for step in log.steps[2:]]
+    assert "waits.would" not in ids(script_records([log], "train.py", 0)), "once in a while is not every step"
+
+
 @pytest.mark.parametrize(("forward", "is_bound"), [(34.0, True), (30.0, False)])
 def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(forward, is_bound):
     host = {"data": 0.0, "forward": forward, "optimizer": 1.0}
@@ -92,6 +101,12 @@ def test_even_ranks_have_no_late_one():
     found = ids(script_records(ranks(10.0, 10.5), "train.py", 0))
     assert "ranks.late" not in found
     assert found["ranks.even"]["ranks"] == 2
+
+
+def test_a_step_that_one_rank_looks_into_is_timed_on_none():
+    logs = ranks(10.0, 10.0)
+    logs[0].steps[9]["tags"] = ["recorded"]
+    assert [row.n for row in of_kind(script_records(logs, "train.py", 0), ScriptRow)] == [16, 16]
 
 
 def test_an_evaluation_that_most_steps_have_is_a_part_of_them():

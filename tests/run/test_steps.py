@@ -208,6 +208,18 @@ def test_other_threads_are_no_part_of_the_step(script):
     assert DATA not in script.phases()
 
 
+def test_a_thread_that_only_loads_data_is_not_the_one_that_trains(script):
+    loading = threading.Thread(target=lambda: script.call(DATA, 100.0))
+    loading.start()
+    loading.join()
+    for _ in range(3):
+        script.call(FORWARD, 4.0)
+        script.call(BACKWARD, 8.0)
+        script.update(1.0)
+    assert [step.backwards for step in script.done()] == [1, 1, 1]
+    assert script.phases() == {OTHER: 0.0, FORWARD: 4.0, LOSS: 0.0, BACKWARD: 8.0, OPTIMIZER: 1.0}
+
+
 def test_a_step_is_handed_out_when_the_next_one_begins(script):
     script.micro_batch()
     script.update(3.0)

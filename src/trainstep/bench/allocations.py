@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainstep.bench.memory import UNFOLLOWED, WARMUP
+from trainstep.bench.memory import UNFOLLOWED
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.step import case_columns
+from trainstep.bench.step import WARMUP, case_columns
 from trainstep.blocks import without_numbers
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
@@ -24,7 +24,7 @@ from trainstep.measure.allocations.timeline import OWNERS, Allocation, Group, Ti
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MIB
 from trainstep.records import Row, Scalar
-from trainstep.training_step import TrainingStep
+from trainstep.training_step import TrainingStep, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device
 
 NAMED_MODULES = 4  # whose activations have a colour of their own
@@ -54,7 +54,9 @@ def record_step(source: WorkloadSource, config: StepConfig) -> Recording:
     losses.append(watch.loss_of(workload.loss))
     take = partial(step, batch, phase=watch.phase)
     on_gpu = device.type == "cuda"
-    return record_on_cuda(take, watch, batch, device) if on_gpu else record_on_cpu(take, watch, batch)
+    with uncompiled():  # modules and lines are seen in eager code only
+        found = record_on_cuda(take, watch, batch, device) if on_gpu else record_on_cpu(take, watch, batch)
+    return dataclasses.replace(found, is_uncompiled=step.compiles_by_itself)
 
 
 def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Path | None = None) -> Iterator[Row]:
@@ -68,7 +70,7 @@ def allocation_records(source: WorkloadSource, config: StepConfig, snapshot: Pat
     if isinstance(found, Failure):
         yield failed_row(MemoryTimelineRow, case, found, environment)
         return
-    extra: dict[str, Scalar] = {}
+    extra: dict[str, Scalar] = {"uncompiled": True} if found.is_uncompiled else {}
     if found.allocator_peak is not None:
         extra["allocator_gib"] = found.allocator_peak / GIB
     if snapshot is not None:

@@ -17,7 +17,7 @@ from trainstep.errors import UnsupportedError
 from trainstep.kinds import AccumulationRow, DtypeRow
 from trainstep.measure.dtypes import DtypeWatch, ModuleDtypes, StepDtypes, accumulate
 from trainstep.measure.environment import describe
-from trainstep.training_step import TrainingStep
+from trainstep.training_step import TrainingStep, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device
 
 RESULT, LOSS = "(forward's result)", "(loss)"
@@ -39,7 +39,7 @@ def observe_dtypes(source: WorkloadSource, config: StepConfig) -> StepDtypes:
         workload, forward=watch.result_of(workload.forward), loss=watch.loss_of(workload.loss)
     )
     step = TrainingStep(watched, config)
-    with watch:
+    with uncompiled(), watch:  # hooks in what the workload compiles would break its graphs
         step.gradients(step.next_batch())
     return watch.found()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,10 +35,12 @@ from trainstep.bench.step import (
     measured_fields,
     phase_samples,
 )
-from trainstep.config import OptimizerImpl, StepConfig
+from trainstep.config import StepConfig
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
+from trainstep.precision import PRECISIONS
+from trainstep.records import Status
 from trainstep.stats import RUN_SPREAD, Interval, Ratio, product, ratio_of_medians, ratio_of_pairs, verdict
 from trainstep.training_step import TrainingStep, build_step
 from trainstep.workload import WorkloadSource, resolve_device
@@ -61,17 +63,19 @@ class Rung:
     """`StepConfig` fields and their new values."""
 
 
-def rungs_for(source: WorkloadSource, device: torch.device, optimizer: OptimizerImpl) -> list[Rung]:
-    """The changes worth trying on this device, cheapest to adopt first, from a step with this optimizer.
+def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) -> list[Rung]:
+    """The changes worth trying on this device, cheapest to adopt first, from this step.
 
-    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one.
+    They change how the step is computed, not what is: SGD has no fused form here, and AdamW is not one. Weights in bf16
+    stay so: other precisions would train a float32 copy.
     """
     on_gpu = device.type == "cuda"
     precision = [Rung("TF32 matmuls", {"precision": "tf32"})] if on_gpu else []
     precision += [Rung("bf16 autocast", {"precision": "bf16"})]
+    precision = [] if PRECISIONS[base.precision].is_stored_half else precision
     fused_attention = [Rung("fused attention", {"attention": "sdpa"})] if source.is_builtin else []
     fused_attention += [Rung("our FlashAttention", {"attention": "flash-triton"})] if on_gpu else []
-    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if optimizer != "sgd" else []
+    fused_optimizer = [Rung("fused optimizer", {"optimizer": "adamw-fused"})] if base.optimizer != "sgd" else []
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
     if on_gpu:
@@ -124,22 +128,46 @@ class Climbed:
 
 
 def climb(
-    source: WorkloadSource, base: StepConfig, *, warmup: int = 3, steps: int = 10
+    source: WorkloadSource,
+    base: StepConfig,
+    *,
+    warmup: int = 3,
+    steps: int = 10,
+    on_part: Callable[[str], object] = lambda part: None,
 ) -> Iterator[RungRow | ControlRow]:
     """Climb from `base` and yield a row of kind "rung" for every rung, the first included.
 
+    A baseline that fails is the only row, unless it is too large: then the first rung that fits is what others are
+    compared with.
+
     Last come rows of kind "control": the first rung and the top measured once more. Their ratios to themselves should
-    contain 1; if they do not, the machine changed during the climb, and the report says so.
+    contain 1; if they do not, the machine changed during the climb, and the report says so. `on_part` is called with
+    the name of each rung before it is built, compiled, checked and timed.
     """
     device = resolve_device(base.device)
     ladder = _Ladder(source, base, device, warmup, steps)
-    rungs = rungs_for(source, device, base.optimizer)
-    for rung in [Rung("baseline", {}), *rungs]:
+    rungs = rungs_for(source, device, base)
+    first = Rung("baseline", {})
+    on_part(_part(first))
+    baseline = ladder.try_rung(first)
+    yield baseline
+    if baseline.status not in ("ok", "out of memory"):
+        return  # there is nothing to compare with; what is too large may fit in another form
+    for rung in rungs:
+        on_part(_part(rung))
         yield ladder.try_rung(rung)
     for rung in rungs:
         if ladder.is_worth_another_try(rung):
-            yield ladder.try_rung(Rung(f"{rung.name}, on the top", rung.change))
+            again = Rung(f"{rung.name}, on the top", rung.change)
+            on_part(_part(again))
+            yield ladder.try_rung(again)
+    on_part("ladder: the first rung and the top again")
     yield from ladder.controls()
+
+
+def _part(rung: Rung) -> str:
+    work = "compiled, checked and timed" if "compile" in rung.change else "checked and timed"
+    return f"ladder: {rung.name}, {work}"
 
 
 class _Ladder:
@@ -162,9 +190,12 @@ class _Ladder:
         row = partial(RungRow, **case, environment=environment)
         if isinstance(result, Failure):
             return dataclasses.replace(failed_row(RungRow, case, result, environment), verdict=result.status)
+        if why := result.check.not_told:
+            status: Status = "unsupported"
+            return row(**result.check.columns(), verdict=status, kept=False, status=status, reason=why)
         if not result.check.is_right:
             return row(**result.check.columns(), verdict="wrong", kept=False, status="wrong", reason=str(result.check))
-        judged = self._compare(result)
+        judged = self._compare(result, "baseline" if config == self.base else "first that fits")
         if not judged["kept"]:
             self._left[rung.name] = before
         return row(
@@ -242,13 +273,16 @@ class _Ladder:
     def _timed(self, config: StepConfig) -> StepMeasurement:
         return measure_training_step(build_step(self.source, config), self.source, "step", self.warmup, self.steps)
 
-    def _compare(self, rung: Climbed) -> dict[str, Any]:
-        """What it brings; it becomes the rung to build upon if it is faster, or smaller and certainly not slower."""
+    def _compare(self, rung: Climbed, first: str) -> dict[str, Any]:
+        """What it brings; it becomes the rung to build upon if it is faster, or smaller and certainly not slower.
+
+        `first` is what a rung is called that has none before it.
+        """
         if self.kept is None:
             self.first = self.kept = rung
             one = Ratio(1.0, None)
             known = _ratio_fields("speedup", one) | _ratio_fields("gain", one)
-            return {**known, "verdict": "baseline", "kept": True, "attempts": 1}
+            return {**known, "verdict": first, "kept": True, "attempts": 1}
         gain = rung.turns.gain if rung.turns is not None else self._one_after_the_other(self.kept, rung)
         rung.speedup, called = product([self.kept.speedup, gain]), verdict(gain)
         no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER

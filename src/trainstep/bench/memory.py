@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from trainstep.bench.outcome import Failure, attempt, failed_row
-from trainstep.bench.step import case_columns, measure_step, memory_values, step_peaks
+from trainstep.bench.step import WARMUP, case_columns, measure_step, memory_values, step_peaks
+from trainstep.bench.tracing import trace_step
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError
@@ -19,13 +20,12 @@ from trainstep.kinds import CheckpointingRow, PeakRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, MemoryPeaks
 from trainstep.plan.memory import PeakBytes, best_blocks_per_checkpoint, peak_bytes
+from trainstep.plan.traced import TracedStep
 from trainstep.records import Scalar, make_row
 from trainstep.stats import summarize
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, resolve_device
 
-WARMUP = 2
-"""Steps before the one that is measured: the optimizer has its state and libraries their workspaces."""
 UNFOLLOWED = "compiled code on a CPU allocates where nothing can follow it; use --compile off"
 
 
@@ -50,8 +50,8 @@ def peak_records(source: WorkloadSource, configs: Iterable[StepConfig], modes: S
         environment = describe(resolve_device(config.device))
         for mode in modes:
             case = case_columns(source, config) | {"mode": mode}
-            predicted = _predicted_peak(source, config) if mode == "step" else None
             found = attempt(partial(measure_peaks, source, config, mode))
+            predicted = _predicted_peak(source, config, mode)
             if isinstance(found, Failure):
                 yield failed_row(PeakRow, case, found, environment, _peak_values(predicted, None))
             else:
@@ -94,12 +94,11 @@ def checkpointing_records(
     configs = [dataclasses.replace(config, checkpointing=name) for name in names]  # so that a wrong name costs no run
     for each in configs:
         case = case_columns(source, each) | {"checkpointing": each.checkpointing}
-        predicted = _predicted_peak(source, each)
-        values: dict[str, Scalar] = {
-            "memory_gib": memory_gib,
-            "predicted_moment": None if predicted is None else predicted.moment,
-        }
         found = attempt(partial(measure_step, source, each, "step", warmup, steps))
+        predicted = _predicted_peak(source, each, "step")
+        values: dict[str, Scalar] = {"memory_gib": memory_gib}
+        if isinstance(predicted, PeakBytes | TracedStep):
+            values["predicted_moment"] = predicted.moment
         if isinstance(found, Failure):
             values |= _peak_values(predicted, None)
             yield failed_row(CheckpointingRow, case, found, environment, values)
@@ -109,9 +108,14 @@ def checkpointing_records(
         yield make_row(CheckpointingRow, case, values, samples={"step": step_ms}, environment=environment)
 
 
-def _predicted_peak(source: WorkloadSource, config: StepConfig) -> PeakBytes | None:
-    """The predicted peak of a full step, where there is a formula."""
-    if source.model is None:
+def _predicted_peak(
+    source: WorkloadSource, config: StepConfig, mode: StepMode
+) -> PeakBytes | TracedStep | Failure | None:
+    """The predicted peak: of a full step of the built-in model by formula, where there is one, else None; of a user's
+    step from its trace, or why there is none."""
+    if source.model is None:  # after measuring: what a model keeps of fake tensors in its globals is then no matter
+        return attempt(partial(trace_step, source, config, mode))
+    if mode != "step":
         return None
     try:
         return peak_bytes(source.model, config, on_cuda=resolve_device(config.device).type == "cuda")
@@ -119,13 +123,18 @@ def _predicted_peak(source: WorkloadSource, config: StepConfig) -> PeakBytes | N
         return None
 
 
-def _peak_values(predicted: PeakBytes | None, measured: MemoryPeaks | None) -> dict[str, Scalar]:
+def _peak_values(predicted: PeakBytes | TracedStep | Failure | None, measured: MemoryPeaks | None) -> dict[str, Scalar]:
     """The predicted peak and the measured one as columns, and by how much the prediction is off."""
     values: dict[str, Scalar] = {}
+    if isinstance(predicted, Failure):
+        values["not_predicted"] = f"{predicted.status}: {predicted.reason}"
+        predicted = None
     if predicted is not None:
         values["predicted_gib"] = predicted.peak / GIB
     if measured is not None:
         values["peak_gib"] = measured.peak / GIB
+        values |= {"uncompiled": True} if measured.is_uncompiled else {}
+        values |= {"cache_gib": measured.cache / GIB} if measured.cache else {}
         values["peak_phase"] = max(measured.by_phase, key=measured.by_phase.__getitem__)
         if predicted is not None:
             values["prediction_error"] = predicted.peak / measured.peak - 1

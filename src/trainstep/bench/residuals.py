@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from trainstep.kinds import ResidualRow
 from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, map_tensors, resolve_device, tensors_of
 
 TOP = 5
@@ -80,19 +81,28 @@ def measure_compiled_block(source: WorkloadSource, config: StepConfig) -> Residu
     blocks = find_blocks(step.module)
     if not blocks:
         raise UnsupportedError(f"{source.name} has no blocks in an nn.ModuleList")
-    calls: list[tuple[Any, Any]] = []
-    handle = blocks[0].register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-    step.differentiable_loss(batch)
-    handle.remove()
-    if not calls:
+    found: list[Residuals] = []
+
+    def measure(block: nn.Module, args: Any, kwargs: Any) -> None:
+        """In the place of the call: later the caches and flags that it is called with may be other ones."""
+        handle.remove()
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+        compiled = torch.compile(block)
+        resident = [*step.module.parameters(), *step.module.buffers()]
+        with torch.compiler.set_stance("default"):
+            found.append(residuals(lambda: compiled(*args, **kwargs), None, resident)[0])
+        raise _Measured
+
+    handle = blocks[0].register_forward_pre_hook(measure, with_kwargs=True)
+    with contextlib.suppress(_Measured), uncompiled():  # else the hook would be a part of what the workload compiles
+        step.differentiable_loss(batch)
+    if not found:
         raise UnsupportedError("the model does not call its first block")
-    args, kwargs = map_tensors(calls[0], lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-    del calls[:]
-    compiled = torch.compile(blocks[0])
-    alone = dataclasses.replace(workload, forward=lambda *_: compiled(*args, **kwargs), loss=lambda output, _: output)
-    resident = [*step.module.parameters(), *step.module.buffers()]
-    found, _ = residuals(lambda: TrainingStep(alone, eager).differentiable_loss(batch), None, resident)
-    return found
+    return found[0]
+
+
+class _Measured(Exception):
+    """Ends a forward pass of which the rest is not needed."""
 
 
 def residual_records(source: WorkloadSource, config: StepConfig) -> Iterator[ResidualRow]:

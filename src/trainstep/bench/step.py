@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +22,20 @@ from trainstep.hardware import find_device
 from trainstep.kinds import StepRow
 from trainstep.measure.environment import describe, device_name, gpu_state
 from trainstep.measure.flops import counted_flops
-from trainstep.measure.memory import GIB, MemoryPeaks, optimizer_state_tensors, step_memory
+from trainstep.measure.memory import GIB, MemoryPeaks, cache_bytes, optimizer_state_tensors, step_memory
 from trainstep.measure.timing import Timing, device_clock, time_steps, time_window
 from trainstep.plan.flops import step_flops
 from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device, tensors_of
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
+
+WARMUP = 2
+"""Steps before the one whose memory is measured: the optimizer has its state and libraries their workspaces."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,9 @@ class StepMeasurement:
     tokens: int | None
     """Tokens per step; None where the batch does not tell."""
     flops: int | None
-    """Model FLOPs per step: by formula for ours, counted by torch for a user's workload; None where it can't be."""
+    """Model FLOPs per step: by formula for ours, counted for a user's workload; None where they can't be."""
+    uncounted: tuple[str, ...]
+    """Operators that are not in these, though they may be products."""
     device: torch.device
     gpu_state: Mapping[str, Scalar]
     """Clocks, power and throttling right after the last step."""
@@ -203,13 +209,15 @@ def measure_training_step(
     take = time_window if sustained else time_steps
     timing = take(runner.run, device=clock, warmup=warmup, steps=steps, after_step=runner.prepare_next)
     state = gpu_state(step.device)
+    flops, uncounted = _count_flops(step, source, runner.batch, mode)
     return StepMeasurement(
         timing=timing,
         losses=tuple(map(float, runner.losses)),
         memory=step_peaks(step, runner.batch, mode),
         optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_state_tensors(step.optimizer)),
         tokens=count_tokens(runner.batch),
-        flops=_count_flops(step, source, runner.batch, mode),
+        flops=flops,
+        uncounted=uncounted,
         device=step.device,
         gpu_state=state,
     )
@@ -221,7 +229,13 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
         return None
     kept = [*step.module.parameters(), *step.module.buffers(), *optimizer_state_tensors(step.optimizer)]
     resident = [*kept, *tensors_of(batch)]
-    return step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    caches: list[int] = []
+    step.on_outputs = lambda outputs: caches.append(cache_bytes(outputs))
+    with uncompiled() if step.device.type == "cpu" else nullcontext():
+        found = step_memory(lambda phase: step(batch, mode=mode, phase=phase), step.device, resident)
+    step.on_outputs = lambda outputs: None
+    is_uncompiled = step.device.type == "cpu" and step.compiles_by_itself
+    return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches, default=0))
 
 
 def count_tokens(batch: Any) -> int | None:
@@ -232,27 +246,32 @@ def count_tokens(batch: Any) -> int | None:
     return next((count for item in items if (count := count_tokens(item)) is not None), None)
 
 
-def _count_flops(step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode) -> int | None:
+def _count_flops(
+    step: TrainingStep, source: WorkloadSource, batch: Any, mode: StepMode
+) -> tuple[int | None, tuple[str, ...]]:
+    """Model FLOPs, and the operators that are not among them."""
     if source.model is not None:
-        return step_flops(source.model, step.config.batch, step.config.context, mode)
+        return step_flops(source.model, step.config.batch, step.config.context, mode), ()
     if step.config.compile != "off" or step.config.checkpointing != "none":
-        return None  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
-    with counted_flops() as count:
+        return None, ()  # compiled code hides its operators from the counter, checkpointed code runs some of them twice
+    with uncompiled(), counted_flops() as count:
         step(batch, mode="forward" if mode == "forward" else "forward-backward")
-    return count() or None
+    return count() or None, count.uncounted
 
 
 def measured_fields(measurement: StepMeasurement, timing: Timing, precision: PrecisionName) -> dict[str, Any]:
     """The fields of `MeasuredStep` for one window of a measurement."""
     step_s = summarize([sample.wall_ms for sample in timing.samples]).median / 1e3
     spec = find_device(device_name(measurement.device))
-    achieved = None if measurement.flops is None else measurement.flops / step_s / 1e12
+    counted = None if measurement.uncounted else measurement.flops  # of a part, the rate would be too low
+    achieved = None if counted is None else counted / step_s / 1e12
     return {
         "times": {name: Times.of(summarize(samples)) for name, samples in phase_samples(timing).items()},
         "n": len(timing.samples),
         "first_step_ms": timing.first.wall_ms,
         "tokens_per_s": None if measurement.tokens is None else measurement.tokens / step_s,
         "model_tflop": None if measurement.flops is None else measurement.flops / 1e12,
+        "flops_uncounted": measurement.uncounted or None,
         "achieved_tflops": achieved,
         "utilisation": None if achieved is None or spec is None else achieved / spec.peak_tflops(precision),
         **memory_values(measurement.memory),
@@ -266,7 +285,9 @@ def memory_values(memory: MemoryPeaks | None) -> dict[str, Scalar]:
     if memory is None:
         return {}
     phases = {f"{name}_peak_gib": peak / GIB for name, peak in memory.by_phase.items()}
-    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases}
+    said: dict[str, Scalar] = {"uncompiled": True} if memory.is_uncompiled else {}
+    said |= {"cache_gib": memory.cache / GIB} if memory.cache else {}
+    return {"at_rest_gib": memory.before / GIB, "peak_gib": memory.peak / GIB, **phases, **said}
 
 
 def phase_samples(timing: Timing) -> dict[str, list[float]]:

@@ -20,7 +20,17 @@ from trainstep.bench.cases import (
     grid_cases,
     listed_cases,
 )
-from trainstep.commands.options import Common, OneModel, StepGrid, axes_of, commas, flags_of, shown, sources
+from trainstep.commands.options import (
+    Common,
+    OneModel,
+    StepGrid,
+    axes_of,
+    commas,
+    flags_of,
+    own_precisions,
+    shown,
+    sources,
+)
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -75,7 +85,7 @@ class BenchStep(_StepCases):
         from trainstep.bench.step import run_cases, step_cases
 
         models = sources(self.size, self.workload, self.data)
-        axes = axes_of(self.grid, StepConfig())
+        axes = axes_of(self.grid | own_precisions(models[0], self.grid), StepConfig())
         times: dict[str, Any] = {"warmups": self.warmup, "steps": self.steps, "sustained": self.sustained}
         cases = step_cases(models, axes, modes=self.mode, repeat=self.repeat, **times)
         return run_and_report(run_cases(cases, check=not self.no_check), self.out, "bench step", total=len(cases))
@@ -125,8 +135,12 @@ class BenchLadder(OneModel):
         from trainstep.bench.ladder import climb
 
         source = self.source()
-        records = climb(source, self.step_config(), warmup=self.warmup, steps=self.steps)
-        return run_and_report(records, self.out, f"ladder of {source.name}")
+        config = self.own_step(source)
+        return run_and_report(
+            lambda on_part: climb(source, config, warmup=self.warmup, steps=self.steps, on_part=on_part),
+            self.out,
+            f"ladder of {source.name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +225,20 @@ class BenchParallel(OneModel):
     def run(self) -> int:
         from trainstep.bench.parallel import ParallelCase
         from trainstep.bench.parallel.run import run_cases
-        from trainstep.parallel.process import join_group
+        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
 
-        config = self.step_config()
-        with join_group(config.device, timeout_s=self.timeout) as process:
-            source = self.source()
-            cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
-            records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
-            return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+        with join_group(self.step_config().device, timeout_s=self.timeout) as process:
+            try:
+                source = on_all_ranks(process, self.source)
+                config = on_all_ranks(process, lambda: self.own_step(source))
+                cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
+                records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
+                return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+                mistake = error
+        if process.rank == 0:
+            raise mistake
+        return 0  # torchrun ends the first rank before it has spoken when another fails
 
 
 def _first_rank_reports(process: Process, records: Iterable[Row | SoFar], out: Path, title: str, total: int) -> int:

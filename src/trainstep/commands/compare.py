@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from trainstep.commands.options import Common, commas
-from trainstep.commands.output import console_for_output
+from trainstep.commands.output import console_for_output, show_table
 from trainstep.errors import UsageError
 from trainstep.stats import RUN_SPREAD
 
@@ -31,10 +31,9 @@ class Compare(Common):
     def run(self) -> int:
         from trainstep.records import read_records
         from trainstep.report.compare import compare, comparison_table
-        from trainstep.report.formats import to_terminal
 
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
         comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
-        console_for_output().print(to_terminal(comparison_table(comparisons, f"{self.old} → {self.new}")))
+        show_table(console_for_output(), comparison_table(comparisons, f"{self.old} → {self.new}"))
         return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from trainstep.commands.options import OneModel, axes_of, commas, flags_of
+from trainstep.commands.options import OneModel, axes_of, commas, flags_of, own_precisions
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -72,8 +72,8 @@ class Memory(OneModel):
         from trainstep.bench.memory import checkpointing_records, default_policies, peak_records
         from trainstep.bench.residuals import residual_records
 
-        plain = self._configs()
-        shown = self._configs(self.policies) if self.policies and not self.checkpointing else plain
+        plain = self._configs(source)
+        shown = self._configs(source, self.policies) if self.policies and not self.checkpointing else plain
         if self.peaks or not self._chosen:
             yield from peak_records(source, shown, self.mode)
         if self.timeline or not self._chosen:
@@ -88,9 +88,11 @@ class Memory(OneModel):
                 names = self.policies or default_policies(source, config)
                 yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
 
-    def _configs(self, policies: Sequence[str] = ()) -> list[StepConfig]:
+    def _configs(self, source: WorkloadSource, policies: Sequence[str] = ()) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""
         from trainstep.bench.cases import expand
 
-        given = self.step | ({"checkpointing": policies} if policies else {})
-        return [StepConfig(**values) for values in expand(axes_of(given, self.preset()[1]))]
+        preset = self.preset()[1]
+        given = self.step | own_precisions(source, self.step, (preset.precision,))
+        given |= {"checkpointing": policies} if policies else {}
+        return [StepConfig(**values) for values in expand(axes_of(given, preset))]

@@ -22,6 +22,7 @@ from trainstep.config import SIZES, ModelConfig, StepConfig, check_value, load_t
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from trainstep.precision import PrecisionName
     from trainstep.workload import WorkloadSource
 
 DESCRIPTION = "Shows where a Transformer training step spends its time and memory, makes it faster, and proves it."
@@ -172,6 +173,13 @@ class OneModel(BuiltinModel):
             return builtin_source(self.model_name(), self.model_config(), self.data)
         return sources([self.size] if self.size else [], self.workload, self.data, list(self.model))[0]
 
+    def own_step(self, source: WorkloadSource) -> StepConfig:
+        """The step these flags ask for; a precision that nothing names is the workload's own."""
+        config = self.step_config()
+        if "precision" in self.step or config.precision != StepConfig().precision:
+            return config
+        return dataclasses.replace(config, precision=source.own_precision)
+
     def require_nothing_to_run(self, flag: str) -> None:
         """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""
         named = [name for name in ("size", "config", "workload", "data") if getattr(self, name) is not None]
@@ -199,6 +207,16 @@ def sources(
     if model:
         raise UsageError(f"--workload brings its own model; leave out --{model[0].replace('_', '-')}")
     return [factory_source(workload)]
+
+
+def own_precisions(
+    source: WorkloadSource, given: Mapping[str, Any], usual: Sequence[PrecisionName] = (StepConfig().precision,)
+) -> dict[str, Any]:
+    """The axis of precisions where none is given: the usual ones, or that of weights that come in bf16."""
+    if "precision" in given:
+        return {}
+    own = source.own_precision
+    return {"precision": usual if own == StepConfig().precision else (own,)}
 
 
 def preset(

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     import rich.console
 
     from trainstep.records import Row, SoFar
+    from trainstep.report.tables import Table
 
 NOTHING_RAN, INTERRUPTED = 1, 130
-"""Exit codes when every case failed (there are rows, and they only say why), and after Ctrl-C, as shells have it."""
+"""Exit codes when every case failed, or a ladder's baseline, beside which others say nothing (there are rows that say
+why), and after Ctrl-C, as shells have it."""
 BAD_INPUT = 2
 """Exit code of a mistake that the user can mend, a disk or an output that takes no more among them."""
 
@@ -84,19 +87,34 @@ def output_failed(out: SteadyOutput) -> str | None:
     return f"cannot write to standard output: {out.failure.strerror}; what was measured is in files"
 
 
-def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total: int | None = None) -> int:
+OnPart = Callable[[str], object]
+"""Told what is measured next."""
+
+
+def run_and_report(
+    records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
+    out: Path,
+    title: str,
+    total: int | None = None,
+) -> int:
     """Write each record as it comes, with progress; write the report; then print the tables and findings.
 
-    Ctrl-C and SIGTERM end the measurements; what there is by then is reported.
+    Ctrl-C and SIGTERM end the measurements; what there is by then is reported. So it is where a mistake of the user's,
+    found in the middle, ends them.
+
+    Args:
+        records: or a function that gives them, which tells the one that it is given what it measures next.
 
     Raises:
-        UsageError: the rows or the report cannot be written. What was measured is printed even then.
+        UsageError: the rows or the report cannot be written, or what the records raised. What was measured is printed
+            even then.
     """
     from trainstep.records import RecordWriter
 
     console = console_for_output()
     writer = RecordWriter(out / "results.jsonl")
     console.print(f"trainstep {title} → {out}")
+    stopped: UsageError | None = None
     code = 0
     signals = StopSignals(signal.SIGINT, signal.SIGTERM, raises=True)
     try:
@@ -107,6 +125,13 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except UsageError as error:
+        if signals.received is not None:
+            code = INTERRUPTED
+        elif not writer.rows:
+            raise
+        else:
+            stopped = error
     except Exception:
         if signals.received is None:
             raise
@@ -114,7 +139,13 @@ def run_and_report(records: Iterable[Row | SoFar], out: Path, title: str, total:
     finally:
         writer.close()
     taken = writer.rows
-    failed = show_report(taken, out, console, is_interrupted=code == INTERRUPTED)
+    try:
+        failed = show_report(taken, out, console, is_interrupted=code == INTERRUPTED or stopped is not None)
+    except UsageError:
+        if stopped is None:
+            raise
+    if stopped is not None:
+        raise stopped
     return code or (NOTHING_RAN if failed else 0)
 
 
@@ -126,7 +157,7 @@ def show_report(
     is_interrupted: bool = False,
     kinds: tuple[type[Row], ...] = (),
 ) -> bool:
-    """Write the report of rows, then print their tables and findings; whether nothing could be measured.
+    """Write the report of rows, print their tables and findings; whether nothing, or no baseline, could be measured.
 
     Args:
         rows, out: what was measured, and the report's folder.
@@ -138,9 +169,9 @@ def show_report(
         UsageError: the report cannot be written. What was measured is printed even then.
     """
     from trainstep.report.compare import comparison_table, repeatability
-    from trainstep.report.formats import to_terminal
     from trainstep.report.page import Report
     from trainstep.report.subjects import make_tables
+    from trainstep.report.subjects.ladder_findings import failed_baselines
 
     report = Report(rows)
     unwritten: UsageError | None = None
@@ -151,11 +182,14 @@ def show_report(
         unwritten = error
     if is_interrupted:
         console.print(f"[bold]Stopped.[/bold] {len(rows)} rows measured so far are kept.", markup=True)
+    without = failed_baselines(rows)
+    for row in without:
+        console.print("[bold]The baseline failed.[/bold]", f"{row.workload}: {row.status}: {row.reason}", markup=True)
     tables = make_tables([row for row in rows if not kinds or isinstance(row, kinds)], "terminal")
     if passes := repeatability(rows):
         tables.append(comparison_table(passes, "Later passes against the first: the interval should contain 1"))
     for table in tables:
-        console.print(to_terminal(table))
+        show_table(console, table)
     for finding in report.findings:
         console.print(f"• {finding.sentence}")
     if report.recommended_flags:
@@ -172,12 +206,17 @@ def show_report(
         console.print("[bold]Nothing could be measured.[/bold]", reasons, markup=True)
         console.print(f"{cases[0].status}: {cases[0].reason}")
         return True
-    return False
+    return bool(without)
 
 
 def _with_progress(
-    records: Iterable[Row | SoFar], console: rich.console.Console, title: str, total: int | None
+    records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
+    console: rich.console.Console,
+    title: str,
+    total: int | None,
 ) -> Iterator[Row | SoFar]:
+    from rich.console import Group
+    from rich.live import Live
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -185,15 +224,42 @@ def _with_progress(
 
     times = (TimeElapsedColumn(), "left:", TimeRemainingColumn())
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), *times)
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(escape(printable(title)), total=total)
-        for record in records:
+    parts = Progress("  {task.description}", TimeElapsedColumn(), console=console, transient=True)
+    start = time.monotonic()
+
+    def on_part(part: str) -> None:
+        """Shown below with its own time; where there is no terminal, which shows nothing meanwhile, as a line."""
+        for each in list(parts.task_ids):
+            parts.remove_task(each)
+        parts.add_task(escape(printable(part)), total=None)
+        if not console.is_terminal:
+            console.print(f"{time.monotonic() - start:4.0f} s  {part}")
+
+    whole = Progress(*columns, console=console, transient=True)
+    with Live(Group(whole, parts), console=console, transient=True, refresh_per_second=4):
+        task = whole.add_task(escape(printable(title)), total=total)
+        for record in records(on_part) if callable(records) else records:
             if isinstance(record, SoFar):
                 yield record
                 continue
             what = " ".join(str(value) for value in record.case.values() if value is not None)
-            progress.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
+            whole.update(task, advance=1, description=escape(printable(f"{title}: {what[:60]}")))
             yield record
+
+
+LONGEST_DRAWN = 1000
+"""Rows of a table that is drawn; of a longer one, which takes a minute to draw, the rows are comma-separated values."""
+
+
+def show_table(console: rich.console.Console, table: Table) -> None:
+    """Print a table whole."""
+    from trainstep.report.formats import to_csv, to_terminal
+
+    if len(table.rows) <= LONGEST_DRAWN:
+        console.print(to_terminal(table))
+        return
+    console.print(f"{table.caption} ({len(table.rows):,} rows, as comma-separated values)")
+    print(to_csv(table), end="")  # its cells are printable
 
 
 def console_for_output(*, to_stderr: bool = False) -> rich.console.Console:

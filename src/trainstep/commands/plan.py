@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name
+from tyro.conf import FlagCreatePairsOff
+
+from trainstep.commands.options import Common, ModelFlags, commas, flags_of, preset, short_name, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.plan.machine import Machine
+    from trainstep.records import Row
 
 DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
@@ -28,6 +32,13 @@ class Plan(Common):
     size: str | None = None
     """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table; by default 2.7B. The
     model's own flags change it further."""
+    workload: str | None = None
+    """Your own model instead: package.module:factory, a function returning a trainstep.Workload. One step of it is
+    traced, on tensors without data where that is possible. Precision is bf16 by default, all else as the workload has
+    it; tensor parallelism and larger batches are planned for the built-in sizes alone."""
+    measure: FlagCreatePairsOff[bool] = False
+    """With --workload, where its device is here: time every operator of the traced step alone, in place of a
+    datasheet's rates, and hold the prediction against the whole step."""
     config: Path | None = None
     """TOML file with [model] and [step] tables, as defaults for the flags; by default a step in bf16 with fused
     attention and fused optimizer."""
@@ -58,6 +69,10 @@ class Plan(Common):
         from trainstep.plan.machine import Cluster
         from trainstep.plan.rows import PlanRequest, plan_records
 
+        if self.workload is not None:
+            return run_and_report(self._own_records(self.workload), self.out, f"plan of {self.workload}")
+        if self.measure:
+            raise UsageError("--measure times the operators of a --workload; leave it out, or name one")
         model, step = preset(self.size, self.config, DEFAULT_SIZE, DEFAULT_STEP)
         request = PlanRequest(
             name=short_name(self.size or self.config or DEFAULT_SIZE),
@@ -70,6 +85,48 @@ class Plan(Common):
         records = list(plan_records(request))  # complete, or an error, before anything is written
         return run_and_report(records, self.out, f"plan of {request.name}")
 
+    def _own_records(self, workload: str) -> Iterator[Row]:
+        """The plan of a user's model. Complete, or an error, before its first row."""
+        from trainstep.bench.planning import machine_here, timed_here, traced_cases
+        from trainstep.bench.step import case_columns
+        from trainstep.plan.machine import Cluster
+        from trainstep.plan.rows import PlanRequest, plan_records
+        from trainstep.workload import resolve_device
+
+        (source,) = sources([self.size] if self.size else [], workload, None, list(self.model))
+        own_step = preset(None, self.config, DEFAULT_SIZE, StepConfig(precision="bf16"))[1]
+        step = dataclasses.replace(own_step, **self.step)
+        device = resolve_device(step.device)
+        check = None
+        if self.measure:
+            if self.device is not None or self.calibration:
+                raise UsageError("--measure takes the device that is here; leave out --device and --calibration")
+            machine = self._with_memory(machine_here(device, step.precision))
+        else:
+            machine = self._machine()
+        cases = traced_cases(source, step, self.policies, only_shapes=not self.measure)
+        if self.measure:
+            timed, check = timed_here(source, step)
+            cases[step.checkpointing] = dataclasses.replace(cases[step.checkpointing], step=timed)
+            how = f"{timed.basis}; its operators were timed alone on this device"
+        else:
+            how = f"{cases[step.checkpointing].step.basis}, with {device.type.upper()} kernels"
+        machine = dataclasses.replace(machine, basis=f"{machine.basis}; {how}")
+        nodes = (self.gpus_per_node, self.nodes) if machine.is_connected else (1, 1)
+        columns = case_columns(source, step)
+        request = PlanRequest(
+            name=source.name,
+            model=None,
+            step=step,
+            cluster=Cluster(machine, *nodes, self.network_gb_s * 1e9),
+            tensor_parallel=self.tensor_parallel,
+            traced=cases,
+            own=[name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None],
+        )
+        yield from list(plan_records(request))
+        if check is not None:
+            yield check
+
     def _machine(self) -> Machine:
         from trainstep.hardware import require_device
         from trainstep.plan.machine import machine_of
@@ -81,6 +138,9 @@ class Plan(Common):
             machine = calibrated([row for path in self.calibration for row in read_records(path)], spec)
         else:
             machine = machine_of(spec or require_device("NVIDIA H200"))
+        return self._with_memory(machine)
+
+    def _with_memory(self, machine: Machine) -> Machine:
         if self.memory_gib is None:
             return machine
         if not 0 < self.memory_gib < 1e6:

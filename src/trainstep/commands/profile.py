@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from trainstep.commands.options import Common, OneModel, axes_of, flags_of, sources
+from trainstep.commands.options import Common, OneModel, axes_of, flags_of, own_precisions, sources
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
+from trainstep.precision import PrecisionName
 
 if TYPE_CHECKING:
     from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
-DTYPES_OF = ("fp32", "bf16", "fp16")
-"""The precisions that `dtypes` shows."""
+DTYPES_OF: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
+"""The precisions that `dtypes` shows, unless the workload's weights come in bf16."""
 DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYPES_OF})
 
 
@@ -30,6 +31,8 @@ DtypesGrid: Any = flags_of(StepConfig, several=True, defaults={"precision": DTYP
 class Analyze(OneModel):
     """Measure a training step, explain it, make it faster rung by rung, and write the report."""
 
+    quick: FlagCreatePairsOff[bool] = False
+    """Stop at the facts, the phases, the memory and the kernels: no compiling, no checks, no ladder, and few steps."""
     out: Path = Path("results/analyze")
     """Folder for results.jsonl, tables/, report.html and the profiler's trace (for ui.perfetto.dev)."""
 
@@ -37,8 +40,13 @@ class Analyze(OneModel):
         from trainstep.analysis import analysis_records
 
         source = self.source()
-        records = analysis_records(source, self.step_config(), steps=self.steps, trace=self.out / "trace.json.gz")
-        return run_and_report(records, self.out, f"analyze {source.name}")
+        asked: dict[str, Any] = {"steps": self.steps, "quick": self.quick, "trace": self.out / "trace.json.gz"}
+        config = self.own_step(source)
+        return run_and_report(
+            lambda on_part: analysis_records(source, config, **asked, on_part=on_part),
+            self.out,
+            f"analyze {source.name}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ class Profile(OneModel):
         if self.nvtx:
             from trainstep.bench.profile import run_nvtx
 
-            run_nvtx(source, self.step_config(), warmup=self.warmup, steps=self.profiled_steps)
+            run_nvtx(source, self.own_step(source), warmup=self.warmup, steps=self.profiled_steps)
             return 0
         return run_and_report(self._records(source), self.out, f"profile of {source.name}")
 
@@ -85,7 +93,7 @@ class Profile(OneModel):
         from trainstep.bench.profile import ceiling_records, profile_records
         from trainstep.workload import resolve_device
 
-        config, trace, warmup = self.step_config(), self.out / "trace.json.gz", self.warmup
+        config, trace, warmup = self.own_step(source), self.out / "trace.json.gz", self.warmup
         yield from ceiling_records(resolve_device(config.device))
         yield from profile_records(
             source, config, warmup=warmup, steps=self.steps, profiled_steps=self.profiled_steps, trace=trace
@@ -135,5 +143,6 @@ class Dtypes(Common):
         if self.accumulation:
             return run_and_report(accumulation_records(), self.out, "dtypes --accumulation")
         (source,) = sources([self.size] if self.size else [], self.workload, self.data)
-        configs = [StepConfig(**each) for each in expand(axes_of({"precision": DTYPES_OF} | self.grid, StepConfig()))]
+        axes = axes_of(self.grid | own_precisions(source, self.grid, DTYPES_OF), StepConfig())
+        configs = [StepConfig(**each) for each in expand(axes)]
         return run_and_report(dtype_records(source, configs), self.out, f"dtypes of {source.name}")

@@ -14,6 +14,7 @@ class PeakRow(StepSettings, Peaks, kind="peak"):
     peak_phase: str | None = None
     predicted_gib: float | None = None
     prediction_error: float | None = None  # predicted / measured − 1
+    not_predicted: str | None = None  # why a user's step has no prediction
 
 
 class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
@@ -31,6 +32,7 @@ class MemoryTimelineRow(StepSettings, kind="memory-timeline"):
     smallest_drawn_mib: float | None = None
     allocator_gib: float | None = None  # the peak as the GPU's allocator counts it
     snapshot: str | None = None  # file name
+    uncompiled: bool | None = None  # whether code that the workload compiles by itself ran eagerly
 
 
 class OwnerRow(StepSettings, kind="owner"):
@@ -93,3 +95,6 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     peak_gib: float | None = None
     peak_phase: str | None = None
     prediction_error: float | None = None
+    cache_gib: float | None = None  # as in `Peaks`
+    uncompiled: bool | None = None
+    not_predicted: str | None = None  # why a user's step has no prediction

@@ -79,6 +79,8 @@ class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
     loss_allowed: float | None = None
     update_error: float | None = None  # of the parameters, relative to how far they moved
     update_allowed: float | None = None
+    batches: str | None = None  # whose they are, where the workload gives every rank others
+    share_difference: float | None = None  # of a batch's gradients from the mean of its shares', relative
 
 
 class ParallelRatioRow(StepSettings, kind="parallel ratio"):

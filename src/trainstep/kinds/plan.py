@@ -26,16 +26,16 @@ class PlanMachineRow(Row, kind="plan machine"):
 
 
 class PlannedStep(Row):
-    """The step that is planned; the batch is what each GPU brings."""
+    """The step that is planned; the batch is what each GPU brings. What a user's workload decides itself is None."""
 
     workload: str = setting()
     device: str = setting()
-    batch: int = setting()
-    context: int = setting()
+    batch: int | None = setting(None)
+    context: int | None = setting(None)
     precision: str = setting()
     compile: str = setting()
-    attention: str = setting()
-    optimizer: str = setting()
+    attention: str | None = setting(None)
+    optimizer: str | None = setting(None)
 
 
 class PlannedMemory(PlannedStep):

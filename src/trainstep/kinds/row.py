@@ -324,3 +324,6 @@ class Peaks(Row):
     loss_peak_gib: float | None = None
     backward_peak_gib: float | None = None
     optimizer_peak_gib: float | None = None
+    cache_gib: float | None = None  # of a key-value cache that forward returned, which training does not use
+    uncompiled: bool | None = None
+    """Whether code that the workload compiles by itself ran eagerly for these figures, as on a CPU."""

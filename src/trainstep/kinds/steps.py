@@ -28,6 +28,7 @@ class MeasuredStep(StepSettings, GpuState, Peaks, Timed):
     first_step_ms: float | None = None
     tokens_per_s: float | None = None
     model_tflop: float | None = None  # FLOPs of the mathematics per step
+    flops_uncounted: tuple[str, ...] | None = None  # operators that are not in these, and may be products; no rate then
     achieved_tflops: float | None = None
     utilisation: float | None = None  # of the device's peak rate in this precision, by its datasheet
     optimizer_state_gib: float | None = None
@@ -48,12 +49,12 @@ class Checked(Row):
     update_error: float | None = None  # of updates of the optimizer from equal gradients
     update_allowed: float | None = None
     compared: str | None = None  # how the gradients were compared where not as they are, such as with dropout off
+    not_checked: str | None = None  # why nothing says whether the step is right
+    batches: str | None = None  # on which it was compared, where every build gets others
 
 
 class StepRow(MeasuredStep, Checked, kind="step"):
     """One case of `bench step`. Samples: milliseconds by phase, and `training_loss` of every step, warm-up included."""
-
-    not_checked: str | None = None  # why nothing says whether the step is right
 
     mode: str | None = setting(None)
     warmup: int | None = setting(None)
@@ -94,7 +95,8 @@ class RungRow(MeasuredStep, Checked, kind="rung"):
     gain_low: float | None = None
     gain_high: float | None = None
     verdict: str | None = None
-    """baseline, faster, slower, inconclusive, wrong, or the status of a rung that did not run."""
+    """baseline; first that fits, where that is too large; faster, slower, inconclusive, wrong, or the status of a rung
+    that did not run."""
     kept: bool = False  # whether later rungs were built on it
     check_s: float | None = None  # seconds of the check, compilation included
     attempts: int | None = None  # how often it was timed, or took turns; all samples count

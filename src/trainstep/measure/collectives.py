@@ -44,6 +44,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch may compile under this mode; else code that insists on being compiled raises."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
             operator = func._schema.name.partition("::")[2]

@@ -16,7 +16,7 @@ keeps results without telling autograd: those are not seen here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,10 @@ class LiveStorages(TorchDispatchMode):
         """Bytes of the found storages that are alive now."""
         return sum(life.bytes for life in self._lives.values() if life.is_found)
 
+    def lives_of(self, value: object) -> list[StorageLife]:
+        """The lives of a tensor's storages, as far as they are followed."""
+        return [self._lives[storage] for storage in storages_of(value) if storage in self._lives]
+
     def _follow(self, value: object, *, is_made: bool = False, is_found: bool = False) -> None:
         for storage in storages_of(value):
             if storage in self._lives or storage.nbytes() == 0:
@@ -130,6 +134,26 @@ class MemoryPeaks:
     peak: int  # the most during the step
     by_phase: dict[str, int]  # the most during each phase
     after: dict[str, int]  # at the end of each phase
+    is_uncompiled: bool = False  # whether code that is compiled otherwise ran eagerly, to be followed
+    cache: int = 0  # of a key-value cache that forward returned
+
+
+def cache_bytes(outputs: Any) -> int:
+    """Bytes of the key-value cache in a model's outputs, as transformers' models return it (`past_key_values`)."""
+    cache = (
+        outputs.get("past_key_values") if isinstance(outputs, Mapping) else getattr(outputs, "past_key_values", None)
+    )
+    ahead, seen = [cache], set()
+    found: dict[int, int] = {}
+    while ahead:
+        each = ahead.pop()
+        found |= {storage.data_ptr(): storage.nbytes() for storage in storages_of(each)}
+        if isinstance(each, (Tensor, nn.Module)) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        inside = each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else ()
+        ahead += [*inside, *getattr(each, "__dict__", {}).values()]
+    return sum(found.values())
 
 
 def step_memory(

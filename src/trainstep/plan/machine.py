@@ -52,6 +52,11 @@ class Machine:
     interference: float = INTERFERENCE  # seconds that computing loses for each second of communication hidden behind it
     basis: str = ""  # where these figures come from, in a sentence
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is one of several; a CPU that was measured alone has no connection."""
+        return self.link.bus_bytes_per_s > 0
+
     def launch_seconds(self, compiled: str, attention: str) -> tuple[float, float]:
         """(forward, backward) of a block; of the same compilation where the attention was not measured, else zeros."""
         attention = "sdpa" if attention == "auto" else attention

@@ -27,7 +27,7 @@ from trainstep.plan.flops import step_flops
 from trainstep.plan.machine import Cluster
 from trainstep.plan.roofline import StepSeconds, step_seconds
 from trainstep.plan.strategies import MOST_GPUS, Layout, MemorySplit, shared_bytes, strategy_memory
-from trainstep.precision import PRECISIONS, Precision
+from trainstep.precision import PRECISIONS
 
 BUCKET_BYTES = 25e6
 """Of gradients reduced in one call at least: the default of our DistributedDataParallel. More, where calls cost more
@@ -47,26 +47,36 @@ class StepPlan:
     compute: StepSeconds
     communication_s: float  # for which a GPU's connections are busy
     exposed_s: float  # by how much it makes the step longer: what sticks out, and what hidden communication slows
-    tokens: int  # of all GPUs
-    flops: int  # of the model, for all GPUs
+    tokens: int | None  # of all GPUs; None where a user's batch does not tell
+    flops: int | None  # of the model, for all GPUs; None where they are not known
 
     @property
     def step_s(self) -> float:
         return self.compute.total + self.exposed_s
 
     @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self) -> float | None:
         """Of all GPUs."""
-        return self.tokens / self.step_s
+        return None if self.tokens is None else self.tokens / self.step_s
 
     @property
     def limit(self) -> str:
         """What is busy longest: communication, or what takes most of the computation."""
         return "communication" if self.communication_s > self.compute.total else self.compute.limit
 
-    def utilisation(self, peak_flops: float) -> float:
+    def utilisation(self, peak_flops: float) -> float | None:
         """Model FLOPs over what all GPUs could do at `peak_flops` each."""
-        return self.flops / (self.step_s * peak_flops * self.layout.gpus)
+        return None if self.flops is None else self.flops / (self.step_s * peak_flops * self.layout.gpus)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What data parallel ranks exchange in a step, in bytes of the whole model (or of a tensor parallel part of it)."""
+
+    reduced: float  # gradients, as they travel
+    gathered: float  # weights: once by the sharded optimizer and zero-2, in forward and in backward by fsdp
+    kept: float  # gradients, as they are kept
+    groups: int  # that fsdp gathers one after the other
 
 
 def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> StepPlan:
@@ -85,7 +95,9 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
         model, shared, cluster.machine, tensor_parallel=t, casts_weights=casts, optimizer_share=updated
     )
     parameters = model.num_parameters / t
-    busy, exposed = _data_parallel_seconds(layout, cluster, compute, parameters, precision, model)
+    width = precision.computed_bytes if layout.scheme == "fsdp" else precision.stored_bytes
+    moved = Exchange(parameters * width, parameters * width, parameters * precision.stored_bytes, model.num_layers + 2)
+    busy, exposed = exchange_seconds(layout, cluster, compute, moved)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
     if is_fsdp and precision.is_half:  # copies into and out of buffers, and the sum of the ranks' gradients
         copied = parameters * (2 * 6 / n + 6 + 4 / n) / cluster.machine.copy_bytes_per_s
@@ -104,9 +116,7 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     return StepPlan(layout, memory, sent, compute, busy, exposed, tokens, flops)
 
 
-def _data_parallel_seconds(
-    layout: Layout, cluster: Cluster, compute: StepSeconds, parameters: float, precision: Precision, model: ModelConfig
-) -> tuple[float, float]:
+def exchange_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exchange: Exchange) -> tuple[float, float]:
     """(seconds that the connections are busy, seconds that stick out) for what data parallel ranks exchange."""
     n, stride = layout.data, layout.tensor
     if n == 1:
@@ -114,21 +124,19 @@ def _data_parallel_seconds(
     gather = cluster.group_link("all-gather", n, stride)
     scatter = cluster.group_link("reduce-scatter", n, stride)
     part = (n - 1) / n
+    gathered = part * exchange.gathered / gather.bus_bytes_per_s
+    reduced = part * exchange.reduced / scatter.bus_bytes_per_s
     if layout.scheme == "fsdp":
-        width = precision.computed_bytes
-        groups = model.num_layers + 2
-        gathered = part * parameters * width / gather.bus_bytes_per_s
-        exchanged = part * parameters * width / scatter.bus_bytes_per_s
+        groups = exchange.groups
         both = gather.overhead_s + scatter.overhead_s
-        busy = 2 * gathered + exchanged + groups * (gather.overhead_s + both)
+        busy = 2 * gathered + reduced + groups * (gather.overhead_s + both)
         exposed = sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
-        return busy, exposed + sticking_out_s(compute.backward.total, gathered + exchanged, groups, both)
-    kept = parameters * precision.stored_bytes
-    backward_s, optimizer_s = compute.backward.total, compute.optimizer.total
+        return busy, exposed + sticking_out_s(compute.backward.total, gathered + reduced, groups, both)
+    backward_s, optimizer_s, kept = compute.backward.total, compute.optimizer.total, exchange.kept
     if layout.scheme == "ddp":
         reduce = cluster.group_link("all-reduce", n, stride)
-        return _in_best_calls(backward_s, 2 * part * kept / reduce.bus_bytes_per_s, reduce.overhead_s, kept)
-    reduced, gathered = part * kept / scatter.bus_bytes_per_s, part * kept / gather.bus_bytes_per_s
+        transfer = 2 * part * exchange.reduced / reduce.bus_bytes_per_s
+        return _in_best_calls(backward_s, transfer, reduce.overhead_s, kept)
     busy, exposed = _in_best_calls(backward_s, reduced, scatter.overhead_s, kept)
     busy_too, exposed_too = _in_best_calls(optimizer_s, gathered, gather.overhead_s, kept, least=GATHER_BYTES)
     return busy + busy_too, exposed + exposed_too

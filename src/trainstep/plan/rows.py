@@ -7,83 +7,157 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanLimitRow, PlanMachineRow, PlanMemoryRow, PlanRow, PlanScalingRow
 from trainstep.plan import limits, strategies
-from trainstep.plan.machine import GIB, Cluster
+from trainstep.plan.machine import GIB, Cluster, Machine
 from trainstep.plan.memory import best_blocks_per_checkpoint
 from trainstep.plan.parallelism import StepPlan, gpu_counts, scaled, strategy_plan
 from trainstep.plan.strategies import Layout, MemorySplit
+from trainstep.plan.traced import TracedCase
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row
-from trainstep.schemes import STRATEGIES
+from trainstep.schemes import STRATEGIES, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is planned."""
+    """What is planned: the built-in model, or a user's step that was traced."""
 
     name: str
-    model: ModelConfig
+    model: ModelConfig | None  # None where `traced` is given
     step: StepConfig  # the batch is what each GPU brings
     cluster: Cluster
     tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
+    traced: Mapping[str, TracedCase] = dataclasses.field(default_factory=dict)
+    """A user's step under each policy that is shown, that of `step` among them."""
+    own: Sequence[str] = ()  # settings that the user's workload decides itself, which are left empty
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of its rows, as the arguments of `PlannedStep`."""
         names = ("batch", "context", "precision", "compile", "attention", "optimizer")
-        chosen = {name: getattr(self.step, name) for name in names}
+        chosen = {name: None if name in self.own else getattr(self.step, name) for name in names}
         return {"workload": self.name, "device": self.cluster.machine.name} | chosen
+
+    @property
+    def subject(self) -> _BuiltIn | _Traced:
+        """What answers for the model."""
+        return _BuiltIn(self) if self.model is not None else _Traced(self.traced, self.step.checkpointing)
+
+
+class _BuiltIn:
+    """The built-in model: everything by formula."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        assert request.model is not None, "the built-in model has a shape"
+        self.model, self._step = request.model, request.step
+        self.parameters, self.tokens = request.model.num_parameters, request.step.batch * request.step.context
+
+    def plan(self, cluster: Cluster, layout: Layout) -> StepPlan:
+        return strategy_plan(self.model, self._step, cluster, layout)
+
+    def memory(self, policy: str, layout: Layout) -> MemorySplit:
+        return strategies.strategy_memory(self.model, self._under(policy), layout)
+
+    def largest_batch(self, policy: str, cluster: Cluster, layout: Layout) -> int | None:
+        return strategies.largest_batch(self.model, self._under(policy), cluster, layout)
+
+    def least_tokens(self, machine: Machine, rate: float) -> tuple[float, float]:
+        """(data, fsdp): the tokens per GPU at which an axis communicates as long as it computes."""
+        precision = PRECISIONS[self._step.precision]
+        flops = machine.matmul_flops[self._step.precision]
+        narrow = limits.intensity(flops, rate, precision.computed_bytes)
+        wide = limits.intensity(flops, rate, precision.stored_bytes)
+        return limits.data_axis_tokens(wide), limits.data_axis_tokens(narrow)
+
+    def _under(self, policy: str) -> StepConfig:
+        return dataclasses.replace(self._step, checkpointing=policy)
+
+
+class _Traced:
+    """A user's model: from the operators and the memory of one traced step. Its batch is what it is."""
+
+    def __init__(self, cases: Mapping[str, TracedCase], policy: str) -> None:
+        self._cases, self._case = cases, cases[policy]
+        self.parameters, self.tokens = self._case.step.parameters, self._case.step.tokens
+
+    def plan(self, cluster: Cluster, layout: Layout) -> StepPlan:
+        return self._case.plan(cluster, layout)
+
+    def memory(self, policy: str, layout: Layout) -> MemorySplit:
+        return self._cases[policy].memory(layout)
+
+    def largest_batch(self, policy: str, cluster: Cluster, layout: Layout) -> int | None:
+        return None
+
+    def least_tokens(self, machine: Machine, rate: float) -> tuple[float, float]:
+        """As of the built-in model, if FLOPs grow with the tokens."""
+        return self._case.least_tokens(machine, rate)
 
 
 def plan_records(request: PlanRequest) -> Iterator[Row]:
     """Everything `trainstep plan` shows. Errors come before the first row."""
-    model, tokens = request.model, request.step.batch * request.step.context
-    for what, value, most in (
-        ("num_layers", model.num_layers, 1000),
-        ("the number of parameters", model.num_parameters, 10**15),
-        ("batch × context", tokens, 10**12),
-        ("the number of GPUs", request.cluster.gpus, 10**7),
-    ):
-        if value > most:
-            raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
-    if request.step.context > model.max_context:
-        given = f"context is {request.step.context}"
-        raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
-    layouts = _layouts(request)
-    policies = request.policies
-    if not policies:
+    _check_sizes(request)
+    subject, layouts = request.subject, _layouts(request)
+    policies = request.policies or list(request.traced)
+    if not policies and request.model is not None:
         eager = dataclasses.replace(request.step, compile="off")
-        best = f"every-{best_blocks_per_checkpoint(model, eager, on_cuda=True)}"
+        best = f"every-{best_blocks_per_checkpoint(request.model, eager, on_cuda=True)}"
         policies = list(dict.fromkeys(["none", "every-1", best, request.step.checkpointing]))
-    steps = [dataclasses.replace(request.step, checkpointing=policy) for policy in policies]
-    plans = [strategy_plan(model, request.step, request.cluster, layout) for layout in layouts]
-    memory = [(layout, step, strategies.strategy_memory(model, step, layout)) for layout in layouts for step in steps]
+    plans = [subject.plan(request.cluster, layout) for layout in layouts]
+    memory = [(layout, policy, subject.memory(policy, layout)) for layout in layouts for policy in policies]
     yield _machine_row(request)
     for plan in plans:
         yield _strategy_row(request, plan)
-    for layout, step, split in memory:
-        yield PlanMemoryRow(**_memory_columns(request, step, layout, split))
+    for layout, policy, split in memory:
+        yield PlanMemoryRow(**_memory_columns(request, policy, layout, split))
     yield from _limit_rows(request, with_tensor=any(layout.tensor > 1 for layout in layouts))
     yield from _scaling_rows(request, layouts)
+
+
+def _check_sizes(request: PlanRequest) -> None:
+    model, step = request.model, request.step
+    limited: list[tuple[str, int, int]] = [("the number of GPUs", request.cluster.gpus, 10**7)]
+    if model is not None:
+        limited += [
+            ("num_layers", model.num_layers, 1000),
+            ("the number of parameters", model.num_parameters, 10**15),
+            ("batch × context", step.batch * step.context, 10**12),
+        ]
+        if step.context > model.max_context:
+            given = f"context is {step.context}"
+            raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
+    for what, value, most in limited:
+        if value > most:
+            raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
 
 
 def _layouts(request: PlanRequest) -> list[Layout]:
     """One for each strategy; on one GPU too, to say how many it would take. TP only where a mesh is possible."""
     gpus, chosen, model = request.cluster.gpus, request.tensor_parallel, request.model
+    if model is None:
+        if chosen is not None:
+            raise UsageError("--tensor-parallel is planned for the built-in sizes alone; leave it out")
+        return [Layout(each, 1 if each == "single" else gpus) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
     meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
     plans = [strategy_plan(model, request.step, request.cluster, mesh) for mesh in meshes if mesh.tensor > 1]
-    plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), -plan.tokens_per_s))
-    alone = [strategies.layout_of(each, gpus, 1, model) for each in STRATEGIES[:-1]]
+    plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), plan.step_s / plan.layout.gpus))
+    alone = [strategies.layout_of(each, gpus, 1, model) for each in _strategies(request)]
     return [*alone, *(plan.layout for plan in plans[:1])]
+
+
+def _strategies(request: PlanRequest) -> Sequence[Strategy]:
+    """All but tensor parallelism, which needs a mesh; one alone where nothing connects the devices."""
+    return STRATEGIES[:-1] if request.cluster.machine.is_connected else STRATEGIES[:1]
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
@@ -92,7 +166,7 @@ def _machine_row(request: PlanRequest) -> PlanMachineRow:
     return PlanMachineRow(
         workload=request.name,
         device=machine.name,
-        parameters=request.model.num_parameters,
+        parameters=request.subject.parameters,
         gpus=cluster.gpus,
         gpus_per_node=cluster.gpus_per_node,
         memory_gib=memory,
@@ -107,12 +181,12 @@ def _machine_row(request: PlanRequest) -> PlanMachineRow:
     )
 
 
-def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
+def _memory_columns(request: PlanRequest, policy: str, layout: Layout, memory: MemorySplit) -> dict[str, Any]:
     """What rows of a strategy and rows of a checkpointing policy have in common."""
     kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
     return {
         **request.settings,
-        "checkpointing": step.checkpointing,
+        "checkpointing": policy,
         "strategy": layout.strategy,
         "gpus": layout.gpus,
         "tensor_parallel": layout.tensor,
@@ -121,15 +195,16 @@ def _memory_columns(request: PlanRequest, step: StepConfig, layout: Layout, memo
         "peak_at": memory.moment,
         "tensors_gib": strategies.tensor_bytes(request.cluster.machine) / GIB,
         "fits": strategies.fits(memory, request.cluster),
-        "largest_batch": strategies.largest_batch(request.model, step, request.cluster, layout),
+        "largest_batch": request.subject.largest_batch(policy, request.cluster, layout),
     }
 
 
 def _strategy_row(request: PlanRequest, plan: StepPlan) -> PlanRow:
     step, cluster, layout, compute = request.step, request.cluster, plan.layout, plan.compute
+    policy = step.checkpointing
     return PlanRow(
-        **_memory_columns(request, step, layout, plan.memory),
-        smallest_gpus=strategies.smallest_gpus(request.model, step, cluster, layout),
+        **_memory_columns(request, policy, layout, plan.memory),
+        smallest_gpus=strategies.fewest_gpus(partial(request.subject.memory, policy), cluster, layout),
         sent_gb=plan.sent / 1e9,
         forward_ms=1e3 * compute.forward.total,
         backward_ms=1e3 * compute.backward.total,
@@ -150,18 +225,20 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
     `with_tensor`: whether a strategy divides the matrices; a model may not allow it, as one of 25 heads on 8 GPUs.
     """
     cluster, step = request.cluster, request.step
-    flops, precision = cluster.machine.matmul_flops[step.precision], PRECISIONS[step.precision]
-    width = limits.width_between_collectives(request.model)
-    tokens = cluster.gpus * step.batch * step.context
+    flops, own = cluster.machine.matmul_flops[step.precision], request.subject.tokens
+    if own is None:
+        return
+    tokens = cluster.gpus * own
     connections = [("within a node", cluster.machine.link.bus_bytes_per_s)] if cluster.gpus_per_node > 1 else []
     if cluster.nodes > 1:
         connections.append(("across nodes", cluster.gpus_per_node * cluster.network_bytes_per_s))
     for connection, rate in connections:
-        narrow = limits.intensity(flops, rate, precision.computed_bytes)
-        wide = limits.intensity(flops, rate, precision.stored_bytes)
-        at_data, at_fsdp = limits.data_axis_tokens(wide), limits.data_axis_tokens(narrow)
+        at_data, at_fsdp = request.subject.least_tokens(cluster.machine, rate)
         least: dict[str, float | None] = {"data (gradients as kept)": at_data, "fsdp": at_fsdp}
-        if with_tensor:
+        narrow = width = 0.0
+        if with_tensor and request.model is not None:
+            narrow = limits.intensity(flops, rate, PRECISIONS[step.precision].computed_bytes)
+            width = limits.width_between_collectives(request.model)
             least |= {
                 "tensor": None,
                 "fsdp × tensor, overlapped": limits.best_mesh_tokens(narrow, width),
@@ -177,19 +254,19 @@ def _limit_rows(request: PlanRequest, *, with_tensor: bool) -> Iterator[PlanLimi
                 flop_per_byte=flops / rate,
                 least_tokens_per_gpu=fewest,
                 most_gpus=max(1, math.floor(most)),  # one alone does not communicate
-                tokens_per_gpu=step.batch * step.context,
+                tokens_per_gpu=own,
             )
 
 
 def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[PlanScalingRow]:
     """Throughput with the same batch on every GPU, up to `MOST_GPUS`: a row per number of GPUs and strategy."""
-    for gpus in gpu_counts():
+    for gpus in gpu_counts() if request.cluster.machine.is_connected else (1,):
         cluster = scaled(request.cluster, gpus)
         for layout in layouts:
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
                 continue
             placed = dataclasses.replace(layout, data=gpus // layout.tensor)
-            plan = strategy_plan(request.model, request.step, cluster, placed)
+            plan = request.subject.plan(cluster, placed)
             yield PlanScalingRow(
                 **request.settings,
                 gpus=gpus,

@@ -175,8 +175,14 @@ def largest_batch(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
 def smallest_gpus(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Layout) -> int | None:
     """The fewest GPUs on which `step.batch` sequences per GPU fit; None if `MOST_GPUS` do not help."""
 
+    return fewest_gpus(lambda each: strategy_memory(model, step, each), cluster, layout)
+
+
+def fewest_gpus(memory_of: Callable[[Layout], MemorySplit], cluster: Cluster, layout: Layout) -> int | None:
+    """The same of any memory."""
+
     def enough(ranks: int) -> bool:
-        return fits(strategy_memory(model, step, dataclasses.replace(layout, data=ranks)), cluster)
+        return fits(memory_of(dataclasses.replace(layout, data=ranks)), cluster)
 
     most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // layout.tensor
     ranks = _first(enough, most)

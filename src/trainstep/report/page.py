@@ -24,7 +24,8 @@ from trainstep.report.columns import INTERVAL, Cell, ratio_cell
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import after_precision, climbs, kept_rungs, recommended_flags
+from trainstep.report.subjects.ladder_findings import BASELINE, after_precision, climbs, kept_rungs, recommended_flags
+from trainstep.report.subjects.run import headline
 from trainstep.report.subjects.steps import analysed_step
 
 
@@ -149,6 +150,8 @@ def summary(records: Sequence[Row]) -> Section | None:
             blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
     if not kept_rungs(records) and step is not None:
         blocks.append(_step_headline(step))
+    if (of_script := headline(records)) is not None:
+        blocks.append(of_script)
     if found:
         topics: dict[str, list[str]] = {}
         for finding in found:
@@ -174,7 +177,8 @@ def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
         stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
     stats = [stat for stat in stats if stat[1]]
     if len(kept) == 1:
-        says, detail = "per step: the baseline is the fastest found", "No change on the ladder made the step faster."
+        which = "the baseline" if first.rung == BASELINE else f"{first.rung}, the first that fits,"
+        says, detail = f"per step: {which} is the fastest found", "No change on the ladder made the step faster."
         detail = f"{name}: {detail}" if name else detail
         return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats)
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1

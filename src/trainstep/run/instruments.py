@@ -269,10 +269,10 @@ class _Recording:
         with ExitStack() as stack:
             if self._dtypes is not None:
                 stack.enter_context(self._dtypes)
-            if on_gpu:
-                stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
             recording = recording_on_cuda(self._watch, device) if on_gpu else recording_on_cpu(self._watch)
             self.found: list[Recording] = stack.enter_context(recording)
+            if on_gpu:  # left first: the recording waits for the device when it ends
+                stack.enter_context(synchronisations(hooks.lines, synced, lambda: hooks.is_reading))
             self._stack = stack.pop_all()
         self._modes = _modes()
         self._finder.listeners.append(lambda phase: guard(lambda: self._on_phase(phase)))

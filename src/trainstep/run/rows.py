@@ -36,6 +36,7 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         code: this rank's exit code; −n for signal n. None where the script goes on, as after `watch`.
     """
     rows: list[Row] = []
+    _share_tags(logs)
     latest = _latest(logs)
     for log in logs:
         several = log.header.get("world_size", 1) > 1
@@ -51,6 +52,14 @@ def script_records(logs: Sequence[RankLog], script: str, code: int | None) -> li
         environment = {"environment": own["environment"]}
         rows += [row for each in log.rows for row in rows_of(**{**each, **environment})]
     return rows
+
+
+def _share_tags(logs: Sequence[RankLog]) -> None:
+    """A step that one rank looks into is not as it would be on any: the others wait for that one."""
+    looked_into = {step["number"] for log in logs for step in log.steps if INSTRUMENTED & set(step.get("tags", ()))}
+    for step in (step for log in logs for step in log.steps):
+        if step["number"] in looked_into and not INSTRUMENTED & set(step.get("tags", ())):
+            step["tags"] = [*step.get("tags", ()), "recorded"]
 
 
 def _step_rows(log: RankLog, own: Mapping[str, Any], how: Mapping[str, Any]) -> Iterator[ScriptRow]:
@@ -137,7 +146,12 @@ def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
     """Rank → share of the steps in which its own part took longest, of those that all ranks have."""
     if len(logs) < 2:
         return {}
-    by_rank = {log.header["rank"]: {step["number"]: _times_of(step)["own"] for step in log.steps} for log in logs}
+    by_rank = {
+        log.header["rank"]: {
+            step["number"]: _times_of(step)["own"] for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))
+        }
+        for log in logs
+    }
     common = sorted(set.intersection(*(set(each) for each in by_rank.values())))
     common = common[WARMUP:] if len(common) >= MANY else common[1:]
     won = Counter(max(by_rank, key=lambda rank: by_rank[rank][number]) for number in common)
@@ -147,7 +161,8 @@ def _latest(logs: Sequence[RankLog]) -> dict[int, float]:
 def _wait_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[WaitRow]:
     """A row for each line and call, the longest wait first."""
     totals: defaultdict[int, list[float]] = defaultdict(lambda: [0, 0.0])
-    steps = [step for step in log.steps if not INSTRUMENTED & set(step.get("tags", ()))]
+    later = log.steps[1:] or log.steps  # the first one also waits for what happens once
+    steps = [step for step in later if not INSTRUMENTED & set(step.get("tags", ()))]
     for step in steps:
         for line, calls, ms in step.get("waits", ()):
             totals[line][0] += calls

@@ -174,15 +174,19 @@ class Session:
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if not self._knows_device:
-            self._knows_device = True
+            self._knows_device = self.hooks.is_reading = True  # what this waits for is no wait of the script's
             try:
                 self._know_the_device(optimizer)
             except Exception as error:  # a script trains without us too
                 self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
+            finally:
+                self.hooks.is_reading = False
         if self._instruments is not None:
             self._instruments.before_optimizer()
 
     def _write_queued(self, *, until_done: bool = False) -> None:
+        if self.hooks.on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # a graph that is being captured does not survive that events are asked
         while self._queued and (until_done or self._is_done(self._queued[0])):
             self._write(self._queued.popleft())
 

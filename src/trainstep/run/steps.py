@@ -59,7 +59,7 @@ class StepFinder:
         self.ended = 0  # steps that have ended so far
         self.steps_taken = 0  # times that an optimizer stepped
         self._thread = threading.get_ident()
-        self._is_off = False
+        self._is_off = self._has_backward = False
         self._stack: list[str | None] = []  # what is under way, the innermost last; None: what no call claims
         self._between = OTHER  # what no call claims, here
         self._current = ""
@@ -87,8 +87,8 @@ class StepFinder:
 
     def enter(self, phase: str) -> bool:
         """A phase begins. False where it is part of another one: then it is not to be left."""
-        if self._open is None and not self._is_off:
-            self._thread = threading.get_ident()  # whoever begins the first step trains
+        if not self._is_off and (self._open is None or (phase == BACKWARD and not self._has_backward)):
+            self._take_thread()
         if not self.is_mine() or BACKWARD in self._stack:
             return False
         if phase in CALLS and (FORWARD in self._stack or EVALUATION in self._stack):
@@ -105,9 +105,18 @@ class StepFinder:
             self._open.evaluations += phase == EVALUATION
         elif phase == BACKWARD:
             self._open.backwards += 1
+            self._has_backward = True
         self._stack.append(phase)
         self._switch(phase)
         return True
+
+    def _take_thread(self) -> None:
+        """Whoever begins the first step trains, unless another thread begins the first backward pass: then the one
+        before only loaded data."""
+        if not self.is_mine():
+            self._thread = threading.get_ident()
+            self._open = None
+            self._stack.clear()
 
     def leave(self) -> None:
         """The phase that began last ends."""
@@ -193,8 +202,9 @@ class StepFinder:
         if phase != self._current and self._open is not None:
             self._open.changes.append((phase, self._marked()))
             self._current = phase
-            for listener in self.listeners:
-                listener(phase)
+            if self.is_mine():  # not one of autograd's threads
+                for listener in self.listeners:
+                    listener(phase)
 
     def _marked(self) -> Any:
         self.marks += 1

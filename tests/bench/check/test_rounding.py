@@ -227,3 +227,18 @@ def test_other_formats_views_and_copies_are_left_alone():
         narrow.copy_(stored)  # moves
     assert not torch.equal(stored, x.to(torch.bfloat16))
     assert torch.equal(narrow, stored)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_whole_numbers_stay_whole(precision):
+    """As where experts are counted in floating point: one token less and a grouped product leaves out its row."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    chosen = torch.arange(4).repeat_interleave(50)
+    with RandomRounding(precision, 0):
+        cast, copied = chosen.to(dtype), torch.empty(200, dtype=dtype).copy_(chosen)
+        counts = torch.histc(chosen.float(), bins=4, min=0, max=3)
+        whole = [round(torch.rand(200, dtype=dtype) * 100) for round in (torch.floor, torch.ceil, torch.round)]
+    assert torch.equal(cast.long(), chosen)
+    assert torch.equal(copied.long(), chosen)
+    assert counts.tolist() == [50] * 4
+    assert all(torch.equal(each, each.round()) for each in whole)

@@ -393,6 +393,75 @@ def test_jobs_on_slurm(tmp_path, monkeypatch):
     assert "NODE_FAIL" in lost.reason
 
 
+STAND_INS = {
+    "sbatch": """
+        import sys
+        print("Submitted batch job 70")
+        print("sbatch", file=open(sys.argv[0] + ".log", "a"))
+    """,
+    "srun": "",
+    "sacct": """
+        print("JobID|State|NodeList")
+        print("70_0|RUNNING|here\\n70_1|PENDING|")
+    """,
+    "scancel": """
+        import sys
+        print("scancel", *sys.argv[1:], file=open(sys.argv[0].replace("scancel", "sbatch") + ".log", "a"))
+    """,
+}
+"""Slurm's commands where jobs wait for ever; the log has what was submitted and cancelled, in order."""
+
+WAITING = """
+import sys
+from pathlib import Path
+from trainstep.bench.sweep.cases import Case
+from trainstep.bench.sweep.run import Resources, run_jobs
+out = Path(sys.argv[1])
+found = [Case("plan", {"size": size}).below(out / "cases", ["size"]) for size in ("small", "medium")]
+list(run_jobs(found, out / "jobs", "slurm", Resources()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_jobs_on_slurm_do_not_outlive_the_sweep(number, tmp_path):
+    commands, log, submitted = tmp_path / "bin", tmp_path / "bin" / "sbatch.log", tmp_path / "jobs" / "submitted.txt"
+    commands.mkdir()
+    for name, script in STAND_INS.items():
+        (commands / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(script)}")
+        (commands / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+
+    def started():
+        words = [sys.executable, "-c", WAITING, str(tmp_path)]
+        running = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+        until(lambda: submitted.exists() and log.read_text().endswith("sbatch\n"))
+        time.sleep(0.3)
+        return running
+
+    running = started()
+    assert submitted.read_text() == "70\n"
+    running.send_signal(number)
+    running.wait(60)
+    until(lambda: "scancel" in log.read_text() and not submitted.exists())
+    assert {line.partition("_")[0] for line in log.read_text().splitlines()} == {"sbatch", "scancel 70"}
+    if number == signal.SIGKILL:  # and where what watches was killed too, as by a reboot: before anything is submitted
+        log.write_text("")
+        submitted.write_text("70\n81\n")
+        again = started()
+        again.kill()
+        again.wait(60)
+        assert log.read_text().splitlines()[:2] == ["scancel 70 81", "sbatch"]
+        until(lambda: not submitted.exists())
+
+
+def until(holds, seconds=60):
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_the_example_runs_in_small(tmp_path):
     """The file in the repository, with the first value of each axis."""
     text = (REPOSITORY / "examples" / "sweep.toml").read_text()

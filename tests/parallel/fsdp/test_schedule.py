@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.nets import batch
-from trainstep.blocks import checkpoint_blocks
+from trainstep.checkpointing import Checkpointing
 from trainstep.config import ModelConfig
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
@@ -91,7 +91,7 @@ def _record(process, settings, policy="none", steps=3, frozen=()):
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
     sharded = FullyShardedDataParallel(module, **settings)
-    checkpoint_blocks(sharded.module, policy)
+    Checkpointing(sharded.module, policy)
     for step in range(steps):
         tokens = batch(step, vocabulary=24).chunk(process.world_size)[process.rank]
         with Recorder(sharded._schedule.groups) as recorder:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.parallel.nets import OPTIMIZERS, Net, batch, build, loss_of, train_alone
 from tests.workers import Workers
-from trainstep.blocks import checkpoint_blocks
+from trainstep.checkpointing import Checkpointing
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
 
@@ -192,17 +192,17 @@ def _train_prepared(process, policies):
     """Checkpointing and compilation after sharding and before it."""
     found = {}
     for policy in policies:
-        found[policy] = _train(process, {}, "adamw", 3, prepare=functools.partial(checkpoint_blocks, policy=policy))
+        found[policy] = _train(process, {}, "adamw", 3, prepare=functools.partial(Checkpointing, policy=policy))
     for policy in ("every-1", "selective"):
         module = build()
-        checkpoint_blocks(module, policy)
+        Checkpointing(module, policy)
         found[f"{policy} before"] = _train_module(process, module)
     found["compiled"] = _train(process, {}, "adamw", 3, prepare=_compile_blocks)
     module = build()
     _compile_blocks(module)
     found["compiled before"] = _train_module(process, module)
     module = build()
-    checkpoint_blocks(module, "every-1")
+    Checkpointing(module, "every-1")
     _compile_blocks(module)
     found["compiled, every-1"] = _train_module(process, module)
     found["compiled as a whole"] = _train(

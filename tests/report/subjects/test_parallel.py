@@ -4,7 +4,7 @@ from tests.report.page import Page
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
-from trainstep.report.subjects.parallel import overlap_findings
+from trainstep.report.subjects.parallel import SHARES_DIFFER, data_findings, overlap_findings
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -120,3 +120,15 @@ def test_the_schemes_that_hide_most_and_least_of_their_communication_are_told():
     (two,) = overlap_findings(rows[:2])
     assert (two.figures["most"], two.figures["least"]) == ("fsdp", "flat")
     assert overlap_findings(rows[3:]) == []
+
+
+def test_odd_batches_and_losses_are_said_once_per_workload():
+    def row(scheme="flat", **values):
+        return ParallelRow(workload="theirs", scheme=scheme, world_size=2, **values)
+
+    assert data_findings([row(share_difference=SHARES_DIFFER), row()]) == []
+    rows = [row(scheme, share_difference=0.17, batches="rank 0's") for scheme in ("flat", "fsdp")]
+    batches, shares = data_findings(rows)
+    assert (batches.id, shares.id) == ("parallel.batches", "parallel.shares")
+    assert shares.figures == {"workload": "theirs", "share": 0.17}
+    assert "17.0% away from the mean of its shares’" in shares.sentence

@@ -26,6 +26,9 @@ from trainstep.errors import UsageError
 HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""
 
+VACUOUS = 0.5
+"""Gradients that may be this far off, of their own size, say nothing."""
+
 ROWS = 2.0
 """A row may be off by twice what a parameter may: another algorithm has its worst of thousands in another row."""
 
@@ -118,6 +121,11 @@ class Rounding:
             errors[name] = error if known is None else Error(known.norm + error.norm, known.rows + error.rows)
         return Rounding(self.loss + other.loss, self.scale + other.scale, errors)
 
+    def relative(self, to: Gradients) -> float:
+        """Of all gradients together, as a part of these."""
+        size = math.sqrt(sum(to.squares.values()))
+        return math.sqrt(sum(each.norm**2 for each in self.by_name.values())) / (size or 1.0)
+
     def times(self, factor: float) -> Rounding:
         """All of it, larger."""
         errors = {name: Error(factor * each.norm, factor * each.rows) for name, each in self.by_name.items()}
@@ -150,6 +158,11 @@ class Deviation:
             and self.scale <= self.scale_allowed
             and self.worst <= self.worst_allowed
         )
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Whether so much is allowed that gradients of anything else might be within it."""
+        return not self.gradient_allowed < VACUOUS
 
     @property
     def severity(self) -> tuple[bool, float]:

@@ -23,13 +23,15 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
+from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights, fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
 from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
-from trainstep.training_step import TrainingStep, build_step
+from trainstep.randomness import from_seed
+from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, map_tensors
 
 TRAINED_STEPS = 10
@@ -52,15 +54,15 @@ class Place:
 
 def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
     """Loss and gradients of a batch with the step's weights as they are; random numbers start from one seed."""
-    devices = [step.device.index or 0] if step.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(step.config.seed)
+    with from_seed(step.config.seed, [step.device]):
         loss = step.gradients(batch)
     return Gradients.of(loss, step.module)
 
 
 Differentiate = Callable[[TrainingStep, Any], Gradients]
 """Loss and gradients of a batch, with the step's weights as they are."""
+Places = Callable[[TrainingStep], Iterable[Any]]
+"""Takes a step from place to place, and yields the batch there."""
 
 
 def start_and_trained(step: TrainingStep) -> Iterator[Any]:
@@ -82,13 +84,14 @@ class Reference:
 
     Raises:
         UsageError: loss or gradients are not finite.
+        NotReproducibleError: built once more, it has other weights or gradients.
     """
 
     def __init__(
         self,
         source: WorkloadSource,
         config: StepConfig,
-        places: Callable[[TrainingStep], Iterable[Any]] = start_and_trained,
+        places: Places = start_and_trained,
         differentiate: Differentiate = gradients_at,
     ) -> None:
         self.source, self.config, self._differentiate = source, config, differentiate
@@ -100,6 +103,8 @@ class Reference:
             plain.append(differentiate(step, batch).on_host())
             plain[0].check_finite(config.precision)
         del step, batch
+        self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
+        """Whether a second build gets other batches."""
         exact = attempt(lambda: self._in_float64(states, batches, plain))
         self.is_exact = isinstance(exact, list)
         """Whether the gradients are float64's."""
@@ -107,6 +112,19 @@ class Reference:
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
         self._measured: dict[tuple[PrecisionName, bool], list[Rounding]] = {}
         self._measured_again: set[tuple[PrecisionName, bool]] = set()
+        self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
+
+    def _build_again(self, places: Places, state: Mapping[str, Tensor], batch: Any, known: Gradients) -> bool:
+        """Whether the same workload, built once more, comes to the first place with another batch.
+
+        Raises:
+            NotReproducibleError: it has other weights, or makes other gradients of the same batch.
+        """
+        step = build_step(self.source, self.config)
+        own = next(iter(places(step)))
+        check_same_weights(state, _state_of(step.module))
+        check_same_gradients(known, self._differentiate(step, step.place(batch)).on_host(), self.config.precision)
+        return fingerprint(own) != fingerprint(batch)
 
     def _in_float64(
         self, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Any], plain: Sequence[Gradients]
@@ -130,6 +148,15 @@ class Reference:
         step = build_step(self.source, self.config)
         moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
         return {name: each.cpu() for name, each in moved.items()}
+
+    def updates_from_zero(self, precision: PrecisionName) -> Mapping[str, Tensor]:
+        """The same of weights that are stored in 16 bits, and zero at first."""
+        if precision not in self._from_zero:
+            step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
+            parameters = step.module.named_parameters()
+            moved = take_updates(step.optimizer, parameters, self.update_gradients, from_zero=True)
+            self._from_zero[precision] = {name: each.cpu() for name, each in moved.items()}
+        return self._from_zero[precision]
 
     @property
     def update_gradients(self) -> list[Mapping[str, Tensor]]:
@@ -181,7 +208,7 @@ class Reference:
             plain = self._differentiate(step, step.place(place.batch))
             random = Rounding()
             for seed in range(draws):
-                with RandomRounding(precision, seed):
+                with uncompiled(), RandomRounding(precision, seed):
                     load(step.module, place.state)
                     drawn = self._differentiate(step, step.place(place.batch))
                 random = Rounding.most([random, Rounding.between(drawn, plain)])

@@ -39,6 +39,8 @@ _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 _CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
 _EXACT = (_aten.clone, _aten.cat, _aten.stack, _aten.index_select, _aten.embedding, _aten.gather, _aten.neg, _aten.relu)
 """Operations that move numbers without rounding them."""
+_WHOLE = (_aten.histc, _aten.floor, _aten.ceil, _aten.round, _aten.trunc, _aten.arange, _aten.full, _aten.ones)
+"""Operations whose results are counts and the like: one unit less, and what is cut off to an index is another index."""
 
 
 class RandomRounding(TorchDispatchMode):
@@ -61,8 +63,10 @@ class RandomRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is _aten.copy_:  # a wider tensor's values stored in a narrow one
-            if args[0].dtype != args[1].dtype:
+            if args[0].dtype != args[1].dtype and args[1].is_floating_point():
                 self._round(args[0])
+        elif func.overloadpacket is _aten._to_copy and not args[0].is_floating_point():
+            pass  # whole numbers stay so
         elif func.overloadpacket in _PRODUCTS or func.overloadpacket in _CONVOLUTIONS:
             self._round_products(func.overloadpacket, args, result)
         elif func.overloadpacket is _aten._softmax_backward_data and not self._tf32:
@@ -70,7 +74,7 @@ class RandomRounding(TorchDispatchMode):
             self._round_all(result)
         elif (
             not self._tf32
-            and func.overloadpacket not in _EXACT
+            and func.overloadpacket not in (*_EXACT, *_WHOLE)
             and not any(each.alias_info for each in func._schema.returns)
         ):
             self._round_all(result)

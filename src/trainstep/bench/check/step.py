@@ -6,7 +6,8 @@ A step is judged three times, and no speed is shown of one that fails any:
    there at about 1e-5. The precision itself is not judged here.
 2. In its own precision, per parameter and per row, at twice what the plain step is off by in that precision plus one
    rounding (`Reference.rounding`).
-3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance (`updates`).
+3. Twelve updates of its optimizer from the reference's weights and gradients, at float32's tolerance, or at that of the
+   16 bits that weights are stored in (`updates`).
 
 Gradients are compared with the initial weights before the step is timed, and again with trained weights afterwards, in
 the very step that was timed.
@@ -23,12 +24,14 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at, load
-from trainstep.bench.check.updates import ROUNDING, UPDATES, UpdateError, compare_updates, take_updates
+from trainstep.bench.check.reproducible import NotReproducibleError
+from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
@@ -37,6 +40,7 @@ from trainstep.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
 """How gradients were held against the reference."""
+OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
 
@@ -53,6 +57,17 @@ class Verdict:
     not_in_float32: str = ""
     """Why the step has no such form here, such as memory; empty where it has."""
     compared: Compared = "as it is"
+    batches_differ: bool = False
+    """Whether every build gets other batches, so that all were given the reference's."""
+
+    @property
+    def not_told(self) -> str:
+        """Why nothing says whether the step is right; empty where something does."""
+        if not self.own.is_vacuous or not self.is_right:
+            return ""
+        return (
+            f"rounding alone takes its gradients off by so much that {self.own.gradient_allowed:.2g} would be allowed"
+        )
 
     @property
     def is_right(self) -> bool:
@@ -76,6 +91,8 @@ class Verdict:
             "update_error": self.update.error,
             "update_allowed": self.update.allowed,
             "compared": None if self.compared == "as it is" else self.compared,
+            "not_checked": self.not_told or None,
+            "batches": OTHER_BATCHES if self.batches_differ else None,
         }
 
     def __str__(self) -> str:
@@ -98,12 +115,20 @@ def plain_form(config: StepConfig) -> StepConfig:
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
 
 
+def first_form(source: WorkloadSource, config: StepConfig) -> StepConfig:
+    """What a ladder starts from: the plain form, with the workload's weights as they come."""
+    return dataclasses.replace(plain_form(config), precision=source.own_precision)
+
+
 class StepCheck:
     """Checks steps of one workload against its plain step, or against the first one where that does not fit."""
 
     def __init__(self, source: WorkloadSource, plain: StepConfig) -> None:
         self.source, self._plain = source, plain
         self._references: tuple[Reference, Reference] | None = None
+        self._unlike: NotReproducibleError | None = None
+        self._not_plain = ""
+        """Why the plain step is not the reference; empty where it is."""
 
     @property
     def reference(self) -> Reference:
@@ -113,21 +138,33 @@ class StepCheck:
 
     def _refer_to(self, plain: StepConfig) -> tuple[Reference, Reference]:
         """The plain step as it is, and with its dropout switched off: the same one where it has none."""
-        with without_dropout() as seen:
-            without = Reference(self.source, plain)
-        return Reference(self.source, plain) if seen.calls else without, without
+        if self._unlike is not None:
+            raise self._unlike
+        try:
+            with without_dropout() as seen:
+                without = Reference(self.source, plain)
+            return Reference(self.source, plain) if seen.calls else without, without
+        except NotReproducibleError as error:
+            self._unlike = error
+            raise
 
     def start(self, config: StepConfig) -> tuple[TrainingStep, Verdict]:
         """Build a step and judge it in float32, with its initial weights, and by its updates.
 
         Raises:
             UsageError: the reference's loss or gradients are not finite, so nothing can be compared with them.
+            NotReproducibleError: the workload does not compute the same twice.
         """
         if self._references is None:
             plain = attempt(lambda: self._refer_to(self._plain))  # where it is too large, the first step that is not
-            self._references = self._refer_to(config) if isinstance(plain, Failure) else plain
+            if isinstance(plain, Failure):
+                self._references, self._not_plain = self._refer_to(config), f"{plain.status}: {plain.reason}"
+            else:
+                self._references = plain
         float32: Verdict | None = None
         why_not, precision = "", self.reference.config.precision
+        if config.precision == precision and PRECISIONS[precision].is_half:
+            why_not = self._not_plain
         if config.precision != precision:
             tried = attempt(lambda: self._judge_twice(dataclasses.replace(config, precision=precision)))
             if isinstance(tried, Failure):
@@ -140,7 +177,8 @@ class StepCheck:
         if float32 is not None:
             update = max(update, float32.update, key=lambda each: each.share)
             compared = float32.compared if compared == "as it is" else compared
-        return step, Verdict(own, update, float32.own if float32 else None, why_not, compared)
+        differ = self.reference.batches_differ
+        return step, Verdict(own, update, float32.own if float32 else None, why_not, compared, differ)
 
     def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
         """Judge the same step, after it was timed, with trained weights."""
@@ -183,7 +221,8 @@ class StepCheck:
         return self._hold_anew(step.config, without, place, without_dropout), "without dropout"
 
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
-        batch = step.next_batch() if place == START else step.place(reference.places[place].batch)  # its own data first
+        is_own = place == START and not reference.batches_differ  # its own data first
+        batch = step.next_batch() if is_own else step.place(reference.places[place].batch)
         return reference.compare(gradients_at(step, batch), place, step.config.precision)
 
     def _hold_anew(
@@ -198,6 +237,8 @@ class StepCheck:
 
     def _update(self, step: TrainingStep) -> UpdateError:
         reference, entry = self.reference, PRECISIONS[step.config.precision]
-        found = take_updates(step.optimizer, step.module.named_parameters(), reference.update_gradients)
-        unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
-        return compare_updates(found, reference.updates, reference.sizes, unit)
+        take = partial(take_updates, step.optimizer, step.module.named_parameters(), reference.update_gradients)
+        if entry.is_stored_half:
+            expected = reference.updates_from_zero(step.config.precision)
+            return compare_updates(take(from_zero=True), expected, dict.fromkeys(expected, 0.0), entry.unit_roundoff)
+        return compare_updates(take(), reference.updates, reference.sizes)

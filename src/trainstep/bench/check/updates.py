@@ -6,6 +6,10 @@ weights, which are stored twice, and that of the update's own arithmetic, where 
 keeps ten bits less. The second update takes other gradients than the first: by then bias correction, momentum and the
 second moment have something to be wrong about. The others take the second's: what an optimizer does otherwise once it
 has taken ten steps shows there.
+
+A weight in bf16 keeps three digits, so that twelve updates of it may be lost in its rounding, and with them any error:
+the optimizer of such weights is held against the plain one in bf16, both from weights of zero, where an update is
+rounded as itself. What it does to other weights is judged by its float32 form.
 """
 
 from __future__ import annotations
@@ -51,15 +55,22 @@ def take_updates(
     parameters: Iterable[tuple[str, Tensor]],
     gradients: Sequence[Mapping[str, Tensor]],
     updates: int = UPDATES,
+    *,
+    from_zero: bool = False,
 ) -> dict[str, Tensor]:
     """How far each parameter moves, in float32, in updates of these gradients; weights and state are put back.
 
     Args:
         optimizer: as it is made, without state yet.
         gradients: of each update by parameter's name, the last for all further ones; one that is missing is None.
+        from_zero: the weights are zero before: 16 bits then round an update, not a weight.
     """
     named = dict(parameters)
-    before = {name: value.detach().clone() for name, value in named.items()}
+    kept = {name: value.detach().clone() for name, value in named.items()}
+    if from_zero:
+        with torch.no_grad():
+            torch._foreach_zero_(list(named.values()))
+    before = {name: value.detach().clone() for name, value in named.items()} if from_zero else kept
     state = optimizer.state_dict()
     versions: dict[str, int] = {}  # of gradients as they were given: an optimizer may change them in place
     for number in range(updates):
@@ -76,7 +87,7 @@ def take_updates(
     moved = {name: (value.detach().double() - before[name].double()).float() for name, value in named.items()}
     with torch.no_grad():
         for name, parameter in named.items():
-            parameter.copy_(before[name])
+            parameter.copy_(kept[name])
             parameter.grad = None
     optimizer.load_state_dict(state)
     return moved

@@ -51,11 +51,12 @@ from trainstep.bench.parallel.one_process import (
     batches,
     expected,
     fill_gradients,
+    ready_to_fill,
     seeded,
 )
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError, UsageError
-from trainstep.parallel.process import Process
+from trainstep.parallel.process import AgreedError, Process
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.records import Scalar
 from trainstep.replicas import full_parameters
@@ -148,15 +149,24 @@ class Comparison:
     """Of the model, on rank 0; 0 on others."""
     allow_unused: bool
     """Whether parameters may get no gradient."""
+    share_difference: float | None = None
+    """How far a batch's gradients are from the mean of its shares', relative; None but on rank 0."""
 
 
 def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) -> Comparison:
     """Judge every scheme on all ranks, beside one process on rank 0. All ranks call it.
 
+    Where one process cannot train on the whole batch, that is every scheme's failure.
+
     Raises:
-        UsageError: one process cannot train on the whole batch.
+        AgreedError: the workload cannot be trained for a reason that its author can mend.
     """
     wanted, allow_unused = _expected_on_first_rank(cases[0], process)
+    if isinstance(wanted, Failure):
+        said = "one process could not train on the whole batch, to compare with: "
+        reason = wanted.reason if wanted.status == "unsupported" else said + wanted.reason
+        failed = dataclasses.replace(wanted, reason=reason)
+        return Comparison(dict.fromkeys((case.scheme for case in cases), failed), 0, allow_unused)
     schemes: dict[Scheme, Agreement | Failure | None] = {}
     for case in cases:
         if not case.scheme.communicates:
@@ -166,24 +176,27 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
     count = 0 if wanted is None else sum(value.numel() for value in wanted.trained.parameters.values())
-    return Comparison(schemes, count, allow_unused)
+    return Comparison(schemes, count, allow_unused, None if wanted is None else wanted.share_difference)
 
 
-def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | None, bool]:
-    """What one process computes, on rank 0, and None elsewhere; and, on all, whether it left parameters unused."""
+def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:
+    """What one process computes, on rank 0, and None elsewhere; on all, why it could not, or whether it left parameters
+    unused."""
     found: Expected | Failure | None = None
+    mistake: str | None = None
     if process.rank == 0:
         try:
             with _host_threads(process):
                 found = attempt(lambda: expected(case.source, case.whole(process.world_size), process.world_size))
         except UsageError as error:  # the others wait for what is sent to them
-            found = Failure("unsupported", str(error))
-    known: list[Failure | bool] = [found if isinstance(found, Failure) else found is not None and found.trained.unused]
+            mistake = str(error)
+    failure = found if isinstance(found, Failure) else None
+    known: list[Any] = [mistake, failure, isinstance(found, Expected) and found.trained.unused]
     dist.broadcast_object_list(known, group=process.group, group_src=0)
-    if isinstance(known[0], Failure):
-        raise UsageError(f"one process could not train on the whole batch, to compare with: {known[0].reason}")
-    assert not isinstance(found, Failure), "its failure was sent to this rank too"
-    return found, known[0]
+    mistake, failure, allow_unused = known
+    if mistake is not None:
+        raise AgreedError(mistake)
+    return failure or found, allow_unused
 
 
 def agreement(case: ParallelCase, wanted: Expected | None, process: Process) -> Agreement | None:
@@ -247,16 +260,19 @@ class _Trial:
 
     def updates(self) -> UpdateError | None:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
-        step = self._build(self.case)
+        config = self.case.config
+        seeds = itertools.count(self.process.rank, self.process.world_size)
+        step = self._build(self.case, lambda workload: ready_to_fill(seeded(workload, seeds), config))
         fill_gradients(step, FILLED)
         for batch in batches(step, 2, len(FILLED)):
             _loss_of(step, batch)
-        moved = self._moved(step, 0)
+        entry = PRECISIONS[config.precision]
+        moved = self._moved(step, None if entry.is_stored_half else 0)
         if self.wanted is None:
             return None
-        entry, updates = PRECISIONS[self.case.config.precision], self.wanted.updates
-        sizes = {name: float(self.wanted.initial[name].norm()) for name in updates}
-        unit = entry.unit_roundoff if entry.is_stored_half else ROUNDING
+        updates = self.wanted.updates
+        start = {name: 0.0 if entry.is_stored_half else float(self.wanted.initial[name].norm()) for name in updates}
+        sizes, unit = start, entry.unit_roundoff if entry.is_stored_half else ROUNDING
         return self._alone(lambda: compare_updates(moved, updates, sizes, unit))
 
     def training(self) -> tuple[float, float]:
@@ -303,12 +319,13 @@ class _Trial:
 
         return dataclasses.replace(seeded(workload, itertools.repeat(self.process.rank)), optimizer=optimizer)
 
-    def _moved(self, step: TrainingStep, place: int) -> dict[str, Tensor]:
-        """How far each parameter is from one process's in a place, on its device; nothing but on rank 0."""
+    def _moved(self, step: TrainingStep, place: int | None) -> dict[str, Tensor]:
+        """How far each parameter is from one process's in a place (None: from zero), on its device; nothing but on rank
+        0."""
         moved: dict[str, Tensor] = {}
         for name, value in self._in_full(step):
-            if self.wanted is not None and name in (state := self.wanted.gradients.places[place].state):
-                before = state[name].to(value.device, value.dtype)
+            if self.wanted is not None and name in (state := self.wanted.gradients.places[place or 0].state):
+                before = torch.zeros_like(value) if place is None else state[name].to(value.device, value.dtype)
                 moved[name] = (value.double() - before.double()).float()
         return moved
 

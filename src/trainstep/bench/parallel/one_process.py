@@ -25,12 +25,17 @@ from torch import Tensor, nn
 
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
-from trainstep.bench.check.gradients import Gradients, dense
-from trainstep.bench.check.reference import Reference
+from trainstep.bench.check.gradients import Gradients, Rounding, dense
+from trainstep.bench.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
+from trainstep.bench.check.reproducible import REPEATS
+from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import UPDATES
+from trainstep.bench.outcome import Failure, attempt
 from trainstep.bench.parallel import share_of
-from trainstep.casting import autocast_dtype
+from trainstep.casting import autocast_dtype, stored_dtype
 from trainstep.config import StepConfig
+from trainstep.precision import PRECISIONS
+from trainstep.randomness import from_seed
 from trainstep.replicas import local_gradients
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource, map_tensors
@@ -71,6 +76,8 @@ class Expected:
     """How far a scheme's losses may be off."""
     update_allowed: float
     """How far its parameters may be off after `STEPS`, relative to how far they moved."""
+    share_difference: float | None
+    """How far the first batch's gradients are from the mean of its shares', relative; None where that is random."""
 
     @property
     def initial(self) -> Mapping[str, Tensor]:
@@ -86,23 +93,23 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
     """
     plain_config = dataclasses.replace(config, compile="off")
     wide_config = dataclasses.replace(plain_config, precision="fp32")
-    double = config.precision == "fp32"
     with without_dropout() as dropout:
         shares = WorkloadSource(
             source.name, lambda step: seeded(source.build(step), itertools.cycle(range(world_size))), source.model
         )
-        wide = _train(source, wide_config, world_size, double=double)
-        plain = _train(source, plain_config, world_size, double=False)
+        plain = _train(source, plain_config, world_size)
+        wides = _trained_beside(plain, source, wide_config, world_size, double=config.precision == "fp32")
         places, mean = partial(_places, 0.0 if plain.unused else MOVED), partial(_mean_gradients, world_size)
         gradients = Reference(shares, wide_config, places, mean)
-    own = _distance(plain.parameters, wide.parameters) / plain.moved
-    rounding = one_rounding(autocast_dtype(config.precision) or torch.float32)
-    off = max(abs(a - b) for a, b in zip(plain.losses, wide.losses, strict=True))
+        apart = _share_difference(source, wide_config, world_size)
+    own = max(_distance(plain.parameters, wide.parameters) for wide in wides) / plain.moved
+    rounding = one_rounding(autocast_dtype(config.precision) or stored_dtype(config.precision) or torch.float32)
+    off = max(abs(a - b) for wide in wides for a, b in zip(plain.losses, wide.losses, strict=True))
     if dropout.calls:
-        plain = _train(source, plain_config, world_size, double=False)
+        plain = _train(source, plain_config, world_size)
     loss_allowed = allowed_error(off, rounding * max(map(abs, plain.losses)))
     updates = _updates(source, plain_config, world_size)
-    return Expected(gradients, updates, plain, loss_allowed, allowed_error(own, rounding))
+    return Expected(gradients, updates, plain, loss_allowed, allowed_error(own, rounding), apart)
 
 
 def seeded(workload: Workload, seeds: Iterator[int]) -> Workload:
@@ -110,9 +117,7 @@ def seeded(workload: Workload, seeds: Iterator[int]) -> Workload:
     forward = workload.forward
 
     def from_its_seed(module: nn.Module, batch: Any) -> Any:
-        devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(next(seeds))
+        with from_seed(next(seeds), {parameter.device for parameter in module.parameters()}):
             return forward(module, batch)
 
     return dataclasses.replace(workload, forward=from_its_seed)
@@ -129,6 +134,15 @@ def fill_gradients(step: TrainingStep, values: Iterable[float | None]) -> None:
                 gradient.fill_(value)
 
     step.optimizer.register_step_pre_hook(fill)
+
+
+def ready_to_fill(workload: Workload, config: StepConfig) -> Workload:
+    """The workload; weights that are stored in 16 bits are made zero, so that updates are rounded as themselves."""
+    if PRECISIONS[config.precision].is_stored_half:
+        with torch.no_grad():
+            for parameter in workload.module.parameters():
+                parameter.zero_()
+    return workload
 
 
 def batches(step: TrainingStep, count: int, passes: int) -> Iterator[Any]:
@@ -178,7 +192,7 @@ def _mean_gradients(world_size: int, step: TrainingStep, batch: Any) -> Gradient
 
 def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dict[str, Tensor]:
     plain = config if config.optimizer == "sgd" else dataclasses.replace(config, optimizer=StepConfig().optimizer)
-    step = TrainingStep(source.build(plain), plain)
+    step = TrainingStep(ready_to_fill(seeded(source.build(plain), itertools.count()), plain), plain)
     used = dict(step.module.named_parameters())
     before = {name: value.detach().clone() for name, value in used.items()}
 
@@ -193,7 +207,35 @@ def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dic
     return {name: (value.detach().double() - before[name].double()).float().cpu() for name, value in used.items()}
 
 
-def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool) -> Trained:
+def _trained_beside(
+    plain: Trained, source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool
+) -> list[Trained]:
+    """The same training without the precision's rounding; or, where a model does not run in float64 or computes
+    something else in it, with more of float32's."""
+    if not double:
+        return [_train(source, config, world_size)]
+    exact = attempt(lambda: _train(source, config, world_size, double=True))
+    if not isinstance(exact, Failure) and math.isclose(exact.losses[0], plain.losses[0], rel_tol=FLOAT32_AT_MOST):
+        return [exact]
+    drawn = []
+    for seed in range(DRAWS):
+        with RandomRounding(config.precision, seed):
+            drawn.append(_train(source, config, world_size))
+    return drawn
+
+
+def _share_difference(source: WorkloadSource, config: StepConfig, world_size: int) -> float | None:
+    """Where a loss is a mean over as many terms in every share of a batch, nothing but rounding; None where random
+    numbers make a difference too, which a share draws for other rows."""
+    seeds = itertools.chain(itertools.repeat(0, world_size + 1), itertools.repeat(1))
+    step = TrainingStep(seeded(source.build(config), seeds), config)
+    batch = step.next_batch()
+    mean, whole, again = (_mean_gradients(parts, step, batch) for parts in (world_size, 1, 1))
+    is_random = Rounding.between(whole, again).relative(whole) > REPEATS
+    return None if is_random else Rounding.between(whole, mean).relative(mean)
+
+
+def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, double: bool = False) -> Trained:
     workload = seeded(source.build(config), itertools.count())
     if double:
         workload.module.double()

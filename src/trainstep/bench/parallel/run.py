@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
+from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.trace import trace_row, traced_step
@@ -67,7 +69,10 @@ def run_cases(
         raise UsageError(
             f"{precision} needs a scaler that skips steps, so schemes cannot be compared step by step; use bf16"
         )
+    source, batches = same_on_all_ranks(cases[0].source, cases[0].whole(process.world_size), process)
+    cases = [dataclasses.replace(each, source=source) for each in cases]
     comparison = compare_with_one_process(cases, process)
+    beside = {"batches": batches, "share_difference": comparison.share_difference}
     known = [dataclasses.replace(each, allow_unused=comparison.allow_unused) for each in cases]
     agreements = {case: comparison.schemes[case.scheme] for case in known}
     results: Mapping[ParallelCase, Result] = {}
@@ -75,7 +80,10 @@ def run_cases(
     for results in time_in_turns(agreements, process, rounds):
         if process.rank == 0:
             count = comparison.num_parameters
-            rows = {case: parallel_row(case, process, each, num_parameters=count) for case, each in results.items()}
+            rows = {
+                case: parallel_row(case, process, each, num_parameters=count, beside=beside)
+                for case, each in results.items()
+            }
             yield SoFar([*with_exposed(list(rows.values())), *ratio_rows(list(rows.values()))])
     if process.rank == 0:
         yield from with_exposed(list(rows.values()))
@@ -191,19 +199,25 @@ def _held(moment: str, step: TrainingStep, device: torch.device) -> dict[str, in
     return found
 
 
-def parallel_row(case: ParallelCase, process: Process, result: Result, *, num_parameters: int) -> ParallelRow:
+def parallel_row(
+    case: ParallelCase,
+    process: Process,
+    result: Result,
+    *,
+    num_parameters: int,
+    beside: Mapping[str, Scalar] = MappingProxyType({}),
+) -> ParallelRow:
     """The row of a scheme, on rank 0, but for `exposed_ms`. One that does not agree shows by how much, and no speed.
 
-    `num_parameters` is the model's.
+    `num_parameters` is the model's; `beside` are columns that all schemes of the workload share.
     """
     environment = describe(process.device)
     columns: dict[str, Any] = case.columns(process.world_size)
     if isinstance(result, Failure):
-        return failed_row(ParallelRow, columns, result, environment)
+        return failed_row(ParallelRow, columns, result, environment, beside)
     if isinstance(result, Agreement):
-        return make_row(
-            ParallelRow, columns, result.columns(), status="wrong", reason=str(result), environment=environment
-        )
+        values = {**beside, **result.columns()}
+        return make_row(ParallelRow, columns, values, status="wrong", reason=str(result), environment=environment)
     slowest = [max(ranks, key=_step_ms) for ranks in result.rounds]
     samples: dict[str, list[float]] = {}
     for rank in slowest:
@@ -223,6 +237,7 @@ def parallel_row(case: ParallelCase, process: Process, result: Result, *, num_pa
         peer_copies=case.scheme.takes_peer_copies and process.device.type == "cuda",
     )
     measured: dict[str, Any] = {
+        **beside,
         **({} if result.agreement is None else result.agreement.columns()),
         "n": len(samples["step"]),
         "rounds": len(result.rounds),
@@ -286,7 +301,8 @@ def planned_bytes(
         scheme.planned_as or "ddp",
         num_parameters,
         world_size,
-        state_per_parameter=0 if optimizer == "sgd" else 8,
+        bytes_per_parameter=entry.stored_bytes,
+        state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,
         compute_bytes=narrow,
         reduce_bytes=narrow,
         largest_group=0 if model is None else largest_group(model),

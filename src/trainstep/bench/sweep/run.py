@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trainstep.bench.sweep import keeper
+from trainstep.bench.sweep import keeper, slurm
 from trainstep.bench.sweep.cases import Case
 from trainstep.bench.sweep.rows import rows_of
 from trainstep.errors import UsageError
@@ -180,6 +180,9 @@ def run_jobs(
 ) -> Generator[Case, None, None]:
     """Submit the cases and yield each as its job ends. Left early, it cancels what waits and runs.
 
+    Killed, it cannot: then a process beside it (`slurm.py`) cancels them, and where that was killed too, the next sweep
+    into the folder does, before it submits anything.
+
     Args:
         cases: their folders must be on a file system that the nodes share.
         folder: for submitit's own files.
@@ -201,6 +204,8 @@ def run_jobs(
         wanted = {"partition": asked.partition, "account": asked.account, "array_parallelism": jobs}
         executor.update_parameters(**{f"slurm_{name}": value for name, value in wanted.items() if value is not None})
     waiting, running = list(cases), list[tuple[Case, "submitit.Job[None]"]]()
+    submitted = folder / slurm.SUBMITTED
+    guard = _watched(submitted) if cluster == "slurm" else None
     try:
         while waiting or running:
             room = len(waiting) if cluster == "slurm" else min(len(waiting), (jobs or 1) - len(running))
@@ -211,6 +216,8 @@ def run_jobs(
             if batch:  # as one array
                 started = executor.map_array(run_alone, batch, [timeout_s] * len(batch))
                 running += zip(batch, started, strict=True)
+                if guard is not None:
+                    slurm.note(submitted, [job.job_id for job in started])
             ended = [each for each in running if each[1].done()]
             running = [each for each in running if each not in ended]
             for case, job in ended:
@@ -226,6 +233,18 @@ def run_jobs(
                 with contextlib.suppress(Exception):
                     job.wait()
             case.clear()
+        if guard is not None and guard.stdin is not None:
+            submitted.unlink(missing_ok=True)  # nothing is left to cancel
+            guard.stdin.close()
+            guard.wait()
+
+
+def _watched(submitted: Path) -> subprocess.Popen[bytes]:
+    """Cancel what an earlier sweep left, and start the process that does so for this one."""
+    slurm.cancel(submitted)
+    submitted.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-I", slurm.__file__, str(submitted)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def run_alone(case: Case, timeout_s: float | None) -> None:

@@ -214,6 +214,7 @@ class Recording:
     snapshot: Mapping[str, Any]  # as `torch.cuda.memory._snapshot` gives it, each allocation's owner as its category
     allocator_peak: int | None = None
     """The most bytes asked for at once, as the GPU's allocator counts: `timeline.peak` must equal it. None on a CPU."""
+    is_uncompiled: bool = False  # whether code that is compiled otherwise ran eagerly, to be followed
 
 
 def record_on_cpu(step: Callable[[], object], watch: StepWatch, batch: Any) -> Recording:

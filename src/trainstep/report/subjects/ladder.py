@@ -17,7 +17,7 @@ from trainstep.report.charts.rows import Fall, Outcome, waterfall
 from trainstep.report.columns import Cell, Column, ratio_cell, value_cell
 from trainstep.report.numbers import NONE, gib, number, numeric, power_of_ten, typeset
 from trainstep.report.subjects import ladder_findings
-from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs
+from trainstep.report.subjects.ladder_findings import BASELINE, FIRST_THAT_FITS, climbs, control_name, kept_rungs
 from trainstep.report.tables import define, make_table
 from trainstep.stats import WITHIN_RUN
 
@@ -60,8 +60,8 @@ def _verdict(row: Row) -> Cell:
     cell = Cell("no clear gain, not kept", called, "verdict", tone="quiet", is_text=True, in_files=called)
     if row.status != "ok":
         return replace(cell, text=row.status, note=row.reason, tone="bad")
-    if called == "baseline":
-        return replace(cell, text="baseline")
+    if called in (BASELINE, FIRST_THAT_FITS):
+        return replace(cell, text=called)
     if kept:
         return replace(cell, text="kept" if called == "faster" else "kept: no slower, and smaller", tone="good")
     return replace(cell, text="slower, not kept", tone="bad") if called == "slower" else cell
@@ -230,7 +230,7 @@ def _tip(row: RungRow) -> str:
     told = [f"step {span(row, 'step')}"]
     for name, words in (("speedup", "speed-up"), ("gain", "against the kept rung before")):
         cell = ratio_cell(row, name)
-        if row.verdict != "baseline" and cell.value is not None:
+        if row.verdict not in (BASELINE, FIRST_THAT_FITS) and cell.value is not None:
             told.append(f"{words} {cell.plain} {WITHIN_RUN if cell.low else '(too few samples)'}")
     if row.peak_gib is not None:
         told.append(f"peak memory {gib(row.peak_gib)}")

@@ -13,6 +13,7 @@ from trainstep.report.numbers import numeric
 from trainstep.stats import Interval, Ratio, product
 
 BASELINE = "baseline"  # the rung that every climb begins with
+FIRST_THAT_FITS = "first that fits"  # its verdict where the baseline is too large
 ON_TOP = ", on the top"  # ends the name of a rung that was not kept at first and is tried again
 SETTINGS = ("precision", "attention", "optimizer", "compile", "loss")  # what rungs change, and flags
 
@@ -49,10 +50,11 @@ def kept_rungs(rows: Sequence[Row]) -> list[RungRow]:
 
 def recommended_flags(rows: Sequence[Row]) -> str:
     """The settings of the first ladder's top that differ from its baseline's, as flags to paste; or empty."""
-    kept = kept_rungs(next(iter(climbs(rows).values()), ()))
+    climb = next(iter(climbs(rows).values()), [])
+    kept = kept_rungs(climb)
     if not kept:
         return ""
-    start, end = kept[0].case, kept[-1].case
+    start, end = climb[0].case, kept[-1].case
     return " ".join(f"--{name} {end[name]}" for name in SETTINGS if end.get(name) != start.get(name))
 
 
@@ -93,6 +95,27 @@ def advised(
     return (f".{result}", gains) if result else (advice, {})
 
 
+def failed_baselines(rows: Sequence[Row]) -> list[RungRow]:
+    """The first rungs of ladders that could not be climbed. One that is too large is not among them."""
+    return [climb[0] for climb in climbs(rows).values() if climb[0].status not in ("ok", "out of memory")]
+
+
+def baseline(rows: Sequence[Row]) -> list[Finding]:
+    """That a ladder has no baseline, which is said before all else."""
+    told = []
+    for name, climb in climbs(rows).items():
+        first, whose = climb[0], f"{literal(name)}: " if name else ""
+        figures: dict[str, Scalar] = {"status": first.status, "reason": first.reason or None}
+        if first.status not in ("ok", "out of memory"):
+            said = "the baseline failed ({status}): {reason}. There is nothing to compare with, and no rung was tried."
+            told.append(found("gain.no-baseline", (whose + said) if whose else f"T{said[1:]}", **figures))
+        elif first.status != "ok" and (kept := kept_rungs(climb)):
+            said = "the baseline is too large ({reason}): speed-ups are over {first}, the first that fits."
+            figures = {"reason": first.reason, "first": kept[0].rung}
+            told.append(found("gain.too-large", (whose + said) if whose else f"T{said[1:]}", **figures))
+    return told
+
+
 def gain(rows: Sequence[Row]) -> list[Finding]:
     """What the kept rungs of each ladder bring together, and what was checked of them."""
     return [
@@ -104,6 +127,9 @@ def gain(rows: Sequence[Row]) -> list[Finding]:
 
 def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
     if len(kept) == 1:
+        said = "No change on the ladder made the step faster: {first} is the best found."
+        if kept[0].rung != BASELINE:
+            return found("gain.none", whose + said, first=kept[0].rung)
         said = "No change on the ladder made the step faster: the baseline is the best found."
         return found("gain.none", whose + said)
     first, last, there = kept[0], kept[-1], changes(kept)
@@ -161,7 +187,7 @@ def rejected(rows: Sequence[Row]) -> list[Finding]:
     told = []
     for name, climb in climbs(rows).items():
         whose = f"{literal(name)}: " if name else ""
-        for row in {base_name(row): row for row in climb}.values():
+        for row in {base_name(row): row for row in climb if row.rung != BASELINE}.values():
             if row.status != "ok":
                 why, said = row.status.replace(" ", "-"), f" ({row.status}): {{reason}}"
             elif row.verdict == "slower":
@@ -175,4 +201,4 @@ def rejected(rows: Sequence[Row]) -> list[Finding]:
     return told
 
 
-RULES = (gain, rejected)
+RULES = (baseline, gain, rejected)

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from trainstep.config import blocks_per_checkpoint
-from trainstep.kinds import CheckpointingRow, PeakRow, ResidualRow, RungRow, WorkloadRow
+from trainstep.kinds import (
+    CheckpointingRow,
+    MemoryTimelineRow,
+    PeakRow,
+    ResidualRow,
+    RungRow,
+    StepRow,
+    WorkloadRow,
+)
 from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Facts, Finding, Section, fact, found, in_gib, listed, literal
@@ -36,6 +44,7 @@ PEAKS = define(
     *(columns.value(name, f"{name}_peak_gib") for name in ("forward", "loss", "backward", "optimizer")),
     *columns.values({"peak": "peak_gib", "predicted": "predicted_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.value("not predicted", "not_predicted"),
     columns.OUTCOME,
 )
 CHECKPOINTING = define(
@@ -45,6 +54,7 @@ CHECKPOINTING = define(
     columns.word("checkpointing", "checkpointing"),
     *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
     columns.value("prediction off by (%)", "prediction_error", digits=2),
+    columns.value("not predicted", "not_predicted"),
     columns.value("peak in", "peak_phase"),
     columns.median("step (ms) [95 %]", "step"),
     columns.OUTCOME,
@@ -179,6 +189,31 @@ def prediction_findings(records: Sequence[Row]) -> list[Finding]:
 
 def _told(row: Row, *names: str) -> str:
     return ", ".join(f"{name} {row.case[name]}" for name in names if row.case.get(name))
+
+
+def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
+    """That figures of memory are those of eager code, though the workload compiles some of it."""
+    kinds = (StepRow, RungRow, PeakRow, MemoryTimelineRow, CheckpointingRow)
+    count = sum(bool(getattr(row, "uncompiled", None)) for row in records if isinstance(row, kinds))
+    if not count:
+        return []
+    said = (
+        "The workload compiles code of its own. Where its memory was followed, that code ran eagerly, because compiled "
+        "code allocates out of sight: the peaks of {count} measurements are those of eager code, times are not."
+    )
+    return [found("memory.uncompiled", said, count=count)]
+
+
+def cache_findings(records: Sequence[Row]) -> list[Finding]:
+    """That forward fills a key-value cache, which training does not use."""
+    rows = [row for row in records if isinstance(row, (StepRow, RungRow, PeakRow, CheckpointingRow)) and row.cache_gib]
+    if not rows:
+        return []
+    said = (
+        "Forward fills a key-value cache of {gib:gib} that training does not use. It is kept until the loss is there, "
+        "and with checkpointing through backward. Turn it off: use_cache=False in transformers' configurations."
+    )
+    return [found("memory.cache", said, gib=max(row.cache_gib or 0 for row in rows))]
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
@@ -349,4 +384,12 @@ def _kept(rows: Sequence[ResidualRow], under: str) -> Iterator[Finding]:
 
 TABLES = (PEAKS, *allocations.TABLES, RESIDUALS, CHECKPOINTING)
 SECTIONS = (memory, peaks, *allocations.SECTIONS, residuals, checkpointing)
-RULES = (*allocations.RULES, residual_findings, prediction_findings, fit_findings, checkpointing_findings)
+RULES = (
+    *allocations.RULES,
+    residual_findings,
+    prediction_findings,
+    uncompiled_findings,
+    cache_findings,
+    fit_findings,
+    checkpointing_findings,
+)

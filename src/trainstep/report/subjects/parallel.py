@@ -40,6 +40,9 @@ _COLLECTIVES = (
 MEMORY_KINDS = {"weights": "weights", "gradients": "gradients", "state": "optimizer_state"}
 """Titles of what a rank holds → the middle of its columns."""
 
+SHARES_DIFFER = 1e-3
+"""Gradients of a batch further than this from the mean of its shares' differ by more than rounding."""
+
 COLLECTIVE = define(
     CollectiveRow,
     "Collectives: time on the slowest rank; bus bandwidth is bytes on each link of a ring over that time",
@@ -203,6 +206,21 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
     return [found("parallel.hidden", f"{said}.", **figures)]
 
 
+def data_findings(records: Sequence[Row]) -> list[Finding]:
+    """What is odd about a workload's batches or its loss when they are divided: no scheme is wrong for it."""
+    rows, told = of_kind(records, ParallelRow), list[Finding]()
+    for row in {row.workload: row for row in rows if row.batches is not None}.values():
+        said = "{workload}: its loader gives every rank other batches; all schemes, and the one process beside them, "
+        said += "trained on those of rank 0, divided among the ranks."
+        told.append(found("parallel.batches", said, workload=row.workload))
+    for row in {row.workload: row for row in rows if numeric(row.share_difference or 0) > SHARES_DIFFER}.values():
+        said = "{workload}: the gradients of a whole batch are {share:.1%} away from the mean of its shares’. Its loss "
+        said += "is no mean over equal counts (padding, ignored labels), or looks across the batch (statistics, "
+        said += "negatives): with more ranks every scheme, ours and torch’s, trains something a little different."
+        told.append(found("parallel.shares", said, workload=row.workload, share=row.share_difference))
+    return told
+
+
 def collectives(records: Sequence[Row]) -> Section | None:
     """Collectives: time and bandwidth against size, the fitted lines, and every measured case."""
     rows, fits = of_kind(records, CollectiveRow), of_kind(records, CollectiveFitRow)
@@ -359,5 +377,5 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
 
 
 TABLES = (COLLECTIVE, FIT, SCHEMES, RATIOS, TRACES, RUNS)
-RULES = (overlap_findings,)
+RULES = (data_findings, overlap_findings)
 SECTIONS = (collectives, parallel)

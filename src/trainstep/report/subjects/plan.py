@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -128,11 +129,12 @@ RULES = (findings,)
 
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
-    best = max(rows, key=lambda row: numeric(row.tokens_per_s))
-    said = (
-        f"Predicted: of what fits, {{strategy}} is fastest on {'one GPU' if best.gpus == 1 else '{gpus:,} GPUs'}, with "
-        "{tokens_per_s:n} tokens/s at {utilisation:.0%} of the peak and {step_ms:ms} a step. What limits it: {limit}."
-    )
+    best = max(rows, key=lambda row: (row.gpus / (row.step_ms or math.inf), numeric(row.tokens_per_s)))
+    speed = "{tokens_per_s:n} tokens/s at {utilisation:.0%} of the peak and {step_ms:ms} a step"
+    if best.tokens_per_s is None or best.utilisation is None:  # the batch of a user's step does not tell
+        speed = "{step_ms:ms} a step"
+    devices = "one GPU" if best.gpus == 1 else "{gpus:,} GPUs"
+    said = f"Predicted: of what fits, {{strategy}} is fastest on {devices}, with {speed}. What limits it: {{limit}}."
     figures = {"tokens_per_s": best.tokens_per_s, "utilisation": best.utilisation, "step_ms": best.step_ms}
     return found("plan.fastest", said, strategy=best.strategy, gpus=best.gpus, limit=best.limit, **figures)
 

@@ -8,8 +8,9 @@ from functools import partial
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
-from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Headline, Section, found, listed, literal, span
 from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
 from trainstep.report.tables import define, make_table
 
@@ -122,8 +123,8 @@ def how_it_went(rows: Sequence[Row]) -> Iterator[Finding]:
             said = f"A gradient scaler left out {{skipped:n}} of {{seen:n}} updates{whose}; those steps are not timed."
             yield found("script.skipped", said, skipped=row.skipped, seen=row.steps_seen)
         if row.evaluated:
-            said = f"{{evaluated:n}} steps{whose} have an evaluation in between and are not among those that are timed."
-            yield found("script.evaluated", said, evaluated=row.evaluated)
+            said = f"Of {{seen:n}} steps{whose}, {{evaluated:n}} had an evaluation in between; they are not timed."
+            yield found("script.evaluated", said, evaluated=row.evaluated, seen=row.steps_seen)
     if len(own) > 1:
         names = tuple(row.updates or "?" for row in own)
         said = "Several optimizers have steps of their own: {names:list}."
@@ -173,17 +174,16 @@ def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Lines that wait every step, or for long."""
+    """Lines that wait for long; on a CPU, lines that would wait every step."""
     steps = {row.rank: row for row in first_rank(rows)}
+    would: list[str] = []
     for row in of_kind(rows, WaitRow):
         if row.rank or (step := steps.get(row.rank)) is None:
             continue
         from_line = f" (called from {row.from_line})" if row.from_line else ""
         figures: dict[str, Scalar] = {"line": row.line, "call": row.call, "calls": row.calls_per_step}
         if row.ms_per_step is None:
-            said = (
-                f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step looked at."
-            )
+            said = f"The host also waits for the device at {{line}}{from_line}, {{calls:n}} times in one step."
             yield found("waits.seen", said, **figures)
         elif row.on_gpu and row.ms_per_step >= WAITING * (step.step_ms or 0):
             share = row.ms_per_step / (step.step_ms or 1)
@@ -193,11 +193,13 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
             )
             yield found("waits.line", said, **figures, ms=row.ms_per_step, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
-            said = (
-                f"{{line}}{from_line} reads a tensor {{calls:n}} times a step ({{call}}): nothing on a CPU, but on a "
-                "GPU the host would wait there until the device is done."
-            )
-            yield found("waits.would", said, **figures)
+            would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step)")
+    if would:
+        said = (
+            "Tensors are read on the host at {lines:list}: nothing on a CPU; were they on a GPU, the host would wait "
+            "there until the device is done."
+        )
+        yield found("waits.would", said, lines=tuple(would))
 
 
 def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -253,6 +255,21 @@ def late_ranks(rows: Sequence[Row]) -> Iterator[Finding]:
 RULES = (
     longest_phases, how_it_went, overhead, data_bound, launch_bound, waiting_lines, compiled_again, late_ranks
 )  # fmt: skip
+
+
+def headline(rows: Sequence[Row]) -> Headline | None:
+    """The step of a script, or of the first of its optimizers, for the top of the page."""
+    row = next(iter(first_rank(rows)), None)
+    if row is None:
+        return None
+    order = sorted((name for name in PHASES if name in row.times), key=lambda name: -share_of(row, name))[:4]
+    stats = [
+        (PHASES[name].capitalize(), f"{number(row.times[name].median)} ms", f"{share_of(row, name):.0%} of the step")
+        for name in order
+    ]
+    whose = f"per step of {row.updates}" if row.updates else "per step"
+    detail = f"median of {number(row.n)} steps: {span(row, 'step')}"
+    return Headline(Cell(f"{number(row.step_ms)} ms", row.step_ms, "step_ms"), whose, detail, stats)
 
 
 def script(rows: Sequence[Row]) -> Section | None:

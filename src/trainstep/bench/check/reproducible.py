@@ -1,0 +1,60 @@
+"""Does a workload compute the same twice? What does not can be held against nothing, and is not called wrong for it.
+
+A workload is built twice from one seed, which torch, numpy and `random` all start from. Then it has the same weights,
+gets the same batches, and makes the same gradients of them, unless it draws from a generator of its own. Other weights
+or gradients make every comparison void. Other batches need not: all sides are then given the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainstep.bench.check import one_rounding
+from trainstep.bench.check.gradients import Gradients, Rounding
+from trainstep.errors import UnsupportedError
+from trainstep.precision import PrecisionName
+from trainstep.workload import tensors_of
+
+REPEATS = 1e-3
+"""Gradients of one batch and the same weights that are further apart were made by other random numbers: on a GPU, sums
+in another order bring them 1e-5 apart."""
+SEEDS = "torch, numpy and `random` are seeded before the factory is called; seed any other generator there"
+
+
+class NotReproducibleError(UnsupportedError):
+    """Two builds of a workload from one seed are not alike."""
+
+
+def fingerprint(batch: Any) -> str:
+    """Of the types, shapes and bits of a batch's tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_of(batch):
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Raise `NotReproducibleError` where two builds have other parameters or buffers."""
+    unlike = [name for name, value in first.items() if name not in second or not _equal(value, second[name])]
+    if unlike or len(first) != len(second):
+        which = unlike[0] if unlike else "some"
+        raise NotReproducibleError(f"not reproducible: built twice from one seed, {which} has other values; {SEEDS}")
+
+
+def check_same_gradients(first: Gradients, second: Gradients, precision: PrecisionName) -> None:
+    """Raise `NotReproducibleError` where the same weights and batch gave other gradients."""
+    apart = Rounding.between(second, first).relative(first)
+    if not apart <= max(REPEATS, one_rounding(precision)) or first.by_name.keys() != second.by_name.keys():
+        raise NotReproducibleError(
+            f"not reproducible: the same weights and batch gave gradients that are {apart:.2g} apart; {SEEDS}"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())

@@ -1,0 +1,205 @@
+"""A step of any workload traced without running it: built and stepped with fake tensors, which have shapes and no data.
+
+What fake tensors cannot do (control flow that depends on values, such as how many tokens an expert gets) is traced on
+real ones instead, and `TracedStep.basis` says so. Compiled code has no operators to trace.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from trainstep.bench.outcome import one_line
+from trainstep.bench.step import WARMUP, count_tokens
+from trainstep.blocks import find_blocks
+from trainstep.config import StepConfig, StepMode
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.measure.flops import counted_flops
+from trainstep.measure.memory import optimizer_state_tensors
+from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
+from trainstep.plan.traced import TracedOperator, TracedStep
+from trainstep.training_step import TrainingStep
+from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device, tensors_of
+
+REAL_BYTES_SHARE = 0.5
+"""Of the memory that is free: what weights, gradients and two moments may take where a step is traced on real
+tensors."""
+
+
+def trace_step(
+    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
+) -> TracedStep:
+    """The step that `trace_calls` traces."""
+    return trace_calls(source, config, mode, only_shapes=only_shapes)[0]
+
+
+def trace_calls(
+    source: WorkloadSource, config: StepConfig, mode: StepMode = "step", *, only_shapes: bool = False
+) -> tuple[TracedStep, list[OperatorCall]]:
+    """Trace one step, its optimizer's state in place, on the kind of device that the configuration names.
+
+    The calls are those of the traced step's operators, in their order.
+
+    Args:
+        only_shapes: the model may be larger than this machine's memory, and is then built of fake tensors too. That
+            leaves them behind where a factory keeps what it made for the next call, so nothing may be measured after.
+
+    Raises:
+        UnsupportedError: compiled code; a step that fake tensors cannot trace, and that is too large for real ones.
+    """
+    if config.compile != "off":
+        raise UnsupportedError("compiled code has no operators to trace; use --compile off")
+    why = ""
+    for build in _builds(source, config, only_shapes):
+        try:
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            return _traced(build(fakes), config, mode, fakes, _FAKE)
+        except Exception as error:  # whatever the model's own code raises when its tensors have no data
+            of = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            why = f"{of}{one_line(error, 120)}"
+    workload = source.build(config)
+    if not _has_room(workload.module):
+        raise UnsupportedError(f"the step is too large to be run here, and cannot be traced on shapes alone ({why})")
+    return _traced(workload, config, mode, None, f"{_REAL} ({why})")
+
+
+def _builds(
+    source: WorkloadSource, config: StepConfig, only_shapes: bool
+) -> Iterator[Callable[[FakeTensorMode], Workload]]:
+    """Ways to build the workload: as it is, as far as it is known to have room, and of fake tensors."""
+
+    def of_shapes(fakes: FakeTensorMode) -> Workload:
+        with fakes:
+            return source.build(config)
+
+    def as_it_is(_: FakeTensorMode) -> Workload:
+        return source.build(config)
+
+    if only_shapes:
+        try:
+            if not _has_room(of_shapes(FakeTensorMode(allow_non_fake_inputs=True)).module):
+                yield of_shapes
+                return
+        except Exception:  # a mistake in the factory comes up again where it is built as it is
+            logging.getLogger(__name__).debug("the factory does not work on fake tensors", exc_info=True)
+    yield as_it_is
+
+
+def _has_room(module: nn.Module) -> bool:
+    """Whether weights, gradients and two moments take at most `REAL_BYTES_SHARE` of the free memory."""
+    needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
+    return needed <= REAL_BYTES_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"}
+"""Operators that keep what their shape functions leave out."""
+_FAKE = "one step was traced on tensors without data"
+_REAL = "one step was run and traced, as it cannot be traced without data"
+
+
+def _traced(
+    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
+) -> tuple[TracedStep, list[OperatorCall]]:
+    with torch.compiler.set_stance("force_eager"):  # what the model's author compiled: fake tensors would crash it
+        return _traced_eagerly(workload, config, mode, fakes, basis)
+
+
+def _traced_eagerly(
+    workload: Workload, config: StepConfig, mode: StepMode, fakes: FakeTensorMode | None, basis: str
+) -> tuple[TracedStep, list[OperatorCall]]:
+    device = resolve_device(config.device)
+    if fakes is not None:
+        _make_fake(workload.module, fakes, device)
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext if fakes is None else lambda: fakes
+    with inside():
+        step = TrainingStep(workload, config)
+    step.scaler = None if fakes is not None else step.scaler  # it looks at values: whether a gradient is infinite
+    warmup = WARMUP if fakes is None else 1  # with random depths, the step that `memory --peaks` would measure
+    batches = [map_tensors(step.next_batch(), lambda each: _as_fake(each, fakes, device)) for _ in range(warmup + 1)]
+    module, batch = step.module, batches.pop()
+    with inside():
+        for each in batches:
+            step(each, mode=mode)
+        state = list(optimizer_state_tensors(step.optimizer))
+        tensors = tensors_of(batch)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        owned = {WEIGHTS: [*module.parameters(), *module.buffers()], STATE: state, OTHER: tensors}
+        with StepTracer(owned, trained) as tracer:
+            step(batch, mode=mode, phase=tracer.phase)
+        if fakes is not None and (unknown := {call.name for call, _ in tracer.operators()} & _WORKSPACES):
+            raise UnsupportedError(f"the workspace of {unknown.pop()} is not known without running it")
+        flops = None
+        if config.checkpointing == "none":
+            with counted_flops() as count:
+                step(batch, mode="forward" if mode == "forward" else "forward-backward")
+            flops = count() or None
+    groups = _groups(module)
+    traced = TracedStep(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        trained_bytes=sum(parameter.nbytes for parameter in trained),
+        weights=tracer.owned_bytes(WEIGHTS),
+        gradients=tracer.owned_bytes(GRADIENTS),
+        optimizer_state=tracer.owned_bytes(STATE),
+        batch=tracer.owned_bytes(OTHER),
+        largest_group=max(groups, default=0),
+        groups=len(groups),
+        moments={name: tuple(moments) for name, moments in tracer.moments().items()},
+        operators=tuple(_operator(call, count) for call, count in tracer.operators()),
+        flops=flops,
+        tokens=count_tokens(batch),
+        basis=basis,
+    )
+    return traced, [call for call, _ in tracer.operators()]
+
+
+def _operator(call: OperatorCall, count: int) -> TracedOperator:
+    is_half = call.dtype.itemsize == 2
+    return TracedOperator(call.phase, call.name, count, call.flops, call.bytes, is_half, call.product)
+
+
+def _groups(module: nn.Module) -> list[int]:
+    """Bytes of the parameters that FSDP would gather together: each block's, and those of each other module's own."""
+    blocks = find_blocks(module)
+    inside = {id(each) for block in blocks for each in block.modules()}
+    sizes = [sum(each.nbytes for each in block.parameters()) for block in blocks]
+    for each in module.modules():
+        if id(each) not in inside:
+            sizes.append(sum(parameter.nbytes for parameter in each.parameters(recurse=False)))
+    return [size for size in sizes if size]
+
+
+def _as_fake(tensor: Tensor, fakes: FakeTensorMode | None, device: torch.device) -> Tensor:
+    """The tensor without its data, on the device."""
+    if fakes is None or (isinstance(tensor, FakeTensor) and tensor.device.type == device.type):
+        return tensor
+    if tensor.device.type == device.type:
+        return fakes.from_tensor(tensor)
+    with fakes:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _make_fake(module: nn.Module, fakes: FakeTensorMode, device: torch.device) -> None:
+    """Put fake tensors in the place of a module's parameters and buffers; those that are shared stay shared."""
+    made: dict[int, Any] = {}
+    for each in module.modules():
+        for own in (each._parameters, each._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake: Tensor = _as_fake(
+                        tensor.detach() if isinstance(tensor, nn.Parameter) else tensor, fakes, device
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                own[name] = made[id(tensor)]
+    object.__setattr__(module, "to", lambda *_, **__: module)  # it is there, and fake tensors cannot be moved

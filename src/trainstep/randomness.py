@@ -1,0 +1,35 @@
+"""Random numbers of every generator that a workload may draw from: torch's, numpy's and Python's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Start torch on every device, numpy and `random` from one seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # which takes no more
+
+
+@contextmanager
+def from_seed(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Inside, all of them start from this seed; outside, they go on where they were.
+
+    Args:
+        devices: those whose generators are put back; of CPUs there is one.
+    """
+    gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    own, numpys = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(gpus):
+        seed_everything(seed)
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            np.random.set_state(numpys)

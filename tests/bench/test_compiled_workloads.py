@@ -1,0 +1,124 @@
+"""Workloads that compile code of their own, and insist on it, are measured; what ran eagerly for that is said."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainstep import Workload
+from trainstep.bench.allocations import allocation_records
+from trainstep.bench.check.step import StepCheck
+from trainstep.bench.dtypes import dtype_records
+from trainstep.bench.memory import checkpointing_records, peak_records
+from trainstep.bench.profile import profile_records
+from trainstep.bench.residuals import residual_records
+from trainstep.bench.step import StepCase, run_cases
+from trainstep.config import StepConfig
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.report.subjects.memory import uncompiled_findings
+from trainstep.workload import WorkloadSource
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+
+CONFIG = StepConfig(device="cpu")
+
+
+@torch.compile(fullgraph=True, dynamic=False)
+def decay(weight, gradient, rate):
+    weight.sub_(gradient * rate)
+
+
+class Compiled(torch.optim.Optimizer):
+    """Its arithmetic is compiled as a whole, as nanochat's."""
+
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                decay(weight, weight.grad, torch.tensor(group["lr"]))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, is_compiled):
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(1))
+        for layer in self.layers if is_compiled else ():
+            layer.compile(fullgraph=True)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def source(is_compiled=True, optimizer=Compiled):
+    def build(step):
+        torch.manual_seed(step.seed)
+        return Workload(
+            module=Model(is_compiled),
+            batches=[(torch.ones(4, 8, 16),)],
+            loss=lambda output, batch: output.square().mean(),
+            optimizer=optimizer,
+        )
+
+    return WorkloadSource("toy", build)
+
+
+def found(records):
+    rows = list(records)
+    assert [(row.status, row.reason) for row in rows if row.status != "ok"] == []
+    return rows
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        functools.partial(peak_records, configs=[CONFIG], modes=["forward", "step"]),
+        functools.partial(allocation_records, config=CONFIG),
+        functools.partial(dtype_records, configs=[CONFIG]),
+        functools.partial(residual_records, config=CONFIG),
+        functools.partial(checkpointing_records, config=CONFIG, names=["none", "every-1", "selective"], steps=1),
+        functools.partial(profile_records, config=CONFIG, warmup=1, steps=1, profiled_steps=1),
+    ],
+    ids=["peaks", "timeline", "dtypes", "residuals", "checkpointing", "profile"],
+)
+def test_every_instrument_measures_it(records):
+    assert found(records(source()))
+
+
+def test_its_step_has_the_flops_and_the_peak_of_eager_code_and_says_so():
+    [own] = found(run_cases([StepCase(source(), CONFIG, warmup=1, steps=1)]))
+    [eager] = found(run_cases([StepCase(source(False, torch.optim.SGD), CONFIG, warmup=1, steps=1)]))
+    assert own.model_tflop == eager.model_tflop > 0
+    assert own.backward_peak_gib == eager.backward_peak_gib > 0
+    assert (own.uncompiled, eager.uncompiled) == (True, None)
+    [finding] = uncompiled_findings([own, eager])
+    assert finding.figures["count"] == 1
+    assert uncompiled_findings([eager]) == []
+
+
+def test_its_rounding_is_measured():
+    assert StepCheck(source(), CONFIG).judge(StepConfig(device="cpu", precision="bf16")).is_right
+
+
+def test_recording_collectives_leaves_it_compiled():
+    weight, gradient = torch.ones(3), torch.ones(3)
+    with recorded_collectives() as calls:
+        decay(weight, gradient, torch.tensor(0.5))
+    assert calls == []
+    assert torch.equal(weight, torch.full((3,), 0.5))

@@ -1,0 +1,192 @@
+"""A user's step traced without data: its bytes are those that are measured, whatever the model; else it says so."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trainstep import Workload
+from trainstep.bench.memory import checkpointing_records, measure_peaks, peak_records
+from trainstep.bench.tracing import trace_step
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.plan.memory import peak_bytes
+from trainstep.report.subjects.memory import PEAKS
+from trainstep.report.tables import make_table
+from trainstep.workload import WorkloadSource, builtin_source, factory_source
+
+OWN = factory_source("examples.own_model:workload")
+CPU = StepConfig(device="cpu")
+
+
+def source_of(make, *, shape=(8, 16), optimizer=torch.optim.AdamW):
+    """A workload of one module on random batches, its loss the mean square."""
+
+    def build(step):
+        torch.manual_seed(step.seed)
+        random = torch.Generator().manual_seed(1)
+        batches = [torch.randn(*shape, generator=random) for _ in range(4)]
+        return Workload(
+            module=make(),
+            batches=batches,
+            forward=lambda module, batch: module(batch),
+            loss=lambda output, batch: output.square().mean(),
+            optimizer=functools.partial(optimizer, lr=1e-3),
+        )
+
+    return WorkloadSource("own", build)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "bf16-pure"},
+        {"checkpointing": "every-1"},
+        {"checkpointing": "selective"},
+        {"optimizer": "adamw-fused"},
+    ],
+    ids=str,
+)
+def test_the_predicted_peak_is_the_measured_one(settings):
+    config = StepConfig(device="cpu", **settings)
+    traced, measured = trace_step(OWN, config), measure_peaks(OWN, config, "step")
+    assert traced.peak == pytest.approx(measured.peak, rel=1e-3)
+    assert {name: traced.peak_of(name) for name in traced.moments} == pytest.approx(measured.by_phase, rel=1e-3)
+    assert traced.at_rest == pytest.approx(measured.before, rel=1e-3)
+    assert "without data" in traced.basis
+    assert "run" not in traced.basis
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward-backward"])
+def test_other_modes_are_predicted_too(mode):
+    assert trace_step(OWN, CPU, mode).peak == pytest.approx(measure_peaks(OWN, CPU, mode).peak, rel=1e-3)
+
+
+def test_what_is_frozen_has_neither_gradient_nor_state_and_what_is_shared_counts_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+            self.frozen = nn.Linear(16, 16, bias=False).requires_grad_(False)
+            self.again = self.second
+            self.register_buffer("scale", torch.ones(16))
+
+        def forward(self, x):
+            return self.again(self.first(self.second(self.first(self.frozen(x) * self.scale))))
+
+    traced = trace_step(source_of(Tied), CPU)
+    trained = 4 * 2 * 16 * 32
+    assert traced.parameters == 2 * 16 * 32 + 16 * 16
+    assert traced.trained_bytes == traced.gradients == trained
+    assert traced.weights == trained + 4 * 16 * 16 + 4 * 16
+    assert traced.optimizer_state == 2 * trained + 2 * 4  # and two step counters
+    assert traced.batch == 4 * 8 * 16
+    assert traced.flops == 2 * 8 * (16 * 16 + 11 * 16 * 32), "four products, with no gradient of what is frozen"
+
+
+class Routed(nn.Module):
+    """How many rows go where depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def forward(self, x):
+        chosen = self.gate(x).squeeze(-1) > 0
+        return x.index_add(0, chosen.nonzero().squeeze(-1), self.expert(x[chosen]))
+
+
+@pytest.mark.parametrize("make", [Routed, lambda: nn.Sequential(nn.LSTM(16, 16), First())], ids=["routed", "lstm"])
+def test_what_cannot_be_traced_without_data_is_run(make):
+    source = source_of(make)
+    traced = trace_step(source, CPU)
+    assert "one step was run" in traced.basis
+    assert traced.peak == measure_peaks(source, CPU, "step").peak
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+def test_a_factory_that_fails_on_fake_tensors_is_built_as_it_is():
+    """As one that makes its weights bf16: torch cannot swap fake parameters, which a factory says as a UsageError."""
+
+    def refuses():
+        module = nn.Linear(16, 16)
+        if isinstance(module.weight, FakeTensor):
+            raise UsageError("the factory failed")
+        return module
+
+    traced = trace_step(source_of(refuses), CPU, only_shapes=True)
+    assert "run" not in traced.basis
+
+
+def test_it_is_not_run_where_there_is_no_room(monkeypatch):
+    monkeypatch.setattr("trainstep.bench.tracing.REAL_BYTES_SHARE", 0.0)
+    with pytest.raises(UnsupportedError, match=r"too large to be run here.*nonzero"):
+        trace_step(source_of(Routed), CPU)
+
+
+def test_a_model_larger_than_this_machine_is_traced():
+    width = 2**18
+    traced = trace_step(source_of(lambda: nn.Linear(width, width), shape=(4, width)), CPU, only_shapes=True)
+    assert traced.weights == 4 * (width * width + width)
+    assert traced.peak >= 4 * traced.weights
+
+
+def test_what_the_author_compiled_is_traced_as_it_is_written():
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.inner.compile(fullgraph=True)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    assert trace_step(source_of(Compiled), CPU).gradients == 4 * 17 * 16
+    with pytest.raises(UnsupportedError, match="--compile off"):
+        trace_step(OWN, StepConfig(device="cpu", compile="model"))
+
+
+def test_a_mistake_in_the_workload_is_the_users():
+    with pytest.raises(UsageError, match="fixes its own context"):
+        trace_step(OWN, StepConfig(device="cpu", context=17))
+
+
+@pytest.mark.parametrize(("precision", "attention"), [("fp32", "eager"), ("bf16", "eager"), ("fp32", "sdpa")])
+def test_the_built_in_model_traced_and_by_formula_agree(precision, attention):
+    model = ModelConfig(vocab_size=512, d_model=64, d_ff=256, num_layers=3, num_heads=4)
+    step = StepConfig(batch=4, context=64, precision=precision, attention=attention, device="cpu")
+    traced = trace_step(builtin_source("toy", model), step)
+    assert traced.peak == pytest.approx(peak_bytes(model, step, on_cuda=False).peak, rel=0.01)
+    forward = sum(each.count * each.flops for each in traced.operators if each.phase == "forward")
+    assert traced.flops == pytest.approx(3 * forward, rel=1e-3)
+    assert traced.groups == 3 + 3  # blocks, and embedding, last norm, head
+
+
+def test_rows_of_a_users_peaks_have_predictions():
+    rows = list(peak_records(OWN, [CPU], ["forward", "step"]))
+    assert [row.status for row in rows] == ["ok", "ok"]
+    assert max(abs(row.prediction_error) for row in rows) < 1e-3
+    policies = list(checkpointing_records(OWN, CPU, ["none", "every-1"], warmup=0, steps=1))
+    assert max(abs(row.prediction_error) for row in policies) < 1e-3
+    assert policies[1].predicted_gib < policies[0].predicted_gib
+    assert policies[0].predicted_moment == "forward"
+
+
+def test_rows_say_why_there_is_no_prediction(monkeypatch):
+    monkeypatch.setattr("trainstep.bench.tracing.REAL_BYTES_SHARE", 0.0)
+    (row,) = peak_records(source_of(Routed), [CPU], ["step"])
+    assert row.predicted_gib is None
+    assert "cannot be traced" in row.not_predicted
+    assert row.peak_gib > 0
+    (line,) = make_table(PEAKS, [row], "terminal").texts()
+    assert any("cannot be traced" in cell for cell in line), line
+    own = make_table(PEAKS, list(peak_records(OWN, [CPU], ["forward"])), "terminal")
+    assert "not predicted" not in own.columns

@@ -1,0 +1,62 @@
+"""Checkpointed blocks of libraries' models give the gradients of plain ones, bit for bit, whatever they pass around."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.realworld import models
+from trainstep.checkpointing import Checkpointing
+from trainstep.errors import UnsupportedError
+
+pytestmark = pytest.mark.realworld
+
+CHAINS = ["llama", "llama_eager", "gpt2", "mistral", "mixtral", "qwen3", "deepseek_v3", "whisper", "clip", "lora"]
+"""Every policy serves them; the first ones fill a key-value cache."""
+OTHERS = ["gemma2", "t5", "wav2vec2", "resnet", "unet", "x_transformers", "compiled_parts"]
+"""Their blocks are checkpointed one by one; several together are refused, with what makes that impossible."""
+
+
+def gradients(name: str, policy: str) -> list[Tensor]:
+    pytest.importorskip(models.MODELS[name])
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    workload = getattr(models, name)()
+    checkpointing = Checkpointing(workload.module, policy)
+    batch = next(iter(workload.batches))
+    loss = workload.loss(workload.forward(workload.module, batch), batch)
+    with checkpointing.named_errors():
+        loss.backward()
+    given = [each.grad for each in workload.module.parameters() if each.grad is not None]
+    return [loss.detach(), *given, *workload.module.buffers()]
+
+
+@pytest.mark.parametrize("policy", ["selective", "every-1"])
+@pytest.mark.parametrize("name", CHAINS + OTHERS)
+def test_single_blocks(name: str, policy: str) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(gradients(name, policy), gradients(name, "none"), strict=True))
+
+
+@pytest.mark.parametrize("policy", ["every-2", "recursive"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_several_together(name: str, policy: str) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(gradients(name, policy), gradients(name, "none"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gemma2", "model.layers.1 gets another attention_mask than model.layers.0"),
+        ("t5", "encoder.block.0 returns a tuple"),
+        ("wav2vec2", "wav2vec2.encoder.layers.1 was not called after wav2vec2.encoder.layers.0"),
+        ("unet", "down_blocks.0 gets no positional argument"),
+        ("nanochat", "blocks.1 gets something else than blocks.0 returned"),
+    ],
+)
+def test_several_together_are_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{why}, so use every-1"):
+        gradients(name, "every-2")

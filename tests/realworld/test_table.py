@@ -1,0 +1,74 @@
+"""The cells of docs/models.md say what the rows say, the worst of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import measure_models
+from measure_models import outcome, peaks_disagree, run_cell
+from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, PeakRow, StepRow
+from trainstep.records import Row, Status
+
+
+def step(status: Status = "ok", reason: str | None = None, **values: Any) -> StepRow:
+    return StepRow(status=status, reason=reason, precision="fp32", mode="step", **values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "what", "said"),
+    [
+        ([step(not_checked="not asked for"), step()], "right", []),
+        ([step(), step("unsupported", "no blocks")], "limit", ["no blocks"]),
+        ([step("unsupported", "none"), step("failed", "broke"), step("failed", "broke")], "failed", ["none", "broke"]),
+        ([step("failed", "broke"), step("wrong", "by 2")], "wrong", ["broke", "by 2"]),
+        ([step(not_checked="out of memory: 3 GiB")], "not checked", ["out of memory: 3 GiB"]),
+        ([PeakRow(prediction_error=0.04)], "right", []),
+        ([CheckpointingRow(checkpointing="none", prediction_error=-0.06)], "off", ["predicted peak -6.0%"]),
+        ([], "crashes", []),
+    ],
+)
+def test_a_cell_is_the_worst_of_its_rows(rows: list[Row], what: str, said: list[str]) -> None:
+    assert outcome(rows, "rows", "") == {"what": what, "rows": len(rows), "said": said}
+
+
+def test_what_ended_without_rows_says_its_last_line() -> None:
+    assert outcome([], "refused", "trainstep: no such thing") == {
+        "what": "refused",
+        "rows": 0,
+        "said": ["no such thing"],
+    }
+
+
+def test_peaks_of_one_step_are_one_figure() -> None:
+    rows = {
+        "bench step": [step(peak_gib=1.0), StepRow(precision="bf16", mode="step", peak_gib=0.7)],
+        "timeline": [MemoryTimelineRow(precision="fp32", peak_gib=1.005)],
+        "peaks": [
+            PeakRow(precision="fp32", mode=mode, peak_gib=peak) for mode, peak in (("forward", 0.5), ("step", 1))
+        ],
+    }
+    assert peaks_disagree(rows) is None
+    assert peaks_disagree({}) is None
+    rows["timeline"] = [MemoryTimelineRow(precision="fp32", peak_gib=1.05)]
+    assert peaks_disagree(rows) == ("peaks differ: bench step 1.02e+03 MiB, timeline 1.08e+03 MiB, peaks 1.02e+03 MiB")
+
+
+def test_a_command_that_hangs_or_crashes_ends_its_cell_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(words: list[str], said: Path) -> None:
+        measure_models.os.setsid()
+        said.write_text("one\ntrainstep: two\nthree\n")
+        measure_models.time.sleep(60 if words == ["hang"] else 0)
+        sys.exit(int(words[0]))
+
+    monkeypatch.setattr(measure_models, "_command", stuck)
+    said = tmp_path / "said"
+    assert run_cell(["hang"], tmp_path, said, 1) == ("hangs", "longer than 1 s")
+    assert run_cell(["2"], tmp_path, said, 30) == ("refused", "trainstep: two")
+    assert run_cell(["0"], tmp_path, said, 30) == ("crashes", "trainstep: two")
+    (tmp_path / "results.jsonl").touch()
+    assert run_cell(["1"], tmp_path, said, 30) == ("rows", "trainstep: two")
+    assert run_cell(["70"], tmp_path, said, 30) == ("crashes", "trainstep: two")
