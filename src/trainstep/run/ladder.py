@@ -192,8 +192,8 @@ class Ladder:
         taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
         for number in range(self.rounds):
             for side in (0, 0, 1) if begun and number == 0 else (1, 0, 0, 1):
-                words = f"{what}, timed" if side else "what was kept before, timed"
-                run = self.script.run(words, own if side else before, sources=sources if side else {})
+                words = what if side else "what was kept before" if before else "the script as it is"
+                run = self.script.run(f"{words}, timed", own if side else before, sources=sources if side else {})
                 if run.step_ms and not run.failure:
                     taken[side].append(run)
             if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(_times(taken[0]), _times(taken[1]))):
