@@ -132,3 +132,14 @@ def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):
     (row,) = ladder.climb()
     assert (row.status, row.verdict, ladder.code) == ("failed", "failed", 1)
     assert "EOFError" in row.reason
+
+
+def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
+    script = Script(command_of([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
+    autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")
+    baseline, row = Ladder(script, [autocast], rounds=1).climb()
+    assert (baseline.compared, row.compared) == ("without dropout", "without dropout")
+    assert row.status == "ok", row.reason
+    assert 1e-4 < row.gradient_error < row.error_budget < 0.1
+    assert baseline.error_budget < 1e-4, "float32 has its own"
+    assert row.runs == 2

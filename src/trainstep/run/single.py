@@ -126,7 +126,7 @@ class Script:
             )
         if self.copies:
             shutil.rmtree(place, ignore_errors=True)
-        if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
             raise Interrupted(what)
         return self._taken(folder, code, place)
 
