@@ -37,6 +37,7 @@ class Forked:
         self.process.start()
 
     def poll(self):
+        self.process.join(60)  # no SIGCHLD comes of a process that the server started
         return self.process.exitcode
 
     @property

@@ -14,7 +14,7 @@ from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script
 from trainstep.run.supervise import command_of
 
-STEPS = 10
+STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
 WORKERS = next(rung for rung in RUNGS if rung.name == "loader workers")
 
@@ -61,7 +61,7 @@ def test_what_is_right_is_timed_between_runs(climbed):
     row = climbed.rows["fused optimizer"]
     assert row.status == "ok"
     assert row.gradient_error == 0.0, "the first gradients are those of the same computation"
-    assert row.update_error < row.update_allowed < 1e-2
+    assert row.update_error <= row.update_allowed < 1e-2
     assert row.runs == 2
     assert len(row.samples["runs"]) == 2
     assert row.gain_low < row.gain < row.gain_high
@@ -81,7 +81,7 @@ def test_the_script_tells_where_it_makes_what(climbed):
     assert optimizer["names"] == ["model"]
     assert "DataLoader(" in text[loader["line"] - 1]
     assert "model(" in text[model["line"] - 1]
-    assert model["blocks"] == 8
+    assert model["blocks"] == 4
 
 
 def test_a_patch_is_run_in_the_place_of_the_script(climbed):
@@ -93,8 +93,7 @@ def test_a_patch_is_run_in_the_place_of_the_script(climbed):
     assert [line for line in diff.splitlines() if line.startswith("-")][1:] == ["-    lr=1e-3,"]
     row = climbed.ladder.judge_sources(patch.texts, patch.written)
     assert row.status == "ok", row.reason
-    assert row.update_error is not None
-    assert row.update_error > 0, "the fused optimizer rounds otherwise"
+    assert row.moved_error > 0, "the fused optimizer rounds otherwise"
     assert file.read_text() == before
 
 

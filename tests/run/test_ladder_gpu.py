@@ -18,7 +18,7 @@ pytestmark = [
 def test_what_needs_a_gpu_is_right_on_one(tmp_path):
     file = tmp_path / "train.py"
     text = (SCRIPTS / "climbing.py").read_text()
-    text = text.replace("WIDTH, HEADS, BLOCKS, LENGTH = 16, 2, 8, 12", "WIDTH, HEADS, BLOCKS, LENGTH = 128, 2, 4, 128")
+    text = text.replace("WIDTH, HEADS, BLOCKS, LENGTH = 16, 2, 4, 12", "WIDTH, HEADS, BLOCKS, LENGTH = 128, 2, 4, 128")
     text = text.replace("model = Model()", "model = Model().cuda()")
     file.write_text(text.replace("    logits =", "    tokens = tokens.to('cuda')\n    logits ="))
     rungs = [rung for rung in RUNGS if rung.name in ("TF32 matmuls", "our FlashAttention", "pinned memory")]

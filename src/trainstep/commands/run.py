@@ -43,13 +43,13 @@ class Run(Common):
     """Record every allocation of one step, and the dtypes of its modules."""
     out: Path = Path("results/run")
     """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
-    ladder: bool = False
+    ladder: FlagCreatePairsOff[bool] = False
     """Run the script once per rung: one change made from outside each, judged, and timed if training is the same."""
     rungs: str | None = None
     """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all."""
     patch: Path | None = None
     """With --ladder: write what was kept as a diff of the script, if that diff, run and measured again, holds."""
-    cwd_copy: bool = False
+    cwd_copy: FlagCreatePairsOff[bool] = False
     """With --ladder: give each run a copy of the working directory, so that none sees what another one wrote."""
     script: Suppress[tuple[str, ...]] = ()
 

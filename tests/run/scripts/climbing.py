@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-WIDTH, HEADS, BLOCKS, LENGTH = 16, 2, 8, 12
+WIDTH, HEADS, BLOCKS, LENGTH = 16, 2, 4, 12
 
 
 class Block(nn.Module):
