@@ -55,7 +55,7 @@ MAY_IMPORT = {
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
-    "run": GROUND | STEP | {"bench", "measure", "measure/allocations", "measure/profile", "plan"},
+    "run": GROUND | STEP | {"bench", "bench/check", "measure", "measure/allocations", "measure/profile", "plan"},
     "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},
     "report/charts": GROUND | {"report"},

@@ -148,3 +148,25 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     assert row.steps_seen > 20
     assert ("KeyboardInterrupt" in row.ended) is (number == signal.SIGINT)
     assert errors.count("Traceback") == (number == signal.SIGINT), "the script's own"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "said"),
+    [
+        (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
+        (["--ladder", "--rungs", "magic"], {}, "there is no rung 'magic': expected some of TF32 matmuls"),
+        (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder runs scripts of one process"),
+    ],
+)
+def test_what_no_ladder_can_do_is_said(options, environment, said, tmp_path):
+    ended, rows = run_command(tmp_path, *options, SCRIPTS / "plain.py", env=environment)
+    assert (ended.returncode, rows) == (2, [])
+    assert said in sentences(ended)
+
+
+def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
+    ended, rows = run_command(tmp_path, "--ladder", "--steps", "4", SCRIPTS / "ending.py", "sys.exit")
+    assert ended.returncode == 7
+    assert "checkpoints and logs, each run writes again" in sentences(ended)
+    assert [(row.kind, row.status) for row in rows] == [("script rung", "failed")]
+    assert "exit code 7" in rows[0].reason

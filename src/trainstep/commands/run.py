@@ -18,6 +18,10 @@ from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
     from trainstep.records import Row
+    from trainstep.run.supervise import Command, Rank
+
+LADDER_STEPS = 30
+"""Updates of each of a ladder's runs, where no number is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,14 @@ class Run(Common):
     """Record every allocation of one step, and the dtypes of its modules."""
     out: Path = Path("results/run")
     """Folder for results.jsonl, tables/, report.html, the ranks' logs and the profiler's trace."""
+    ladder: FlagCreatePairsOff[bool] = False
+    """Run the script once per rung: one change made from outside each, judged, and timed if training is the same."""
+    rungs: str | None = None
+    """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all."""
+    patch: Path | None = None
+    """With --ladder: write what was kept as a diff of the script, if that diff, run and measured again, holds."""
+    cwd_copy: FlagCreatePairsOff[bool] = False
+    """With --ladder: give each run a copy of the working directory, so that none sees what another one wrote."""
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
@@ -50,6 +62,10 @@ class Run(Common):
             if value is not None and value < least:
                 raise UsageError(f"{name.replace('_', '-')} is {value}; expected {least} or more")
         command, rank = command_of(self.script), Rank.of(os.environ)
+        if self.ladder:
+            return self._climb(command, rank)
+        if unused := [name for name in ("rungs", "patch", "cwd_copy") if getattr(self, name)]:
+            raise UsageError(f"--{unused[0].replace('_', '-')} belongs to a ladder: add --ladder")
         plan = {
             "steps": self.steps,
             "profiled_steps": self.profiled_steps,
@@ -68,6 +84,24 @@ class Run(Common):
             signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
             os.kill(os.getpid(), -code)
         return code
+
+    def _climb(self, command: Command, rank: Rank) -> int:
+        """The ladder instead of one run."""
+        from trainstep.commands.climb import climb_script
+
+        if rank.world_size > 1:
+            raise UsageError(
+                "--ladder runs scripts of one process: it starts them anew for each rung, which ranks that torchrun "
+                "started cannot be; run it on one GPU, without torchrun"
+            )
+        return climb_script(
+            command,
+            self.out,
+            steps=self.steps or LADDER_STEPS,
+            names=self.rungs,
+            patch=self.patch,
+            copies=self.cwd_copy,
+        )
 
     def _report(self, rows: Sequence[Row], name: str) -> None:
         """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainstep.kinds.row import Row, Timed, setting
+from trainstep.kinds.steps import Checked
 
 
 class OfScript(Row):
@@ -66,3 +67,29 @@ class RecompilationRow(OfScript, kind="recompilation"):
     why: str | None = None  # of the last, as dynamo gives it
     reasons: int | None = None  # how many different ones
     seconds: float | None = None  # of all
+
+
+class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
+    """One rung of a script's ladder: a change made from outside, whether training is the same, and what it brings.
+
+    Ratios are between runs. Samples: milliseconds of all runs' steps, the runs' medians, `training_loss` of one run.
+    """
+
+    rung: str = setting()
+    losses_error: float | None = None  # of the loss of the update at which most of what is allowed is used, relative
+    losses_allowed: float | None = None  # None where rounding alone would move it by as much as it is
+    moved_error: float | None = None  # of how far all weights have moved at the end, relative
+    moved_allowed: float | None = None
+    speedup: float | None = None  # over the script as it is, with its interval
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    gain: float | None = None  # over what was kept before
+    gain_low: float | None = None
+    gain_high: float | None = None
+    verdict: str | None = None
+    """baseline, faster, slower, inconclusive, wrong, not tried, not judged, not reproducible or failed."""
+    kept: bool = False
+    runs: int | None = None  # that were timed
+    lines: str | None = None  # what to write into the script for it
+    first_step_ms: float | None = None
+    peak_gib: float | None = None

@@ -32,7 +32,13 @@ def main() -> None:
     log = LogWriter(log_path(Path(task["folder"]), task["rank"]), task["rank"])
     log.write("header", {"pid": os.getpid(), **task["header"]})
     note_processes(log)
-    run = Run(task["plan"], log, task["header"]["script"])
+    trial = None
+    if "trial" in task:
+        from trainstep.run.trial import Trial
+
+        trial = Trial(task["trial"], Path(task["folder"]), log)
+        trial.begin()
+    run = Run(task["plan"], log, task["header"]["script"], trial)
     after_import("torch", run.measure)
     run.catch_exits()
     try:
@@ -50,17 +56,21 @@ def main() -> None:
 class Run:
     """The measurement of this process, and how the script ends."""
 
-    def __init__(self, plan: dict[str, Any], log: Any, script: str) -> None:
-        self._plan, self._log, self._script = plan, log, script
+    def __init__(self, plan: dict[str, Any], log: Any, script: str, trial: Any = None) -> None:
+        self._plan, self._log, self._script, self._trial = plan, log, script, trial
         self._session: Any = None
 
     def measure(self) -> None:
         """Measure from here on; torch is there."""
         from trainstep.run.session import Plan, Session
 
+        if self._trial is not None:
+            self._trial.prepare()
         self._session = Session(Plan(**self._plan), self._log, self._script)
         self._session.on_stop = self._leave_for_certain
         self._session.start()
+        if self._trial is not None:
+            self._trial.attach(self._session)
 
     def _leave_for_certain(self) -> None:
         """A script that catches even `SystemExit` ends where it would update its model once more."""
@@ -104,6 +114,8 @@ class Run:
         self._log.flush()
 
     def _finish(self) -> None:
+        if self._trial is not None:
+            self._trial.finish()
         if self._session is not None:
             self._session.finish()
 

@@ -39,6 +39,7 @@ class Plan:
     profile_after: int = 30  # steps before those, where the run has no end of its own
     has_memory: bool = True  # whether one step's allocations and dtypes are recorded
     folder: str = ""  # where a trace is written
+    has_cost: bool = True  # whether what measuring costs is found out at the end
 
 
 Mark = tuple[float, Any]  # the host's clock, and an event in the device's queue or None
@@ -86,7 +87,7 @@ class Session:
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
         self.log.flush()
-        if self.finder.ended:
+        if self.finder.ended and self.plan.has_cost:
             self.log.write("facts", {"cost_ms": self._cost_ms()})
             self.log.flush()
 

@@ -96,8 +96,14 @@ class Rank:
         return Rank(number, count, launch if "RANK" in environment else str(os.getpid()))
 
 
-def run_script(command: Command, rank: Rank, folder: Path, plan: Mapping[str, Any]) -> int:
+def run_script(
+    command: Command, rank: Rank, folder: Path, plan: Mapping[str, Any], further: Mapping[str, Any] = {}, **options: Any
+) -> int:
     """Run it until it ends, its input and outputs being those of this process; its exit code, −n for signal n.
+
+    Args:
+        further: what else its process is to do.
+        options: of its process, as `subprocess.Popen` has them.
 
     Raises:
         UsageError: the folder cannot be written, or the interpreter has no trainstep.
@@ -121,11 +127,12 @@ def run_script(command: Command, rank: Rank, folder: Path, plan: Mapping[str, An
             "script": command.name,
         },
         "plan": {**plan, "folder": str(folder.resolve())},
+        **further,
     }
     words = [command.interpreter, *command.options, str(Path(__file__).with_name("script.py")), json.dumps(task)]
     sys.stdout.flush()
     sys.stderr.flush()
-    return _wait(subprocess.Popen(words))
+    return _wait(subprocess.Popen(words, **options))
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -23,6 +23,7 @@ from trainstep.report.subjects import (
     precision,
     ratios,
     run,
+    script_ladder,
     steps,
     sweep,
     workload,
@@ -30,7 +31,8 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    run, steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep, workload, noise
+    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep,
+    workload, noise,
 )  # fmt: skip
 """In the order of the page."""
 

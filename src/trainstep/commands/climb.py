@@ -1,0 +1,116 @@
+"""`trainstep run --ladder`: which changes make a script faster, proven on the script itself, and written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainstep.commands.output import INTERRUPTED, NOTHING_RAN, console_for_output, show_report
+from trainstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainstep.records import Row
+    from trainstep.run.ladder import Ladder
+    from trainstep.run.rungs import Rung
+    from trainstep.run.supervise import Command
+
+SEEN = (
+    "The script is started anew for every run, with equal seeds, and ended after {steps} updates. {place} Its output "
+    "is in {folder}/*/output.txt."
+)
+HERE = "It runs in this directory: what it writes there, such as checkpoints and logs, each run writes again."
+COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
+
+
+def climb_script(
+    command: Command, out: Path, *, steps: int, names: str | None, patch: Path | None, copies: bool
+) -> int:
+    """Climb, and report; the exit code.
+
+    Args:
+        command: the script.
+        out: the report's folder.
+        steps: updates of each run.
+        names: of rungs, divided by commas; None for all.
+        patch: the file that a diff is written to.
+        copies: whether each run has a copy of the working directory.
+
+    Raises:
+        UsageError: no such rung, or a folder that cannot be written.
+    """
+    from trainstep.kinds import ScriptRungRow
+    from trainstep.records import RecordWriter
+    from trainstep.run.ladder import Ladder
+    from trainstep.run.rows import script_records
+    from trainstep.run.single import Interrupted, Script
+
+    rungs = _named(names)
+    console = console_for_output(to_stderr=True)
+    console.print(f"trainstep run --ladder {command.name} → {out}")
+    folder = out / "runs"
+    console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
+    script = Script(command, folder, steps, copies, lambda text: console.print(text))
+    ladder = Ladder(script, rungs)
+    writer = RecordWriter(out / "results.jsonl")
+    is_interrupted = False
+    said: list[str] = []
+    try:
+        for row in ladder.climb():
+            writer.write(row)
+            console.print(f"  {row.rung}: {row.verdict}{f' ({row.reason})' if row.reason else ''}")
+        if patch is not None:
+            patched, said = _patched(ladder, command, patch)
+            if patched is not None:
+                writer.write(patched)
+    except (Interrupted, KeyboardInterrupt):
+        is_interrupted = True
+    if ladder.first is not None:
+        for found in script_records([ladder.first.log], command.name, ladder.first.code):
+            writer.write(found)
+    writer.close()
+    show_report(writer.rows, out, console, is_interrupted=is_interrupted, kinds=(ScriptRungRow,))
+    for line in said:
+        console.print(line)
+    if is_interrupted:
+        return INTERRUPTED
+    if ladder.judge is not None:
+        return 0
+    return ladder.code if ladder.code > 0 else NOTHING_RAN
+
+
+def _named(names: str | None) -> Sequence[Rung]:
+    from trainstep.run.rungs import RUNGS
+
+    if names is None:
+        return RUNGS
+    wanted = [name.strip() for name in names.split(",")]
+    known = {rung.name: rung for rung in RUNGS}
+    if unknown := [name for name in wanted if name not in known]:
+        raise UsageError(f"there is no rung {unknown[0]!r}: expected some of {', '.join(known)}")
+    return [rung for rung in RUNGS if rung.name in wanted]
+
+
+def _patched(ladder: Ladder, command: Command, path: Path) -> tuple[Row | None, list[str]]:
+    """Write what was kept into the script's text, run that, and offer it if it holds: a row, and what to say."""
+    from trainstep.run.patch import patch_of
+
+    kept = [rung.name for rung in ladder.kept]
+    if not kept:
+        return None, ["No patch: nothing was kept."]
+    file = Path(command.target)
+    if command.is_module:
+        file = Path.cwd().joinpath(*command.target.split(".")).with_suffix(".py")
+    found = patch_of(file, kept, ladder.settings)
+    if not found.written:
+        return None, ["No patch: none of what was kept is a line that is certain to be the right one in your files."]
+    row = ladder.judge_sources(found.texts, found.written)
+    if not row.kept:
+        return row, [f"No patch: with it, the script is {row.verdict}{f' ({row.reason})' if row.reason else ''}."]
+    try:
+        path.write_text(found.diff(Path.cwd()), encoding="utf-8")
+    except OSError as error:
+        return row, [f"cannot write {path}: {error.strerror}"]
+    left = [f"Not in it: {rung.name} ({rung.lines})." for rung in ladder.kept if rung.name in found.left]
+    return replace(row, lines=str(path)), [f"Written to {path}: {', '.join(found.written)}.", *left]

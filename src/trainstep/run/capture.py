@@ -1,0 +1,150 @@
+"""What a run of a script is judged by, written to its folder: the gradients of the first update as the optimizer sees
+them, the loss of every update, and how far the weights have moved at the end.
+
+Copies are made in the first step and after the last, which are not timed; in between a loss is kept on its device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from trainstep.bench.check.gradients import Gradients, dense
+
+FIRST, END = "first.pt", "end.pt"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one run left."""
+
+    gradients: Gradients  # of every optimizer's first step, with the loss of the first update
+    weights: str  # a checksum of what the optimizers were given to train, before their first step
+    losses: tuple[float, ...]  # of each update: summed where gradients are accumulated
+    moved: dict[str, Tensor]  # how far each parameter was moved in all
+    first_moved: dict[str, Tensor]  # and in the first update of its optimizer
+    sizes: dict[str, float]  # ‖W‖ of each before
+    updates: int
+    peak_gib: float | None  # on a GPU
+
+
+class Capture:
+    """Collects it in the script's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._process = folder, os.getpid()
+        self.roots: list[nn.Module] = []
+        self._losses: list[list[Tensor]] = []
+        self._closed = True  # whether the next loss begins an update
+        self._seen: list[Optimizer] = []
+        self._names: dict[int, str] = {}  # of parameters
+        self._gradients: dict[str, Tensor] = {}
+        self._initial: dict[str, tuple[Tensor, Tensor]] = {}  # the parameter, and what it was
+        self._first_moved: dict[str, Tensor] = {}
+        self._by_optimizer: dict[int, list[str]] = {}  # optimizer's place → names whose first update is not over
+        self._checksum = hashlib.blake2b(digest_size=16)
+        self._is_finished = False
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have begun to step."""
+        return self._seen
+
+    def see_loss(self, tensors: Any) -> None:
+        """What a backward pass begins at."""
+        if os.getpid() != self._process:
+            return
+        if self._closed:
+            self._losses.append([])
+            self._closed = False
+        for each in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
+            if isinstance(each, Tensor):
+                self._losses[-1].append(each.detach().clone() if each.numel() == 1 else each.detach().sum())
+
+    def before_optimizer(self, optimizer: Optimizer) -> bool:
+        """An optimizer is about to step; True where that is its first step."""
+        self._closed = True
+        if os.getpid() != self._process:
+            return False
+        for place, each in enumerate(self._seen):
+            if each is optimizer:
+                self._see_first_update(place)
+                return False
+        self._seen.append(optimizer)
+        own = self._by_optimizer[len(self._seen) - 1] = []
+        scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        for place, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                name = self._name_of(parameter, f"{len(self._seen)}.{place}.{number}")
+                own.append(name)
+                value = parameter.detach()
+                self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
+                self._checksum.update(self._initial[name][1].numpy().tobytes())
+                if parameter.grad is not None:
+                    self._gradients[name] = dense(parameter.grad.detach()).to("cpu", torch.float32, copy=True) * factor
+        weights = self._checksum.hexdigest()
+        loss = math.fsum(float(each) for each in self._losses[0]) if self._losses else math.nan
+        torch.save({"loss": loss, "gradients": self._gradients, "weights": weights}, self._folder / FIRST)
+        return True
+
+    def finish(self, updates: int) -> None:
+        """The script ends after so many updates."""
+        if self._is_finished or os.getpid() != self._process or not self._seen:
+            return
+        self._is_finished = True
+        for place in list(self._by_optimizer):
+            self._see_first_update(place)
+        moved = {name: value.detach().cpu().float() - before for name, (value, before) in self._initial.items()}
+        on_gpu = any(value.is_cuda for value, _ in self._initial.values())
+        found = {
+            "losses": [math.fsum(float(each) for each in update) for update in self._losses],
+            "moved": moved,
+            "first_moved": self._first_moved,
+            "sizes": {name: float(before.norm()) for name, (_, before) in self._initial.items()},
+            "updates": updates,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        }
+        torch.save(found, self._folder / END)
+
+    def _see_first_update(self, place: int) -> None:
+        """An optimizer steps again, or will no more."""
+        for name in self._by_optimizer.pop(place, []):
+            value, before = self._initial[name]
+            self._first_moved[name] = value.detach().cpu().float() - before
+
+    def _name_of(self, parameter: Tensor, place: str) -> str:
+        """As its model calls it, the same in every run; else its place in the optimizer."""
+        if not self._names:
+            for number, root in enumerate(self.roots):
+                for name, each in root.named_parameters():
+                    short = name.replace("_orig_mod.", "").removeprefix("module.")
+                    self._names.setdefault(id(each), short if number == 0 else f"{short} of model {number + 1}")
+        return self._names.get(id(parameter), f"parameter {place}")
+
+
+def read_captured(folder: Path) -> Captured | None:
+    """What a run left in its folder; None where it ended before its first update, or did not end in peace."""
+    try:
+        first = torch.load(folder / FIRST, weights_only=True)
+        end = torch.load(folder / END, weights_only=True)
+    except (OSError, RuntimeError, EOFError):
+        return None
+    return Captured(
+        Gradients(first["loss"], first["gradients"]),
+        first["weights"],
+        tuple(end["losses"]),
+        end["moved"],
+        end["first_moved"],
+        end["sizes"],
+        end["updates"],
+        end["peak_gib"],
+    )

@@ -1,0 +1,325 @@
+"""The ladder of a script: the script itself is run once per rung, with one change made from outside on what was kept.
+
+The script as it is comes first, twice: what it does not repeat by itself cannot be held against a change. Each rung is
+run and judged (`judge`); one that is wrong is never timed. One that is right is run in turns with what was kept before,
+B A A B (the run that was judged is the first B), every run a process of its own, and its gain is a ratio between runs.
+A rung that is faster is built upon, and
+one that needs less memory if it is certainly not much slower. Where several were kept, the top and the script as it is
+take turns at the end: that ratio is what was proven.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainstep.bench.ladder import NO_SLOWER, WIDE
+from trainstep.kinds import ScriptRungRow
+from trainstep.precision import PrecisionName
+from trainstep.records import Times
+from trainstep.run.capture import Captured
+from trainstep.run.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.rungs import RUNGS, Rung
+from trainstep.run.single import Script, Taken
+from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, summarize, verdict
+
+NOT_REPRODUCIBLE = "not reproducible"
+MOST_ROUNDS = 3
+"""Times that B A A B is run, at most."""
+
+
+class CannotJudge(Exception):
+    """Something cannot be held against the script as it is: why, as a sentence, and the verdict in two words."""
+
+    def __init__(self, why: str, verdict: str = "not judged") -> None:
+        super().__init__(why)
+        self.verdict = verdict
+
+
+class Ladder:
+    """Climbs, and remembers what was kept.
+
+    Args:
+        script: runs it.
+        rungs: to try, in this order.
+        rounds: how often a rung and what was kept take turns, at most.
+    """
+
+    def __init__(self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS) -> None:
+        self.script, self.rungs, self.rounds = script, rungs, rounds
+        self.first: Taken | None = None
+        self.code = 0  # the first run's exit code
+        self.kept: list[Rung] = []
+        self.judge: ScriptJudge | None = None
+        self.settings: Mapping[str, Any] = {}
+        self._own: PrecisionName = "fp32"
+        self._drops = False
+        self._top: Taken | None = None
+        self._speedup = Ratio(1.0, None, between_runs=True)
+
+    def climb(self) -> Iterator[ScriptRungRow]:
+        """A row for every rung, for the script as it is first, and for the top against it last.
+
+        Raises:
+            Interrupted: the script was ended by a signal.
+        """
+        baseline = self.script.run("the script as it is")
+        self.code = baseline.code
+        if baseline.captured is None or baseline.failure:
+            yield self._row("baseline", baseline, status="failed", reason=baseline.failure, verdict="failed")
+            return
+        self.first = self._top = baseline
+        self.settings = baseline.log.facts["settings"]
+        self._own = _precision_of(self.settings)
+        self._drops = any(model["drops"] for model in self.settings["models"])
+        try:
+            repeat = self._prepare_judge(baseline, baseline.captured)
+        except CannotJudge as error:
+            yield self._row("baseline", baseline, verdict=error.verdict, reason=str(error), status="failed")
+            return
+        yield self._row("baseline", baseline, repeat, verdict="baseline", kept=True, runs=1)
+        for rung in self.rungs:
+            yield self.try_rung(rung)
+        if len(self.kept) > 1:
+            yield self._proven()
+
+    def _prepare_judge(self, baseline: Taken, captured: Captured) -> ScriptVerdict:
+        """Run it again, and see whether it repeats itself."""
+        reference = captured
+        if self._drops:
+            reference = self._captured("the script as it is, without dropout")
+        again = self._captured("the same again")
+        if again.weights != reference.weights:
+            raise CannotJudge(
+                "two runs from the same seeds start from other weights: they are drawn from another seed, or the "
+                "second run resumes what the first one wrote, which --cwd-copy prevents",
+                NOT_REPRODUCIBLE,
+            )
+        self.judge = ScriptJudge(reference, [again], self._own, self._draw)
+        repeat = self.judge.of_repeat()
+        if not repeat.is_judged:
+            raise CannotJudge(
+                "what rounding alone does to its first gradients is "
+                f"{repeat.gradients.gradient_allowed:.2g} of them: no change could be told from it"
+            )
+        if not repeat.is_right:
+            raise CannotJudge(
+                f"two runs from the same seeds differ by more than rounding: {repeat}. Look for data or noise that is "
+                "drawn from another seed (numpy's default_rng, the clock), or for threads that race",
+                NOT_REPRODUCIBLE,
+            )
+        return repeat
+
+    def _captured(
+        self, what: str, rungs: Sequence[Rung] = (), rounding: tuple[PrecisionName, int] | None = None
+    ) -> Captured:
+        taken = self.script.run(what, rungs, rounding=rounding, without_dropout=self._drops)
+        if taken.captured is None:
+            raise CannotJudge(f"{what} could not be run: {taken.failure}")
+        return taken.captured
+
+    def _draw(self, precision: PrecisionName, seed: int | None) -> Captured:
+        """The script in a precision, by itself or under random roundings."""
+        change = [rung for rung in self.rungs if rung.precision == precision and precision != self._own]
+        if seed is None:
+            return self._captured(f"the script in {precision}", change)
+        return self._captured(f"roundings of {precision} at random, {seed + 1}", change, (precision, seed))
+
+    def try_rung(self, rung: Rung) -> ScriptRungRow:
+        """Run it on what was kept, judge it, and time it if it is right."""
+        if why := rung.why_not(self.settings):
+            return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
+        together = [*(each for each in self.kept if each.name not in rung.instead_of), rung]
+        taken = self.script.run(rung.name, together)
+        if taken.failure or taken.captured is None:
+            return self._row(rung.name, None, status="failed", reason=taken.failure, verdict="failed")
+        try:
+            found = self._judged(together, taken.captured)
+        except CannotJudge as error:
+            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
+        if not found.is_right:
+            return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
+        return self._timed(rung, together, taken, found)
+
+    def _judged(self, rungs: Sequence[Rung], captured: Captured) -> ScriptVerdict:
+        assert self.judge is not None, "the baseline was judged"
+        if self._drops:
+            captured = self._captured(f"{rungs[-1].name}, without dropout", rungs)
+        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
+        kept = None if self._drops or self._top is None else self._top.captured
+        found = self.judge.judge(captured, precision, kept)
+        if not found.is_judged:
+            raise CannotJudge(f"what {precision}'s rounding alone does to its first gradients is as large as they are")
+        return found
+
+    def _timed(self, rung: Rung, together: list[Rung], taken: Taken, found: ScriptVerdict) -> ScriptRungRow:
+        before, own = self._in_turns(rung.name, self.kept, together, begun=taken)
+        gain = ratio_of_runs(_times(before), _times(own))
+        called = verdict(gain)
+        speedup = product([self._speedup, gain]) if self.kept else gain
+        no_slower = gain.interval is not None and gain.interval.low >= NO_SLOWER
+        keep = called == "faster" or (no_slower and _is_smaller(taken, self._top))
+        if keep:
+            self.kept, self._top, self._speedup = together, taken, speedup
+        return self._row(
+            rung.name,
+            taken,
+            found,
+            own=own,
+            verdict=called,
+            kept=keep,
+            runs=len(own),
+            lines=rung.lines,
+            **_ratio_fields("gain", gain),
+            **_ratio_fields("speedup", speedup),
+        )
+
+    def _in_turns(
+        self,
+        what: str,
+        before: Sequence[Rung],
+        own: Sequence[Rung],
+        sources: Mapping[str, str] = {},
+        *,
+        begun: Taken | None = None,
+    ) -> tuple[list[Taken], list[Taken]]:
+        """B A A B, until the difference is clear or small: runs of both, of which failed ones are left out.
+
+        Args:
+            begun: the first B, where it has been run.
+        """
+        taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
+        for number in range(self.rounds):
+            for side in (0, 0, 1) if begun and number == 0 else (1, 0, 0, 1):
+                words = what if side else "what was kept before" if before else "the script as it is"
+                run = self.script.run(f"{words}, timed", own if side else before, sources=sources if side else {})
+                if run.step_ms and not run.failure:
+                    taken[side].append(run)
+            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(_times(taken[0]), _times(taken[1]))):
+                break
+        return taken
+
+    def _proven(self) -> ScriptRungRow:
+        before, own = self._in_turns("all that was kept", (), self.kept)
+        ratio = ratio_of_runs(_times(before), _times(own))
+        return self._row(
+            "all that was kept",
+            self._top,
+            own=own,
+            verdict=verdict(ratio),
+            kept=True,
+            runs=len(own),
+            lines="; ".join(rung.lines for rung in self.kept),
+            **_ratio_fields("speedup", ratio),
+        )
+
+    def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
+        """A row for the script with other sources and nothing changed from outside: judged, then timed against it.
+
+        Args:
+            sources: path → text.
+            written: the names of the rungs that the sources have.
+        """
+        name, rungs = "the patched script", [rung for rung in self.kept if rung.name in written]
+        assert self.judge is not None, "the ladder was climbed"
+        taken = self.script.run(name, sources=sources, without_dropout=self._drops)
+        if taken.failure or taken.captured is None:
+            return self._row(name, None, status="failed", reason=taken.failure, verdict="failed")
+        precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
+        try:
+            found = self.judge.judge(taken.captured, precision)
+        except CannotJudge as error:
+            return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
+        if not found.is_right:
+            return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
+        before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
+        ratio = ratio_of_runs(_times(before), _times(own))
+        holds = verdict(ratio) == "faster"
+        ratios = _ratio_fields("speedup", ratio)
+        return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
+
+    def _row(
+        self,
+        rung: str,
+        taken: Taken | None,
+        found: ScriptVerdict | None = None,
+        *,
+        own: Sequence[Taken] = (),
+        **more: Any,
+    ) -> ScriptRungRow:
+        runs = list(own) or ([taken] if taken is not None and taken.step_ms else [])
+        times: dict[str, Any] = {}
+        if runs:
+            samples = [each for run in runs for each in run.step_ms]
+            times = {
+                "times": {"step": Times.of(summarize(samples))},
+                "samples": {"step": samples, "runs": [run.median_ms for run in runs]},
+                "n": len(samples),
+                "first_step_ms": statistics.median([run.first_step_ms or 0.0 for run in runs]),
+            }
+            if taken is not None and taken.captured is not None:
+                times["samples"]["training_loss"] = list(taken.captured.losses)
+                times["peak_gib"] = taken.captured.peak_gib
+        environment = self.first.log.facts.get("environment", {}) if self.first else {}
+        columns = _columns(found) if found is not None else {}
+        compared = "without dropout" if self._drops and found is not None else None
+        return ScriptRungRow(
+            workload=self.script.command.name,
+            rung=rung,
+            environment=environment,
+            compared=compared,
+            **columns,
+            **times,
+            **more,
+        )
+
+
+def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
+    """What a script computes in."""
+    half: dict[str, PrecisionName] = {"bfloat16": "bf16", "float16": "fp16"}
+    named = [*settings["autocast"], *(name for model in settings["models"] for name in model["dtypes"])]
+    for name, precision in half.items():
+        if name in named:
+            return precision
+    return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
+
+
+def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:
+    return [run.step_ms for run in runs]
+
+
+def _is_open(ratio: Ratio) -> bool:
+    """Whether more runs may find a difference; a narrow interval around 1 says that there is none."""
+    found = ratio.interval
+    return found is None or (verdict(ratio) == "inconclusive" and found.high - found.low > WIDE * ratio.value)
+
+
+def _is_smaller(taken: Taken, than: Taken | None) -> bool:
+    """Whether its peak is known and lower by more than runs differ."""
+    own, other = (each.captured.peak_gib if each and each.captured else None for each in (taken, than))
+    return own is not None and other is not None and own < (1 - RUN_SPREAD) * other
+
+
+def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:
+    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+    return {name: ratio.value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _columns(found: ScriptVerdict) -> dict[str, Any]:
+    """The fields of a row that say what was found; a budget that says nothing is left out."""
+    own, losses, moved = found.gradients, found.losses, found.moved
+    return {
+        "loss_error": own.loss,
+        "gradient_error": own.gradient,
+        "error_budget": own.gradient_allowed,
+        "worst_gradient_error": own.worst,
+        "worst_allowed": own.worst_allowed,
+        "worst_parameter": own.worst_name,
+        "update_error": found.update.error if found.update else None,
+        "update_allowed": found.update.allowed if found.update else None,
+        "losses_error": losses.error,
+        "losses_allowed": losses.allowed if losses.is_judged else None,
+        "moved_error": moved.error,
+        "moved_allowed": moved.allowed if moved.is_judged else None,
+    }

@@ -1,0 +1,283 @@
+"""The changes that the ladder of a script tries, each made from outside, on torch, before the script's code runs.
+
+A change is a function of the `Trial` under way. It replaces a constructor's default, a setting of torch's, or something
+about a model that is about to be called for the first time. `why_not` says for which scripts a change is nothing: those
+that make it themselves are told so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainstep.precision import PrecisionName
+from trainstep.run.trial import Trial
+
+Settings = Mapping[str, Any]
+"""As `settings.Settings.found` has them."""
+WORKERS = 4
+"""Of a loader that has none, where there are as many cores."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One change."""
+
+    name: str
+    change: Callable[[Trial], object]
+    lines: str
+    """What to write into the script for it."""
+    why_not: Callable[[Settings], str] = lambda settings: ""
+    """Why it is nothing for a script, in words; empty where it is worth a try."""
+    precision: PrecisionName | None = None
+    """The precision that it changes to."""
+    instead_of: tuple[str, ...] = ()
+    """Rungs that it takes the place of."""
+
+    @property
+    def reference(self) -> str:
+        """As a task names it."""
+        return f"{self.change.__module__}:{self.change.__qualname__}"
+
+
+def tf32(trial: Trial) -> None:
+    """Products of float32 on TF32 units."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+
+
+def fused_optimizers(trial: Trial) -> None:
+    """Optimizers that are asked neither for `fused` nor for `foreach`, `capturable` or `differentiable`."""
+    from trainstep.run.settings import FUSED, arguments_of
+
+    other = ("fused", "foreach", "capturable", "differentiable")
+    for kind in FUSED:
+        _replace(
+            kind,
+            lambda given: {"fused": True} if all(given.get(name) in (None, False) for name in other) else {},
+            arguments_of,
+        )
+
+
+def bf16_autocast(trial: Trial) -> None:
+    """Every model that is called in training runs under autocast, and its floating-point results are float32."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def change(module: Any) -> None:
+        forward, device = module.forward, next(module.parameters()).device.type
+
+        @functools.wraps(forward)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, torch.bfloat16):
+                result = forward(*args, **kwargs)
+            return tree_map_only(
+                torch.Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result
+            )
+
+        module.forward = cast
+
+    trial.on_first_call.append(change)
+
+
+def compiled_models(trial: Trial) -> None:
+    """Every model that is called in training is compiled in place."""
+    trial.on_first_call.append(lambda module: module.compile())
+
+
+def compiled_blocks(trial: Trial) -> None:
+    """The repeated blocks of every model that is called in training are compiled in place."""
+
+    def change(module: Any) -> None:
+        from trainstep.blocks import find_blocks
+
+        for block in find_blocks(module):
+            block.compile()
+
+    trial.on_first_call.append(change)
+
+
+def channels_last(trial: Trial) -> None:
+    """Weights of two-dimensional convolutions have their channels last; results follow."""
+    import torch
+
+    trial.on_first_call.append(lambda module: module.to(memory_format=torch.channels_last))
+
+
+def workers(trial: Trial) -> None:
+    """Loaders without workers have some, which stay."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from trainstep.run.settings import arguments_of
+
+    def more(given: dict[str, Any]) -> dict[str, Any]:
+        if given.get("num_workers") or isinstance(given.get("dataset"), IterableDataset):
+            return {}
+        return {"num_workers": workers_here(), "persistent_workers": True}
+
+    _replace(DataLoader, more, arguments_of)
+
+
+def pinned_memory(trial: Trial) -> None:
+    """Loaders hand out batches in pinned memory, and copies from there do not wait."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from trainstep.run.settings import arguments_of
+
+    _replace(DataLoader, lambda given: {} if given.get("pin_memory") else {"pin_memory": True}, arguments_of)
+    for name in ("to", "cuda"):
+        original = getattr(torch.Tensor, name)
+
+        def moved(tensor: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if not tensor.is_cuda and tensor.is_pinned() and not any(isinstance(each, bool) for each in args):
+                kwargs.setdefault("non_blocking", True)
+            return _original(tensor, *args, **kwargs)
+
+        setattr(torch.Tensor, name, functools.wraps(original)(moved))
+
+
+def our_attention(trial: Trial) -> None:
+    """Attention without a mask of its own and without dropout, as our kernels compute it."""
+    import torch.nn.functional as F
+
+    from trainstep.attention.api import attention
+
+    original = F.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def ours(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        alike = query.is_cuda and query.shape == key.shape == value.shape
+        if not alike or attn_mask is not None or dropout_p or enable_gqa:
+            more = {"enable_gqa": True} if enable_gqa else {}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+        return attention(query, key, value, is_causal=is_causal, scale=scale, impl="flash-triton")
+
+    F.scaled_dot_product_attention = ours
+
+
+def workers_here() -> int:
+    """How many a loader is given."""
+    return max(1, min(WORKERS, os.cpu_count() or 1))
+
+
+def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], arguments_of: Any) -> None:
+    """Have a constructor take further arguments, in place of those of the same name."""
+    original = kind.__init__
+    names = list(inspect.signature(kind).parameters)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        changed = more(arguments_of(kind, args, kwargs))
+        given = list(args)
+        for name, value in changed.items():
+            place = names.index(name)
+            if place < len(given):
+                given[place] = value
+            else:
+                kwargs[name] = value
+        original(self, *given, **kwargs)
+
+    kind.__init__ = __init__
+
+
+def _of_gpu(settings: Settings) -> str:
+    return "" if settings["on_gpu"] else "it needs a GPU"
+
+
+def _of_tf32(settings: Settings) -> str:
+    if settings["matmul"] != "highest":
+        return f'the script sets it itself: float32 products are at "{settings["matmul"]}"'
+    return _of_gpu(settings)
+
+
+def _of_fused(settings: Settings) -> str:
+    own = [each for each in settings["optimizers"] if each["fused"] or each["foreach"]]
+    known = [each for each in settings["optimizers"] if "file" in each]
+    if own and len(own) == len(settings["optimizers"]):
+        names = " and ".join(f"{name}=True" for name in ("fused", "foreach") if any(each[name] for each in own))
+        return f"the script sets it itself: {names}"
+    return "" if known else "its optimizers have no fused form in torch"
+
+
+def _of_autocast(settings: Settings) -> str:
+    if settings["autocast"]:
+        return f"the script sets it itself: autocast to {' and '.join(settings['autocast'])}"
+    half = {name for model in settings["models"] for name in model["dtypes"]} - {"float32"}
+    return f"its weights are {' and '.join(sorted(half))}" if half else ""
+
+
+def _of_compile(settings: Settings) -> str:
+    return "the script sets it itself" if any(model["is_compiled"] for model in settings["models"]) else ""
+
+
+def _of_blocks(settings: Settings) -> str:
+    if not any(model["blocks"] for model in settings["models"]):
+        return "its models have no repeated blocks in an nn.ModuleList"
+    return _of_compile(settings)
+
+
+def _of_channels(settings: Settings) -> str:
+    convolving = [model for model in settings["models"] if model["convolutions"]]
+    if not convolving:
+        return "its models have no convolutions in two dimensions"
+    return "the script sets it itself" if all(model["is_channels_last"] for model in convolving) else ""
+
+
+def _of_workers(settings: Settings) -> str:
+    if not settings["loaders"]:
+        return "the script makes no DataLoader"
+    if all(loader["num_workers"] for loader in settings["loaders"]):
+        return "the script sets it itself: its loaders have workers"
+    if all(loader["is_iterable"] for loader in settings["loaders"] if not loader["num_workers"]):
+        return "workers would repeat an IterableDataset that does not divide itself"
+    return ""
+
+
+def _of_pinning(settings: Settings) -> str:
+    if not settings["loaders"]:
+        return "the script makes no DataLoader"
+    if all(loader["pin_memory"] for loader in settings["loaders"]):
+        return "the script sets it itself: pin_memory=True"
+    return _of_gpu(settings)
+
+
+RUNGS = (
+    Rung("TF32 matmuls", tf32, 'torch.set_float32_matmul_precision("high")', _of_tf32, "tf32"),
+    Rung("fused optimizer", fused_optimizers, "fused=True in the optimizer", _of_fused),
+    Rung(
+        "bf16 autocast",
+        bf16_autocast,
+        "with torch.autocast(device, torch.bfloat16): around the call of the model; .float() on what it returns",
+        _of_autocast,
+        "bf16",
+    ),
+    Rung("our FlashAttention", our_attention, "trainstep.attention(q, k, v, is_causal=…)", _of_gpu),
+    Rung("channels last", channels_last, "model.to(memory_format=torch.channels_last)", _of_channels),
+    Rung("compiled blocks", compiled_blocks, "for block in model.blocks: block.compile()", _of_blocks),
+    Rung("compiled model", compiled_models, "model.compile()", _of_compile, instead_of=("compiled blocks",)),
+    Rung(
+        "pinned memory", pinned_memory, "DataLoader(…, pin_memory=True) and .to(device, non_blocking=True)", _of_pinning
+    ),
+    Rung(
+        "loader workers",
+        workers,
+        f"DataLoader(…, num_workers={workers_here()}, persistent_workers=True)",
+        _of_workers,
+    ),
+)
+"""In the order in which they are tried."""

@@ -1,0 +1,170 @@
+"""A script run once for the ladder, in a folder of its own, with its outputs in a file there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainstep.kinds import ScriptRow
+from trainstep.precision import PrecisionName
+from trainstep.records import of_kind
+from trainstep.run.capture import END, FIRST, Captured, read_captured
+from trainstep.run.log import RankLog, log_path, read_log
+from trainstep.run.rows import script_records
+from trainstep.run.rungs import Rung
+from trainstep.run.supervise import Command, Rank, run_script
+
+OUTPUT = "output.txt"
+SEED = 0
+TOLD = 200
+"""Characters of a script's last words that are told."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one run left."""
+
+    folder: Path
+    code: int
+    log: RankLog
+    step_ms: tuple[float, ...]
+    """Of each timed step; where several optimizers have steps of their own, of one of each."""
+    first_step_ms: float | None
+    failure: str
+    """Why there is nothing to judge; empty where there is."""
+    captured: Captured | None
+
+    @property
+    def median_ms(self) -> float:
+        """Of its timed steps."""
+        return statistics.median(self.step_ms)
+
+
+class Interrupted(Exception):
+    """The script's process was ended by a signal that was meant for all."""
+
+
+@dataclass
+class Script:
+    """Runs it.
+
+    Args:
+        command: what to run.
+        folder: under which each run has its own.
+        steps: updates of each run.
+        copies: whether each run has a copy of the working directory.
+        tell: called with what is run, before it is.
+    """
+
+    command: Command
+    folder: Path
+    steps: int
+    copies: bool = False
+    tell: Callable[[str], object] = lambda text: None
+    runs: int = field(default=0, init=False)
+
+    def run(
+        self,
+        what: str,
+        rungs: Sequence[Rung] = (),
+        *,
+        rounding: tuple[PrecisionName, int] | None = None,
+        without_dropout: bool = False,
+        sources: Mapping[str, str] = {},
+    ) -> Taken:
+        """Run it once.
+
+        Args:
+            what: in words, for whoever waits.
+            rungs: whose changes are made.
+            rounding: a precision in which results are rounded once more at random, and a seed.
+            without_dropout: whether nothing is dropped.
+            sources: path → text that is run in its place.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM ended it.
+            UsageError: the folder cannot be written.
+        """
+        self.runs += 1
+        self.tell(f"run {self.runs}: {what}")
+        folder = self.folder / f"{self.runs:03d}-{''.join(each if each.isalnum() else '-' for each in what)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        command, place = self.command, Path.cwd()
+        if self.copies:
+            place = self._copied((folder / "copy").resolve())
+            command = dataclasses.replace(command, target=self._in_copy(command, place))
+            sources = {str(place / Path(path).relative_to(Path.cwd())): text for path, text in sources.items()}
+        trial = {
+            "seed": SEED,
+            "changes": [rung.reference for rung in rungs],
+            "rounding": rounding,
+            "without_dropout": without_dropout,
+            "sources": dict(sources),
+        }
+        plan = {"steps": self.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False}
+        with (folder / OUTPUT).open("wb") as output:
+            code = run_script(
+                command,
+                Rank.of({}),
+                folder,
+                plan,
+                {"trial": trial},
+                cwd=place,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONHASHSEED": str(SEED)},
+            )
+        if self.copies:
+            shutil.rmtree(place, ignore_errors=True)
+        if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
+            raise Interrupted(what)
+        return self._taken(folder, code, place)
+
+    def _taken(self, folder: Path, code: int, place: Path) -> Taken:
+        log = read_log(log_path(folder, 0))
+        if self.copies and "settings" in log.facts:  # which files the copy's are copies of
+            here, there = (json.dumps(str(each))[1:-1] for each in (Path.cwd(), place))
+            log.facts["settings"] = json.loads(json.dumps(log.facts["settings"]).replace(there, here))
+        rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
+        timed = [row for row in rows if row.status == "ok"]
+        step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()
+        captured, failure = read_captured(folder), ""
+        for name in (FIRST, END):  # as large as the model
+            (folder / name).unlink(missing_ok=True)
+        if captured is None or not step_ms or code:
+            failure = next((row.reason for row in rows if row.status != "ok"), "")
+            failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
+            failure += _last_words(folder / OUTPUT) if code else ""
+        return Taken(folder, code, log, step_ms, timed[0].first_step_ms if timed else None, failure, captured)
+
+    def _copied(self, place: Path) -> Path:
+        """A copy of the working directory; links stay links."""
+        own = self.folder.resolve()
+
+        def ignored(folder: str, names: list[str]) -> list[str]:
+            return [name for name in names if Path(folder).resolve() / name == own]
+
+        shutil.copytree(Path.cwd(), place, symlinks=True, ignore=ignored)
+        return place
+
+    def _in_copy(self, command: Command, place: Path) -> str:
+        if command.is_module:
+            return command.target
+        target, here = Path(command.target).resolve(), Path.cwd().resolve()
+        return str(place / target.relative_to(here)) if target.is_relative_to(here) else str(target)
+
+
+def _last_words(path: Path) -> str:
+    """The last line of what it wrote."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return f" (its last words: {lines[-1][-TOLD:]}; all of them: {path})" if lines else ""

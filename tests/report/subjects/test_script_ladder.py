@@ -1,0 +1,79 @@
+"""What the report says of a script's ladder."""
+
+from trainstep.kinds import ScriptRungRow
+from trainstep.records import Times
+from trainstep.report.page import Report
+from trainstep.report.subjects import make_tables
+from trainstep.report.subjects.script_ladder import script_ladder
+
+
+def row(rung, ms=None, **more):
+    times = {"times": {"step": Times(ms)}, "n": 20, "samples": {"step": [ms]}} if ms else {}
+    return ScriptRungRow(workload="train.py", rung=rung, **times, **more)
+
+
+def ratio(name, value, width=0.05):
+    return {name: value, f"{name}_low": value - width, f"{name}_high": value + width}
+
+
+BASELINE = row("baseline", 10.0, verdict="baseline", kept=True, gradient_error=0.0, error_budget=1e-6)
+FUSED = row(
+    *("fused optimizer", 5.0),
+    **ratio("speedup", 2.0),
+    verdict="faster",
+    kept=True,
+    runs=2,
+    lines="fused=True",
+    gradient_error=1e-7,
+    error_budget=1e-6,
+    moved_error=0.1,
+)
+WRONG = row("compiled model", status="wrong", verdict="wrong", reason="the gradients off by 0.3", gradient_error=0.3)
+TOP = row("all that was kept", 4.0, **ratio("speedup", 2.5), verdict="faster", kept=True, runs=2)
+PATCHED = row("the patched script", 4.1, **ratio("speedup", 2.4), verdict="faster", kept=True, runs=2)
+
+
+def found(*rows):
+    return {each.id: each for each in Report(list(rows)).findings}
+
+
+def test_what_was_kept_is_proven_with_its_lines():
+    finding = found(BASELINE, FUSED, WRONG)["gain.script"]
+    assert (finding.figures["speedup"], finding.figures["rungs"]) == (2.0, ("fused optimizer",))
+    assert found(BASELINE, FUSED)["gain.line"].sentence == "fused optimizer: fused=True"
+
+
+def test_the_top_against_the_script_as_it_is_counts_where_it_was_measured():
+    assert found(BASELINE, FUSED, TOP)["gain.script"].figures["speedup"] == 2.5
+    open_ = row("all that was kept", 4.0, **ratio("speedup", 1.02), verdict="inconclusive", kept=True)
+    assert "gain.script" not in found(BASELINE, FUSED, open_)
+    assert "gain.script_open" in found(BASELINE, FUSED, open_)
+
+
+def test_a_patch_is_told_where_it_holds():
+    assert found(BASELINE, FUSED, PATCHED)["gain.patch"].figures["speedup"] == 2.4
+    slower = row("the patched script", 11.0, **ratio("speedup", 0.9), verdict="slower")
+    assert "gain.patch" not in found(BASELINE, FUSED, slower)
+
+
+def test_nothing_kept_and_nothing_judged():
+    assert "gain.script_none" in found(BASELINE, WRONG)
+    failed = row("baseline", status="failed", verdict="not reproducible", reason="it starts from other weights")
+    assert not {name for name in found(failed) if name.startswith("gain.")}
+
+
+def test_a_wrong_rung_has_its_reason_and_no_time():
+    (table,) = make_tables([BASELINE, FUSED, WRONG], "terminal")
+    titles = list(table.columns)
+    cells = {each.key: each.cells for each in table.rows}
+    wrong = cells["compiled model"]
+    assert wrong[titles.index("verdict")].plain == "wrong: the gradients off by 0.3"
+    assert wrong[titles.index("step (ms) [95 %]")].value is None
+    assert cells["fused optimizer"][titles.index("verdict")].plain == "kept"
+
+
+def test_the_page_has_a_section_with_budgets():
+    section = script_ladder([BASELINE, FUSED, WRONG])
+    assert section is not None
+    assert len(section.blocks) == 2
+    assert script_ladder([]) is None

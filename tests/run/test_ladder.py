@@ -1,0 +1,144 @@
+"""The ladder of a script: what is wrong never gets a time; what is right is timed, and written into the script."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.run import planted
+from tests.run.forked import forked_runs  # noqa: F401
+from tests.run.measuring import SCRIPTS
+from trainstep.run.ladder import Ladder
+from trainstep.run.patch import patch_of
+from trainstep.run.rungs import RUNGS, Rung
+from trainstep.run.single import Script
+from trainstep.run.supervise import command_of
+
+STEPS = 8
+FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
+WORKERS = next(rung for rung in RUNGS if rung.name == "loader workers")
+
+
+@dataclasses.dataclass
+class Climbed:
+    ladder: Ladder
+    rows: dict
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory, forked_runs):  # noqa: F811
+    script = Script(command_of([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
+    wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
+    tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
+    ladder = Ladder(script, [*wrong, tf32, FUSED], rounds=1)
+    return Climbed(ladder, {row.rung: row for row in ladder.climb()})
+
+
+def test_a_script_that_repeats_itself_is_the_baseline(climbed):
+    row = climbed.rows["baseline"]
+    assert (row.verdict, row.kept, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0)
+    assert len(row.samples["training_loss"]) == STEPS
+    assert 0 < row.error_budget < 1e-4, "what rounding does in float32 was measured"
+
+
+@pytest.mark.parametrize("name", ["scaled_gradient", "dropped_mask", "faster_updates"])
+def test_what_is_wrong_never_gets_a_time(climbed, name):
+    row = climbed.rows[name]
+    assert (row.status, row.verdict, row.kept) == ("wrong", "wrong", False)
+    assert not row.times
+    assert row.speedup is None
+    assert "step" not in row.samples
+    assert name not in {rung.name for rung in climbed.ladder.kept}
+
+
+def test_what_is_wrong_is_said(climbed):
+    assert "embed.weight off by 0.5" in climbed.rows["scaled_gradient"].reason
+    assert "the first update" in climbed.rows["dropped_mask"].reason
+    assert "from equal gradients off by 0.05" in climbed.rows["faster_updates"].reason
+
+
+def test_what_is_right_is_timed_between_runs(climbed):
+    row = climbed.rows["fused optimizer"]
+    assert row.status == "ok"
+    assert row.gradient_error == 0.0, "the first gradients are those of the same computation"
+    assert row.update_error <= row.update_allowed < 1e-2
+    assert row.runs == 2
+    assert len(row.samples["runs"]) == 2
+    assert row.gain_low < row.gain < row.gain_high
+
+
+def test_what_needs_a_gpu_is_not_tried_without_one(climbed):
+    if climbed.ladder.settings["on_gpu"]:
+        pytest.skip("the script trains on a GPU")
+    row = climbed.rows["TF32 matmuls"]
+    assert (row.verdict, row.reason) == ("not tried", "it needs a GPU")
+
+
+def test_the_script_tells_where_it_makes_what(climbed):
+    settings, text = climbed.ladder.settings, (SCRIPTS / "climbing.py").read_text().splitlines()
+    (optimizer,), (loader,), (model,) = settings["optimizers"], settings["loaders"], settings["models"]
+    assert "AdamW(" in text[optimizer["line"] - 1]
+    assert optimizer["names"] == ["model"]
+    assert "DataLoader(" in text[loader["line"] - 1]
+    assert "model(" in text[model["line"] - 1]
+    assert model["blocks"] == 4
+
+
+def test_a_patch_is_run_in_the_place_of_the_script(climbed):
+    file = SCRIPTS / "climbing.py"
+    before = file.read_text()
+    patch = patch_of(file, [FUSED.name], climbed.ladder.settings)
+    diff = patch.diff(Path.cwd())
+    assert "+    lr=1e-3, fused=True,\n" in diff
+    assert [line for line in diff.splitlines() if line.startswith("-")][1:] == ["-    lr=1e-3,"]
+    row = climbed.ladder.judge_sources(patch.texts, patch.written)
+    assert row.status == "ok", row.reason
+    assert row.moved_error > 0, "the fused optimizer rounds otherwise"
+    assert file.read_text() == before
+
+
+def test_a_patch_that_is_wrong_is_not_timed(climbed):
+    file = SCRIPTS / "climbing.py"
+    text = file.read_text().replace("is_causal=True", "is_causal=False")
+    row = climbed.ladder.judge_sources({str(file): text}, [])
+    assert (row.status, row.kept, dict(row.times)) == ("wrong", False, {})
+
+
+def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked_runs, monkeypatch):  # noqa: F811
+    (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    rows = list(Ladder(Script(command_of(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
+    assert [(row.rung, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
+    assert "start from other weights" in rows[0].reason
+    assert "--cwd-copy" in rows[0].reason
+
+
+def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811
+    (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    script = Script(command_of(["resuming.py"]), Path("runs"), 4, copies=True)
+    first, second = script.run("once"), script.run("twice")
+    assert first.captured.weights == second.captured.weights
+    assert first.log.facts["settings"]["optimizers"][0]["file"] == str(tmp_path / "resuming.py")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["resuming.py", "runs"]
+    assert not list(tmp_path.glob("runs/*/copy"))
+
+
+def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):  # noqa: F811
+    file = tmp_path / "failing.py"
+    file.write_text("import torch\nprint(input())\n")
+    ladder = Ladder(Script(command_of([str(file)]), tmp_path / "runs", 4), [FUSED])
+    (row,) = ladder.climb()
+    assert (row.status, row.verdict, ladder.code) == ("failed", "failed", 1)
+    assert "EOFError" in row.reason
+
+
+def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
+    script = Script(command_of([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
+    autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")
+    baseline, row = Ladder(script, [autocast], rounds=1).climb()
+    assert (baseline.compared, row.compared) == ("without dropout", "without dropout")
+    assert row.status == "ok", row.reason
+    assert 1e-4 < row.gradient_error < row.error_budget < 0.1
+    assert baseline.error_budget < 1e-4, "float32 has its own"
+    assert row.runs == 2

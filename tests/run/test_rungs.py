@@ -1,0 +1,149 @@
+"""Each change made from outside, in this process, and for which scripts it is nothing."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainstep.run import rungs
+from trainstep.run.outermost import Outermost
+from trainstep.run.rungs import RUNGS
+
+BY_NAME = {rung.name: rung for rung in RUNGS}
+SETTINGS = {
+    "on_gpu": True,
+    "matmul": "highest",
+    "autocast": [],
+    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
+    "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
+    "models": [
+        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
+    ],
+}
+
+
+class Trial:
+    def __init__(self):
+        self.on_first_call = []
+
+    def sees(self, model):
+        for change in self.on_first_call:
+            change(model)
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """A run that is no process: what changes replace is put back."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, DataLoader):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    return Trial()
+
+
+def test_optimizers_are_fused_where_the_script_says_nothing(trial):
+    rungs.fused_optimizers(trial)
+    weights = [nn.Parameter(torch.ones(2))]
+    for kind in (torch.optim.AdamW, torch.optim.Adam, functools.partial(torch.optim.SGD, lr=0.1)):
+        assert kind(weights).defaults["fused"]
+        assert not kind(weights, foreach=True).defaults["fused"]
+        assert not kind(weights, capturable=True).defaults["fused"] if kind is torch.optim.Adam else True
+
+
+def test_loaders_get_workers_where_the_script_says_nothing(trial):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    rungs.workers(trial)
+    data = TensorDataset(torch.arange(8))
+    for loader in (DataLoader(data), DataLoader(data, num_workers=0), DataLoader(data, 2, False, None, None, 0)):
+        assert loader.num_workers == rungs.workers_here()
+        assert loader.persistent_workers
+    assert DataLoader(data, num_workers=1).num_workers == 1
+    assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
+
+
+def test_autocast_is_around_the_model_and_results_are_float32(trial):
+    rungs.bf16_autocast(trial)
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            seen.append(y.dtype)
+            return {"y": y, "n": [y.sum(), 3]}
+
+    model = Model()
+    trial.sees(model)
+    result = model(torch.ones(2, 4))
+    assert seen == [torch.bfloat16]
+    assert (result["y"].dtype, result["n"][0].dtype, result["n"][1]) == (torch.float32, torch.float32, 3)
+
+
+def test_channels_last_leaves_parameters_where_optimizers_have_them(trial):
+    rungs.channels_last(trial)
+    model = nn.Conv2d(3, 4, 3)
+    before = model.weight
+    trial.sees(model)
+    assert model.weight is before
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_models_are_seen_once_before_their_first_training_call():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model, seen, call = Outer(), [], nn.Module.__call__
+    outermost = Outermost()
+    outermost.on_first.append(seen.append)
+    outermost.install()
+    try:
+        with torch.no_grad():
+            model(torch.ones(2))
+        assert seen == []
+        nn.MSELoss()(model(torch.ones(2)), torch.ones(2))
+        model(torch.ones(2))
+        assert seen == [model], "neither its parts, nor what has no parameters, nor a second time"
+    finally:
+        outermost.remove()
+    assert nn.Module.__call__ is call
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
+    assert rung.why_not(SETTINGS) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "why"),
+    [
+        ("TF32 matmuls", {"matmul": "high"}, 'sets it itself: float32 products are at "high"'),
+        ("TF32 matmuls", {"on_gpu": False}, "needs a GPU"),
+        ("fused optimizer", {"optimizers": [{"fused": True, "foreach": False}]}, "sets it itself: fused=True"),
+        ("fused optimizer", {"optimizers": [{"fused": False, "foreach": False}]}, "no fused form"),
+        ("bf16 autocast", {"autocast": ["float16"]}, "sets it itself: autocast to float16"),
+        ("bf16 autocast", {"models": [{"dtypes": ["bfloat16"]}]}, "its weights are bfloat16"),
+        ("compiled model", {"models": [{"is_compiled": True}]}, "sets it itself"),
+        ("compiled blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
+        ("channels last", {"models": [{"convolutions": 0}]}, "no convolutions"),
+        ("channels last", {"models": [{"convolutions": 1, "is_channels_last": True}]}, "sets it itself"),
+        ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
+        ("pinned memory", {"on_gpu": False}, "needs a GPU"),
+        ("loader workers", {"loaders": []}, "makes no DataLoader"),
+        ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
+        ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
+        ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+    ],
+)
+def test_what_is_nothing_for_a_script_is_said(name, own, why):
+    assert why in BY_NAME[name].why_not({**SETTINGS, **own})
