@@ -170,9 +170,9 @@ def kept_bytes_in_backward(policy):
     ("compile", "policy"),
     [
         ("blocks", "every-1"),
-        ("blocks", "every-2"),
-        ("model", "every-2"),
-        ("model", "selective"),
+        pytest.param("blocks", "every-2", marks=pytest.mark.thorough),
+        pytest.param("model", "every-2", marks=pytest.mark.thorough),
+        pytest.param("model", "selective", marks=pytest.mark.thorough),
         ("model", "recursive"),
     ],
 )

@@ -142,6 +142,7 @@ def test_analyze_end_to_end(tmp_path):
     assert "num_layers=1" in records[0].case["workload"], "a changed size must not carry the size's name alone"
 
 
+@pytest.mark.thorough
 def test_bench_step_with_commas_and_repeats(tmp_path):
     config = tmp_path / "toy.toml"
     config.write_text("[model]\nnum_layers = 1\nd_model = 32\nd_ff = 64\nnum_heads = 2\n")
@@ -157,6 +158,7 @@ def test_bench_step_with_commas_and_repeats(tmp_path):
     assert "the interval should contain 1" in found.stdout
 
 
+@pytest.mark.thorough
 def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
     words = ["--grid", "naive", "--seq", "32,64", "--head-dim", "16", "--impl", "eager,sdpa,flash-triton"]
     found = trainstep("bench", "attention", *words, "--device", "cpu", "--passes", "7", "--out", str(tmp_path))
@@ -167,6 +169,7 @@ def test_bench_attention_with_a_named_grid_narrowed(tmp_path):
     assert [record.status for record in records].count("unsupported") == 2
 
 
+@pytest.mark.thorough
 def test_when_no_case_could_run_the_exit_code_says_so(tmp_path, capsys):
     words = ["bench", "step", "--precision", "tf32", "--compile", "off,blocks", "--context", "16", "--device", "cpu"]
     assert main_code([*words, "--out", str(tmp_path)]) == 1
@@ -203,6 +206,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.thorough
 def test_a_users_module_in_the_example(tmp_path):
     found = trainstep("analyze", "--workload", "examples.own_model:workload", "--device", "cpu", "--steps", "7",
                       "--out", str(tmp_path))  # fmt: skip
@@ -212,6 +216,7 @@ def test_a_users_module_in_the_example(tmp_path):
     assert all(rung.status in ("ok", "unsupported") for rung in rungs), [rung.reason for rung in rungs]
 
 
+@pytest.mark.thorough
 def test_compare_a_run_with_its_former(tmp_path):
     words = ["bench", "step", "--context", "16", "--device", "cpu", "--steps", "7", "--out", str(tmp_path)]
     assert main_code(words) == main_code(words) == 0

@@ -65,6 +65,7 @@ def test_of_the_findings_only_the_rules_and_what_they_use_are_changed():
     assert not [name for name in names(mutants.rules_of(tree)) if "OTHER" in name]
 
 
+@pytest.mark.thorough
 def test_the_listed_equivalents_are_mutants_of_today_and_have_reasons():
     listed = tomllib.loads((mutants.ROOT / "tests/mutants.toml").read_text())
     for file, reasons in listed.items():

@@ -85,6 +85,7 @@ def test_the_ladder_does_not_take_a_key_bias_for_wrong(monkeypatch):
     assert 0 < rungs[1].values["gradient_error"] < rungs[1].values["error_budget"]
 
 
+@pytest.mark.thorough
 def test_the_proof_runs_as_it_stands_on_the_page(tmp_path):
     """`bench step` and `compare`, on small models in another folder; that `analyze` parses, test_docs.py sees."""
     for form in (slow, fast):

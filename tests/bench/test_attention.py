@@ -75,6 +75,7 @@ def test_a_row_has_times_rates_memory_and_errors():
     assert row.error_nearest.split()[0] in ("o", "dq", "dk", "dv")
 
 
+@pytest.mark.thorough
 def test_implementations_of_a_shape_are_timed_in_turns(monkeypatch):
     order, timed = [], bench._time
     monkeypatch.setattr(

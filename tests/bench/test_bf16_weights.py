@@ -244,6 +244,7 @@ def _under_schemes(process):
     return {scheme.name: each for scheme, each in found.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_schemes_train_them_as_one_process_does(two):
     found = two.run(_under_schemes)[0]

@@ -101,6 +101,7 @@ def test_every_instrument_measures_it(records):
     assert found(records(source()))
 
 
+@pytest.mark.thorough
 def test_its_step_has_the_flops_and_the_peak_of_eager_code_and_says_so():
     [own] = found(run_cases([StepCase(source(), CONFIG, warmup=1, steps=1)]))
     [eager] = found(run_cases([StepCase(source(False, torch.optim.SGD), CONFIG, warmup=1, steps=1)]))

@@ -17,6 +17,7 @@ TOY = builtin_source("toy", MODEL, Path(__file__))
 STEP = StepConfig(batch=2, context=32, device="cpu")
 
 
+@pytest.mark.thorough
 def test_peaks_over_a_grid():
     configs = [dataclasses.replace(STEP, precision=precision, context=context)
                for precision in ("fp32", "bf16") for context in (16, 32)]  # fmt: skip

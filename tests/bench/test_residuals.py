@@ -52,6 +52,7 @@ def test_rows_of_residuals():
     assert "share (%)" in table.columns
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 def test_compiled_code_checkpoints_too():
     eager, compiled = (

@@ -185,6 +185,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_workers_do_not_outlive_a_killed_parent(tmp_path):
     command, environment = [sys.executable, "-c", ORPHANS], os.environ | {"TMPDIR": str(tmp_path)}
     parent = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)

@@ -286,6 +286,7 @@ def test_a_users_model_is_planned_from_a_traced_step(tmp_path, capsys):
     assert tables
 
 
+@pytest.mark.thorough
 def test_a_users_model_is_timed_by_its_operators(tmp_path):
     records = own_plan(tmp_path, "--measure", "--precision", "fp32", "--policies", "none")
     (plan,) = of_kind(records, PlanRow)

@@ -10,6 +10,7 @@ from tests.realworld import models
 pytestmark = pytest.mark.realworld
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_step_changes_the_loss_of_the_same_batch(name: str) -> None:
     pytest.importorskip(models.MODELS[name])

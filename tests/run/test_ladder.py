@@ -133,6 +133,7 @@ def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):
     assert "EOFError" in row.reason
 
 
+@pytest.mark.thorough
 def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
     script = Script(command_of([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
     autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")

@@ -11,6 +11,8 @@ from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.ranges import GLOO
 from trainstep.records import of_kind, read_records
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY = Path(__file__).parents[3]
 MODEL = ["--num-layers", "2", "--d-model", "32", "--d-ff", "64", "--num-heads", "2", "--vocab-size", "256",
          "--context", "16", "--batch", "2"]  # fmt: skip

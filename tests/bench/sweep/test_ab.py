@@ -127,6 +127,7 @@ def test_two_files_of_runs_are_compared_between_runs():
     assert repeatability(old) == [], "runs of an arm are replicates, not passes"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)  # four processes that each import torch
 def test_the_command_starts_a_process_per_run_and_keeps_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)

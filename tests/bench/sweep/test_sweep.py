@@ -51,6 +51,7 @@ def _repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)  # eight processes that each import torch: 20 seconds on two idle cores
 @pytest.mark.usefixtures("_repository")
 def test_eight_cases_of_which_one_crashes_and_one_runs_out_of_memory(tmp_path, monkeypatch, capsys):
@@ -462,6 +463,7 @@ def until(holds, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 def test_the_example_runs_in_small(tmp_path):
     """The file in the repository, with the first value of each axis."""
     text = (REPOSITORY / "examples" / "sweep.toml").read_text()
