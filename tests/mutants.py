@@ -64,7 +64,7 @@ JUDGES = {
         ("parallel", "subjects/test_parallel"),
         ("plan", "subjects/test_plan"),
         ("precision", "subjects/test_memory"),
-        ("steps", "test_findings", "subjects/test_thresholds"),
+        ("steps", "test_findings", "subjects/test_thresholds", "subjects/test_steps_counts"),
         ("sweep", "subjects/test_sweep"),
     )
 }
