@@ -9,15 +9,17 @@ import torch
 from tests.bench.parallel import agreement, deviation
 from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
 from trainstep.bench.check import allowed_error, one_rounding
+from trainstep.bench.check.gradients import Gradients
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.parallel import ParallelCase, share_of
 from trainstep.bench.parallel.check import _BITS, _checksum, compare_with_one_process
 from trainstep.bench.parallel.check import agreement as judge
-from trainstep.bench.parallel.one_process import MOVED, STEPS, expected
+from trainstep.bench.parallel.one_process import MOVED, SHRUNK, STEPS, _places, expected
+from trainstep.config import ModelConfig
 from trainstep.schemes import SCHEMES
 from trainstep.training_step import build_step
-from trainstep.workload import WorkloadSource
+from trainstep.workload import WorkloadSource, builtin_source
 
 TWO_RANKS = dataclasses.replace(CONFIG, batch=2 * CONFIG.batch)
 PARTS = ("gradients × 1.02", "β₂ of 0.999", "reduced in 16 bits", "gradients × 1.05 on rank 1")
@@ -175,17 +177,29 @@ def with_a_spare_parameter(step):
     return workload
 
 
-@pytest.mark.parametrize(("build", "moved"), [(SOURCE.build, MOVED), (with_a_spare_parameter, 0.0)])
-def test_weights_differ_between_the_places_unless_one_may_go_without_a_gradient(build, moved):
+@pytest.mark.parametrize(("build", "moves"), [(SOURCE.build, True), (with_a_spare_parameter, False)])
+def test_weights_differ_between_the_places_unless_one_may_go_without_a_gradient(build, moves):
     """A rank cannot move what it has no gradient of; then stale weights are looked for in training alone."""
     workload = build(TWO_RANKS)
     places = expected(WorkloadSource("little", build), TWO_RANKS, 2).gradients.places
     for name, value in workload.module.named_parameters():
         assert torch.equal(places[0].state[name], value)
-        assert torch.equal(places[1].state[name], value + moved), name
+        assert torch.equal(places[1].state[name], value * (1 - SHRUNK) + MOVED if moves else value), name
     batches = [next(workload.batches)[0] for _ in range(3)]
     assert torch.equal(places[0].batch[0], batches[0])
     assert torch.equal(places[1].batch[0], batches[2])
+
+
+def test_blocks_of_a_wide_model_have_gradients_in_both_places():
+    """Weights that are all larger by one number add up over a row: of width 1280 and six layers, only the head had any,
+    and one rounding took the blocks' off by five times their size."""
+    source = builtin_source("wide", ModelConfig(vocab_size=256, d_model=1280, d_ff=64, num_layers=6, num_heads=20))
+    step = build_step(source, dataclasses.replace(CONFIG, batch=1))
+    shares = []
+    for batch in _places(True, step):
+        squares = Gradients.of(step.gradients(batch), step.module).squares
+        shares.append(sum(value for name, value in squares.items() if "blocks." in name) / sum(squares.values()))
+    assert min(shares) > 0.5, shares
 
 
 def test_what_is_allowed_after_some_steps_is_twice_what_the_precision_is_off_by():

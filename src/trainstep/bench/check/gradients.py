@@ -165,9 +165,9 @@ class Deviation:
         return not self.gradient_allowed < VACUOUS
 
     @property
-    def severity(self) -> tuple[bool, float]:
-        """Larger where it is worse: what is wrong, then what uses more of what it is allowed."""
-        return not self.is_right, self.worst / (self.worst_allowed or 1)
+    def severity(self) -> tuple[bool, bool, float]:
+        """Larger where it is worse: what is wrong, then what says nothing, then what uses more of its budget."""
+        return not self.is_right, self.is_vacuous, self.worst / (self.worst_allowed or 1)
 
     def __str__(self) -> str:
         named = {"the loss": "loss", "the gradients": "gradient", "their scale": "scale", self.worst_name: "worst"}

@@ -46,6 +46,7 @@ from trainstep.bench.parallel.one_process import (
     BATCHES,
     FILLED,
     MOVED,
+    SHRUNK,
     STEPS,
     Expected,
     batches,
@@ -125,6 +126,9 @@ class Agreement:
             found.append(f"its gradients in float32: {self.float32}")
         if not self.gradients.is_right:
             found.append(f"its gradients: {self.gradients}")
+        elif self.gradients.is_vacuous:
+            allowed = f"so much that {self.gradients.gradient_allowed:.2g} would be allowed"
+            found.append(f"rounding alone takes its gradients off by {allowed}: nothing says whether they are right")
         if not self.optimizer.is_right:
             off = f"off by {self.optimizer.error:.2g} of {self.optimizer.allowed:.2g}"
             found.append(f"{UPDATES} updates of {self.optimizer.name} from equal gradients {off}")
@@ -240,13 +244,13 @@ class _Trial:
         found = []
         for place, (count, passes) in enumerate(zip(BATCHES, (1, most), strict=True)):
             step = self._build(case, self._shown_by_sgd)
-            rates = [0.0] * (passes - 1) + [LEARNING_RATE]
+            rates = [(0.0, 0.0)] * (passes - 1) + [(LEARNING_RATE, 0.0)]
             if place and not case.allow_unused:
-                rates[-2] = 1.0
+                rates[-2] = (1.0, SHRUNK)
                 fill_gradients(step, [None] * (passes - 2) + [-MOVED, None])
             for rate, batch in zip(rates, batches(step, count, passes), strict=True):
                 for group in step.optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"], group["weight_decay"] = rate
                 loss = _mean_over_ranks([_loss_of(step, batch)], self.process)[0]
             moved = self._moved(step, place)
             del step

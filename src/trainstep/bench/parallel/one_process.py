@@ -43,9 +43,11 @@ from trainstep.workload import Workload, WorkloadSource, map_tensors
 STEPS = 5
 BATCHES = (1, 3)
 """The batches whose gradients are compared: the first with the initial weights, the third with those `MOVED`."""
-MOVED = 2.0**-9
-"""By how much every weight is larger there, about six steps of AdamW: a scheme that computes with weights from before
-an update shows it. Where parameters may go without a gradient, and so without an update, weights stay as they are."""
+SHRUNK, MOVED = 2.0**-5, 2.0**-13
+"""There every weight is smaller by this part of itself, and then larger by that: a scheme that computes with weights
+from before an update shows it, and so does one whose weights were zero. More of what is the same for all weights would
+add up over a matrix's rows and through layers, until a deep model's blocks had hardly a gradient left. Where parameters
+may go without a gradient, and so without an update, weights stay as they are."""
 FILLED = (2.0**-7, *[-3 * 2.0**-7] * (UPDATES - 1))
 """What every gradient is filled with before each of the updates: large beside Adam's ε, and unlike in size and sign."""
 
@@ -99,7 +101,7 @@ def expected(source: WorkloadSource, config: StepConfig, world_size: int) -> Exp
         )
         plain = _train(source, plain_config, world_size)
         wides = _trained_beside(plain, source, wide_config, world_size, double=config.precision == "fp32")
-        places, mean = partial(_places, 0.0 if plain.unused else MOVED), partial(_mean_gradients, world_size)
+        places, mean = partial(_places, not plain.unused), partial(_mean_gradients, world_size)
         gradients = Reference(shares, wide_config, places, mean)
         apart = _share_difference(source, wide_config, world_size)
     own = max(_distance(plain.parameters, wide.parameters) for wide in wides) / plain.moved
@@ -153,13 +155,13 @@ def batches(step: TrainingStep, count: int, passes: int) -> Iterator[Any]:
         yield batch
 
 
-def _places(moved: float, step: TrainingStep) -> Iterator[Any]:
+def _places(moves: bool, step: TrainingStep) -> Iterator[Any]:
     first, last = BATCHES
     for number, batch in enumerate(batches(step, last, last), 1):
-        if number == last:
+        if number == last and moves:
             with torch.no_grad():
                 for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
-                    parameter.add_(moved)
+                    parameter.mul_(1 - SHRUNK).add_(MOVED)
         if number in (first, last):
             yield batch
 
