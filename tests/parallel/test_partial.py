@@ -112,10 +112,22 @@ def test_an_optimizer_says_whether_it_is_elementwise():
     assert is_elementwise(Declared([nn.Parameter(torch.ones(2))]))
 
 
-def test_a_check_before_steps_ends_with_its_owner():
-    class Owner:
-        pass
+class Owner:
+    pass
 
+
+def test_an_owner_may_be_collected_while_an_optimizer_looks_for_its_hooks():
+    """In several runs of ten, a wrapper of the scheme before was collected in a step of the next: torch raised, on one
+    rank."""
+    owners = [Owner(), Owner()]
+    for owner in owners:
+        before_optimizer_steps(owner, lambda alive, stepping: owners.clear())
+    del owner
+    torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
+    assert owners == []
+
+
+def test_a_check_before_steps_ends_with_its_owner():
     seen = []
     owner, optimizer = Owner(), torch.optim.SGD([nn.Parameter(torch.ones(2))])
     before_optimizer_steps(owner, lambda alive, stepping: seen.append(stepping))

@@ -153,15 +153,26 @@ class RankGradient(Tensor):
         return _marked(result, cls) if func not in METADATA else result
 
 
+_checks: weakref.WeakKeyDictionary[Any, Callable[[Any, torch.optim.Optimizer], None]] = weakref.WeakKeyDictionary()
+
+
 def before_optimizer_steps(owner: Any, check: Callable[[Any, torch.optim.Optimizer], None]) -> None:
-    """Call `check(owner, optimizer)` before every step of every optimizer, as long as `owner` lives."""
-    reference = weakref.ref(owner)
+    """Call `check(owner, optimizer)` before every step of every optimizer, as long as `owner` lives.
 
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := reference()) is not None:
-            check(alive, optimizer)
+    Torch is given one hook, for good: Python may collect an owner while torch walks over its hooks.
+    """
+    _watch_optimizers()
+    _checks[owner] = check
 
-    weakref.finalize(owner, register_optimizer_step_pre_hook(hook).remove)
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_run_checks)
+
+
+def _run_checks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner, check in list(_checks.items()):
+        check(owner, optimizer)
 
 
 class Known:
