@@ -195,14 +195,23 @@ def without_buckets(
     return in_place_of(ddp.GradientBucket, "start", skip)
 
 
-def _one_off(tensor: Tensor, rank: int, world_size: int) -> Tensor:
-    """A slice that begins one element late, or early on the last rank."""
-    size = tensor.numel() // world_size
-    start = rank * size + (1 if rank + 1 < world_size else -1)
-    return flat(tensor)[start : start + size]
+def slices_one_off() -> contextlib.AbstractContextManager[Any]:
+    """Slices of gradients that begin one element late, or early on the last rank."""
+    wait = ddp.GradientBucket.wait
+
+    def one_off(self: Any, group: dist.ProcessGroup) -> list[Tensor]:
+        wait(self, group)
+        found = []
+        for gradient in self._gradients:
+            size = gradient.numel() // group.size()
+            start = group.rank() * size + (1 if group.rank() + 1 < group.size() else -1)
+            found.append(flat(gradient)[start : start + size])
+        return found
+
+    return in_place_of(ddp.GradientBucket, "wait", one_off)()
 
 
-def _gather_one_off(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
+def _gather_one_off(tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor]) -> Any:
     """Every slice comes back one element late."""
     for tensor in tensors:
         own = slice_of(tensor, group.rank(), group.size()).clone()
@@ -246,7 +255,7 @@ WRONG: dict[str, Planted] = {
     "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _twice)),
     "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
     "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits)),
-    "slices of gradients one off": Planted(_ZERO, inside=in_place_of(ddp, "slice_of", _one_off)),
+    "slices of gradients one off": Planted(_ZERO, inside=slices_one_off),
     "slices of parameters one off": Planted(_ZERO, inside=in_place_of(pieces, "all_gather_slices", _gather_one_off)),
     "slices not gathered after the update": Planted(
         _ZERO, inside=in_place_of(pieces.ParameterBucket, "exchange", lambda self, group: [])

@@ -53,6 +53,12 @@ def slice_of(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     return flat(tensor)[rank * size : (rank + 1) * size]
 
 
+def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """`slice_of` this rank of each."""
+    rank, size = group.rank(), group.size()  # once: asking takes as long as slicing
+    return [slice_of(tensor, rank, size) for tensor in tensors]
+
+
 def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
     return _all_reduce(tensors, group, _mean(tensors, group))
@@ -63,23 +69,31 @@ def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.
     return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
-def reduce_scatter_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined."""
-    return _reduce_scatter(tensors, group, _mean(tensors, group))
+def reduce_scatter_mean(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
+) -> dist.Work:
+    """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined.
+
+    `slices` are those of this rank, if the caller has them: to make them takes the host as long as to send them.
+    """
+    return _reduce_scatter(tensors, group, _mean(tensors, group), slices)
 
 
-def reduce_scatter_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    """In every tensor, `slice_of` this rank becomes the sum of all ranks'; what the rest then holds is undefined."""
-    return _reduce_scatter(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
+def reduce_scatter_sum(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
+) -> dist.Work:
+    """In every tensor, `slice_of` this rank becomes the sum of all ranks'; otherwise as `reduce_scatter_mean`."""
+    return _reduce_scatter(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), slices)
 
 
-def all_gather_slices(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
-    """In every tensor, `slice_of` each rank becomes what that rank has there."""
-    rank, size = group.rank(), group.size()
-    parts = [slice_of(tensor, rank, size) for tensor in tensors]
+def all_gather_slices(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
+) -> Waitable:
+    """In every tensor, `slice_of` each rank becomes what that rank has there; `slices` as for `reduce_scatter_mean`."""
+    slices = slices_of(tensors, group) if slices is None else slices
     if tensors[0].device.type == "cpu":
-        return _packed_gather(tensors, parts, group)
-    return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], parts)
+        return _packed_gather(tensors, slices, group)
+    return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -256,12 +270,13 @@ def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: 
     return group.allreduce_coalesced(payload, options)
 
 
-def _reduce_scatter(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
+def _reduce_scatter(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, slices: list[Tensor] | None
+) -> dist.Work:
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = operation, True
-    rank, size = group.rank(), group.size()
-    parts = [slice_of(tensor, rank, size) for tensor in tensors]
-    return group.reduce_scatter_tensor_coalesced(parts, [flat(tensor) for tensor in tensors], options)
+    slices = slices_of(tensors, group) if slices is None else slices
+    return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
 
 
 def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:

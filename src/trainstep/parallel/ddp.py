@@ -31,7 +31,7 @@ from trainstep.parallel.collectives import (
     assign_buckets,
     broadcast_from_first,
     reduce_scatter_mean,
-    slice_of,
+    slices_of,
     weak_hook,
 )
 from trainstep.parallel.partial import Known, before_optimizer_steps
@@ -50,6 +50,7 @@ class GradientBucket:
         self.waiting = set(self.numbers)  # those whose gradient has not come yet
         self._gradients: list[Tensor] = []
         self._sent: list[Tensor] = []
+        self._slices: list[Tensor] = []  # this rank's, of what is sent, where it is scattered
         self.versions: list[int] = []  # of the gradients when they were sent
         self._work: dist.Work | None = None
 
@@ -63,18 +64,21 @@ class GradientBucket:
         if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
             self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
             torch._foreach_copy_(self._sent, gradients)
-        self._work = (reduce_scatter_mean if self.scattered else all_reduce_mean)(self._sent, group)
+        if self.scattered:
+            self._slices = slices_of(self._sent, group)
+            self._work = reduce_scatter_mean(self._sent, group, self._slices)
+        else:
+            self._work = all_reduce_mean(self._sent, group)
 
     def wait(self, group: dist.ProcessGroup) -> list[Tensor]:
         """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
         assert self._work is not None, "not started"
         self._work.wait()
-        sent, means = self._sent, self._gradients
-        if self.scattered:
-            rank, size = group.rank(), group.size()  # once: asking takes as long as slicing
-            sent, means = ([slice_of(each, rank, size) for each in tensors] for tensors in (sent, means))
-        if self._sent is not self._gradients:
-            torch._foreach_copy_(means, sent)
+        sent = self._slices if self.scattered else self._sent
+        if self._sent is self._gradients:
+            return sent
+        means = slices_of(self._gradients, group) if self.scattered else self._gradients
+        torch._foreach_copy_(means, sent)
         return means
 
 
@@ -191,6 +195,7 @@ class DistributedDataParallel(nn.Module):
                     )
                 means = bucket.wait(self.process_group)
                 if bucket.scattered:
+                    self._have_slices = True
                     for number, mean in zip(bucket.numbers, means, strict=True):
                         self._keep_slice(number, mean)
             if self.allow_unused:
@@ -306,7 +311,7 @@ class DistributedDataParallel(nn.Module):
         return [-1 if gradient is None else gradient._version for gradient in gradients]
 
     def _keep_slice(self, number: int, mean: Tensor) -> None:
-        own, self._have_slices = self._slices[number], True
+        own = self._slices[number]
         if number in self._added and own.grad is not None:
             own.grad.add_(mean)
         else:

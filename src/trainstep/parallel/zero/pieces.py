@@ -95,6 +95,16 @@ class ParameterBucket:
         """(parameter, this rank's slice) for what is sliced."""
         return [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
 
+    @functools.cached_property
+    def _flat(self) -> list[Tensor]:
+        """Every parameter as a view that is made once: steps look whether parameters were moved."""
+        return [flat(piece.parameter.detach()) for piece in self.pieces]
+
+    @functools.cached_property
+    def _mine(self) -> list[Tensor]:
+        """This rank's slice of each, likewise."""
+        return [mine.detach() for _, mine in self.slices()]
+
     def update(self, process_group: dist.ProcessGroup) -> None:
         if self.optimizer is None:
             return
@@ -111,12 +121,11 @@ class ParameterBucket:
         """Start giving every rank the new parameters."""
         if process_group.size() == 1:
             return []
-        parameters = [piece.parameter.detach() for piece in self.pieces]
         if self.pieces[0].owner is None:
-            return [all_gather_slices(parameters, process_group)]
+            return [all_gather_slices(self._flat, process_group, self._mine)]
         calls: list[Waitable] = []
         for owner in range(process_group.size()):
-            owned = [flat(each) for each, piece in zip(parameters, self.pieces, strict=True) if piece.owner == owner]
+            owned = [each for each, piece in zip(self._flat, self.pieces, strict=True) if piece.owner == owner]
             if owned:
                 calls.append(_broadcast(owned, owner, process_group))
         return calls
