@@ -141,14 +141,16 @@ def test_the_best_bucket_without_knowledge_of_backward():
     assert best_bucket_bytes(1000.0, 2, link) == 1000.0, "a call costs more than sending everything"
 
 
-def walk(scheme, parameters, n, *, weight=4, gathered=4, on_the_way=4, scattered=True):
+def walk(scheme, parameters, n, *, frozen=0, weight=4, gathered=4, on_the_way=4, scattered=True):
     """Bytes that a rank keeps and sends, by walking over parameters and collectives one by one."""
     kept = {"weights": 0, "gradients": 0, "state": 0}
     sent = 0
-    for _ in range(parameters // n):  # n parameters at a time, of which each rank owns one
+    for first in range(0, parameters, n):  # n parameters at a time, of which each rank owns one
         divided = {"ddp": 0, "sharded optimizer": 1, "zero-2": 2, "fsdp": 3}[scheme]
+        is_frozen = first < frozen
         for number, (name, size) in enumerate((("state", 8), ("gradients", weight), ("weights", weight)), 1):
-            kept[name] += size * (1 if divided >= number else n)
+            if name == "weights" or not is_frozen:
+                kept[name] += size * (1 if divided >= number else n)
         moves = {
             "ddp": [("all-reduce", on_the_way)],
             "sharded optimizer": [
@@ -158,6 +160,8 @@ def walk(scheme, parameters, n, *, weight=4, gathered=4, on_the_way=4, scattered
             "zero-2": [("reduce-scatter", on_the_way), ("all-gather", weight)],
             "fsdp": [("all-gather", gathered), ("all-gather", gathered), ("reduce-scatter", on_the_way)],
         }[scheme]
+        if is_frozen:
+            moves = [move for move in moves if scheme == "fsdp" and move[0] == "all-gather"]
         for collective, size in moves:
             sent += sum(simulate(collective, n, n).sent) * size
     return kept["weights"], kept["gradients"], kept["state"], sent // n
@@ -165,10 +169,11 @@ def walk(scheme, parameters, n, *, weight=4, gathered=4, on_the_way=4, scattered
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("frozen", [0, 80])
 @pytest.mark.parametrize("scheme", ["ddp", "sharded optimizer", "zero-2", "fsdp"])
-def test_each_scheme_keeps_and_sends_what_a_walk_through_it_finds(scheme, n, scattered):
-    found = rank_bytes(scheme, 240, n, compute_bytes=2, reduce_bytes=2, scattered=scattered)
-    expected = walk(scheme, 240, n, gathered=2, on_the_way=2, scattered=scattered)
+def test_each_scheme_keeps_and_sends_what_a_walk_through_it_finds(scheme, frozen, n, scattered):
+    found = rank_bytes(scheme, 240, n, frozen=frozen, compute_bytes=2, reduce_bytes=2, scattered=scattered)
+    expected = walk(scheme, 240, n, frozen=frozen, gathered=2, on_the_way=2, scattered=scattered)
     assert (found.weights, found.gradients, found.optimizer_state, found.sent) == expected
     assert found.before_step == sum(expected[:3])
 

@@ -160,6 +160,7 @@ def rank_bytes(
     num_parameters: int,
     world_size: int,
     *,
+    frozen: int = 0,
     bytes_per_parameter: int = 4,
     state_per_parameter: int = 8,
     compute_bytes: int | None = None,
@@ -169,11 +170,12 @@ def rank_bytes(
     copies: bool = False,
     peer_copies: bool = False,
 ) -> RankBytes:
-    """Memory and traffic of a rank, every parameter being trained and divided evenly.
+    """Memory and traffic of a rank, every parameter being divided evenly.
 
     Args:
         scheme: ddp: everything on every rank. sharded optimizer (ZeRO-1): state divided. zero-2: gradients too. fsdp
             (ZeRO-3): weights too (Rajbhandari et al. 2020, section 5).
+        frozen: how many of the parameters are not trained: they have no gradient and no state.
         bytes_per_parameter: of weights and gradients as they are kept.
         state_per_parameter: of the optimizer; AdamW has two moments of 4.
         compute_bytes: of a parameter as it is gathered (fsdp); as kept, by default.
@@ -183,30 +185,35 @@ def rank_bytes(
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
-    n = world_size
-    full, state = num_parameters * bytes_per_parameter, num_parameters * state_per_parameter
-    share, state_share = -(-full // n), -(-state // n)
+    n, trained = world_size, num_parameters - frozen
+    full, gradients, state = (
+        num_parameters * bytes_per_parameter,
+        trained * bytes_per_parameter,
+        trained * state_per_parameter,
+    )
+    share, gradient_share, state_share = -(-full // n), -(-gradients // n), -(-state // n)
     gathered = bytes_per_parameter if compute_bytes is None else compute_bytes
-    on_the_way = num_parameters * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)
+    on_the_way = trained * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)
 
     def sent(gradients_by: CollectiveName, gathers: int) -> int:
         """By each rank: its gradients, and so many bytes of weights gathered."""
         return (bytes_sent(gradients_by, on_the_way, n) + bytes_sent("all-gather", gathers, n)) // n
 
-    copied = full if copies else 0
+    copied = gradients if copies else 0
     if scheme == "ddp":
-        return RankBytes(full, full, state, copied, sent("all-reduce", 0), gradients_stay=copies)
+        return RankBytes(full, gradients, state, copied, sent("all-reduce", 0), gradients_stay=copies)
     if scheme == "sharded optimizer":
-        moved = sent("reduce-scatter" if scattered else "all-reduce", full)
-        return RankBytes(full, full, state_share, copied, moved, gradients_stay=copies, gradients_spent=scattered)
+        moved = sent("reduce-scatter" if scattered else "all-reduce", gradients)
+        return RankBytes(full, gradients, state_share, copied, moved, gradients_stay=copies, gradients_spent=scattered)
     if scheme == "zero-2":
         buffers = largest_group * bytes_per_parameter
-        return RankBytes(full, share, state_share, buffers, sent("reduce-scatter", full))
+        return RankBytes(full, gradient_share, state_share, buffers, sent("reduce-scatter", gradients))
     if scheme == "fsdp":
         # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
         group = largest_group * gathered
         outbox = -(-group // n) if peer_copies else 0
-        inbox = group if peer_copies and on_the_way < full else 0  # one of the two that are sent and received
+        inbox = group if peer_copies and on_the_way < gradients else 0  # one of the two that are sent and received
         moved = sent("reduce-scatter", 2 * num_parameters * gathered)
-        return RankBytes(share, share, state_share, group * (3 + 1 + 2) + outbox, moved, staging=outbox + inbox)
+        buffers = group * (3 + 1 + 2) + outbox
+        return RankBytes(share, gradient_share, state_share, buffers, moved, staging=outbox + inbox)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainstep.bench.check.gradients import Deviation, Error, Gradients, Rounding, compare
+from trainstep.bench.check.gradients import VACUOUS, Deviation, Error, Gradients, Rounding, compare
 from trainstep.errors import UsageError
 
 ROUNDING = 2.0**-7
@@ -252,18 +252,19 @@ def test_a_right_deviation_tells_all_of_it():
     assert str(deviation(worst_name="")).endswith("their scale off by 0.012 of 0.012"), "nothing is off at all"
 
 
-def test_the_worst_of_several_is_wrong_or_else_nearest_to_its_allowance():
+def test_the_worst_of_several_is_wrong_or_says_nothing_or_is_nearest_to_its_allowance():
     """Whatever else is off: of two wrong ones, and of two right ones, the one that uses more."""
     ordered = [
         deviation(worst=0.0, worst_allowed=0.0),
         deviation(worst=0.5, worst_allowed=1.0),
         deviation(worst=0.3, worst_allowed=0.4),
+        deviation(worst=0.0, gradient_allowed=VACUOUS),
         deviation(worst=0.0, loss=1.0),
         deviation(worst=0.002, worst_allowed=0.001),
         deviation(worst=3.0, worst_allowed=0.0),
     ]
     assert sorted([*reversed(ordered)], key=lambda each: each.severity) == ordered
-    assert ordered[-1].severity == (True, 3.0)
+    assert ordered[-1].severity == (True, False, 3.0)
 
 
 @pytest.mark.parametrize("rounding", [1e-6, 1e-2])

@@ -28,12 +28,18 @@ MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads
 CONFIG = StepConfig(context=16, batch=2, device="cpu")
 
 
-def _records(process, schemes, precision, broken):
+def with_a_frozen_embedding(step):
+    workload = builtin_source("little", MODEL).build(step)
+    workload.module.embedding.requires_grad_(False)
+    return workload
+
+
+def _records(process, schemes, precision, broken, source=None):
     kept = DistributedDataParallel.finish_gradient_synchronization
     if broken:
         DistributedDataParallel.finish_gradient_synchronization = lambda self: self._reset()
     try:
-        source = builtin_source("little", MODEL)
+        source = source or builtin_source("little", MODEL)
         config = dataclasses.replace(CONFIG, precision=precision)
         cases = [ParallelCase(source, config, SCHEMES[scheme], warmup=1, steps=6) for scheme in schemes]
         with quick():
@@ -95,6 +101,17 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
 
 
 @pytest.mark.distributed
+def test_what_is_frozen_is_not_planned_as_sent(two):
+    source = WorkloadSource("frozen", with_a_frozen_embedding)
+    rows, _ = two.run(_records, ("flat", "sharded-optimizer"), "fp32", False, source)
+    trained = MODEL.num_parameters - MODEL.vocab_size * MODEL.d_model
+    for case, values, status, reason in rows:
+        assert status == "ok", f"{case['scheme']}: {reason}"
+        assert values["sent_floor_gib"] == pytest.approx(trained * 4 / 2**30, rel=1e-3), "there and back, half each"
+        assert values["sent_gib"] == pytest.approx(values["sent_floor_gib"], rel=0.01)
+
+
+@pytest.mark.distributed
 def test_a_scheme_that_trains_something_else_shows_no_speed(two):
     rows, _ = two.run(_records, ("naive", "torch-ddp"), "fp32", True)
     (_, values, status, reason), (_, _, fine, _) = rows
@@ -117,7 +134,7 @@ def _rounds(process, fails_on):
     schemes = ("single", "flat", "torch-ddp", "bucketed-1")
     cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=2) for scheme in schemes]
     right_ones = {case.scheme: None for case in cases}
-    known = Comparison(right_ones, 1, False)
+    known = Comparison(right_ones, 1, 0, False)
     with (
         quick(),
         mock.patch.object(parallel, "build", build),
@@ -155,7 +172,7 @@ def _killed_in_the_second_round(process, path):
 
     measure, measured, source = run.measure, [], builtin_source("little", MODEL)
     cases = [ParallelCase(source, CONFIG, SCHEMES[scheme], warmup=1, steps=6) for scheme in ("flat", "torch-ddp")]
-    known = Comparison({case.scheme: None for case in cases}, 1, False)
+    known = Comparison({case.scheme: None for case in cases}, 1, 0, False)
     with (
         quick(),
         mock.patch.object(run, "measure", fails_later),

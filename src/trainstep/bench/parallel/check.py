@@ -151,6 +151,8 @@ class Comparison:
     """None for single: it trains on its own batch alone, another model, and has only a time to compare with."""
     num_parameters: int
     """Of the model, on rank 0; 0 on others."""
+    frozen: int
+    """How many of these are not trained."""
     allow_unused: bool
     """Whether parameters may get no gradient."""
     share_difference: float | None = None
@@ -170,7 +172,7 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         said = "one process could not train on the whole batch, to compare with: "
         reason = wanted.reason if wanted.status == "unsupported" else said + wanted.reason
         failed = dataclasses.replace(wanted, reason=reason)
-        return Comparison(dict.fromkeys((case.scheme for case in cases), failed), 0, allow_unused)
+        return Comparison(dict.fromkeys((case.scheme for case in cases), failed), 0, 0, allow_unused)
     schemes: dict[Scheme, Agreement | Failure | None] = {}
     for case in cases:
         if not case.scheme.communicates:
@@ -179,8 +181,10 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
         tried = dataclasses.replace(case, allow_unused=allow_unused)
         found = attempt_on_all_ranks(partial(agreement, tried, wanted, process), process)
         schemes[case.scheme] = found if isinstance(found, Failure) else found[0]
-    count = 0 if wanted is None else sum(value.numel() for value in wanted.trained.parameters.values())
-    return Comparison(schemes, count, allow_unused, None if wanted is None else wanted.share_difference)
+    if wanted is None:
+        return Comparison(schemes, 0, 0, allow_unused)
+    count = sum(value.numel() for value in wanted.trained.parameters.values())
+    return Comparison(schemes, count, wanted.trained.frozen, allow_unused, wanted.share_difference)
 
 
 def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:

@@ -61,6 +61,8 @@ class Trained:
     """Afterwards."""
     moved: float
     """‖parameters − initial ones‖."""
+    frozen: int
+    """How many elements of them are not trained."""
     unused: bool
     """Whether some share of a batch gave some parameter no gradient."""
 
@@ -161,7 +163,8 @@ def _places(moves: bool, step: TrainingStep) -> Iterator[Any]:
         if number == last and moves:
             with torch.no_grad():
                 for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
-                    parameter.mul_(1 - SHRUNK).add_(MOVED)
+                    if parameter.requires_grad:
+                        parameter.mul_(1 - SHRUNK).add_(MOVED)
         if number in (first, last):
             yield batch
 
@@ -260,7 +263,8 @@ def _train(source: WorkloadSource, config: StepConfig, world_size: int, *, doubl
         losses.append(step.accumulate(_shares(batch, world_size))[0])
     after = {name: value.detach() for name, value in step.module.named_parameters()}
     unused = gradients < len(trained) * STEPS * world_size
-    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), unused)
+    frozen = sum(parameter.numel() for parameter in step.module.parameters() if not parameter.requires_grad)
+    return Trained(tuple(float(loss) for loss in losses), after, _distance(after, before), frozen, unused)
 
 
 def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

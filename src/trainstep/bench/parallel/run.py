@@ -79,11 +79,8 @@ def run_cases(
     rows: dict[ParallelCase, ParallelRow] = {}
     for results in time_in_turns(agreements, process, rounds):
         if process.rank == 0:
-            count = comparison.num_parameters
-            rows = {
-                case: parallel_row(case, process, each, num_parameters=count, beside=beside)
-                for case, each in results.items()
-            }
+            counts = {"num_parameters": comparison.num_parameters, "frozen": comparison.frozen}
+            rows = {case: parallel_row(case, process, each, **counts, beside=beside) for case, each in results.items()}
             yield SoFar([*with_exposed(list(rows.values())), *ratio_rows(list(rows.values()))])
     if process.rank == 0:
         yield from with_exposed(list(rows.values()))
@@ -205,11 +202,13 @@ def parallel_row(
     result: Result,
     *,
     num_parameters: int,
+    frozen: int = 0,
     beside: Mapping[str, Scalar] = MappingProxyType({}),
 ) -> ParallelRow:
     """The row of a scheme, on rank 0, but for `exposed_ms`. One that does not agree shows by how much, and no speed.
 
-    `num_parameters` is the model's; `beside` are columns that all schemes of the workload share.
+    `num_parameters` is the model's, of which `frozen` are not trained; `beside` are columns that all schemes of the
+    workload share.
     """
     environment = describe(process.device)
     columns: dict[str, Any] = case.columns(process.world_size)
@@ -231,6 +230,7 @@ def parallel_row(
         case.scheme,
         num_parameters,
         process.world_size,
+        frozen=frozen,
         precision=case.config.precision,
         optimizer=case.config.optimizer,
         model=case.source.model,
@@ -282,6 +282,7 @@ def planned_bytes(
     num_parameters: int,
     world_size: int,
     *,
+    frozen: int = 0,
     precision: PrecisionName,
     optimizer: OptimizerImpl,
     model: ModelConfig | None = None,
@@ -290,6 +291,7 @@ def planned_bytes(
     """Memory and traffic of a rank.
 
     Args:
+        frozen: how many parameters are not trained.
         precision: of the step; under autocast FSDP gathers and sends in 16 bits.
         optimizer: its state is two moments per parameter, or nothing.
         model: the built-in model's shape, for the size of its largest group; None for a user's.
@@ -301,6 +303,7 @@ def planned_bytes(
         scheme.planned_as or "ddp",
         num_parameters,
         world_size,
+        frozen=frozen,
         bytes_per_parameter=entry.stored_bytes,
         state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,
         compute_bytes=narrow,
