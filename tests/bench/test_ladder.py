@@ -387,6 +387,8 @@ def test_first_and_top_are_measured_again_at_the_end(monkeypatch):
     assert [row.case["attention"] for row in controls] == [first.attention, one.attention] == ["eager", "sdpa"]
     assert [(row.first_ms, row.again_ms, row.ratio) for row in controls] == [(100.0, 110.0, 1.1), (50.0, 50.0, 1.0)]
     assert controls[0].ratio_low < 1.1 < controls[0].ratio_high
+    assert (controls[0].speedup, controls[1].speedup) == (None, 2.2)
+    assert controls[1].speedup_low < 2.2 < controls[1].speedup_high
 
 
 def test_a_rejected_rung_is_tried_once_more_on_the_top(monkeypatch):

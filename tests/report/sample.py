@@ -322,6 +322,8 @@ def _ladder(machine: Machine, rungs: Sequence[RungSpec]) -> list[Row]:
         again = _measured(machine, speed, len(before))["step"]
         values = {"first_ms": summarize(before).median, "again_ms": summarize(again).median}
         values |= _ratio("ratio", ratio_of_medians(again, before))
+        if before is not first:
+            values |= _ratio("speedup", ratio_of_medians(first, again))
         settled = {name: value for name, value in case.items() if name != "rung"}
         control = make_row(ControlRow, settled, values, samples={"step": again}, environment=machine.environment)
         records.append(control)

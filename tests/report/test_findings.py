@@ -381,6 +381,24 @@ def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high
     assert not told or told[0].figures == expected
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "is_claimed"),
+    [(1.3, 1.5, False), (1.3, 1.9, True), (2.1, 3.0, True), (2.2, 3.0, False), (None, None, True)],
+)
+def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is_claimed):
+    """By its gains the top was 8.86 times as fast as the first rung, on a busy machine; in turns with it 2.13 times."""
+    top = bf16(speedup=2.0, speedup_low=1.9, speedup_high=2.1)
+    again = ControlRow(**SETTINGS | {"precision": "bf16"}, speedup=low and 1.4, speedup_low=low, speedup_high=high)
+    rows = [rung("baseline", "baseline"), top, ControlRow(**SETTINGS), again]
+    (told,) = found(rows, "gain")
+    assert told.id == ("gain.faster" if is_claimed else "gain.withheld")
+    assert recommended_flags(rows) == ("--precision bf16" if is_claimed else "")
+    page = render(rows)
+    assert ("no speed-up is claimed" in page, "add these flags" in page) == (not is_claimed, is_claimed)
+    if not is_claimed:
+        assert f"was 1.40× as fast (95 % interval within this run {low:.2f}–{high:.2f})" in told.sentence, told.sentence
+
+
 def test_both_controls_are_named():
     """The first rung and the top are measured again; either may say that the machine changed."""
     changed = {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}

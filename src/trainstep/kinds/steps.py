@@ -111,6 +111,9 @@ class ControlRow(StepSettings, kind="control"):
     ratio: float | None = None  # again / first; its interval should contain 1
     ratio_low: float | None = None
     ratio_high: float | None = None
+    speedup: float | None = None  # of the top: over the first rung, in turns with it; None where both do not fit
+    speedup_low: float | None = None
+    speedup_high: float | None = None
 
 
 class CeilingRow(Row, kind="ceiling"):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.kinds import RungRow, StepRow, WorkloadRow
+from trainstep.kinds import ControlRow, RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
 from trainstep.report.charts import COLOURS, embedded
@@ -24,7 +24,14 @@ from trainstep.report.columns import INTERVAL, Cell, ratio_cell
 from trainstep.report.formats import write_tables
 from trainstep.report.numbers import NONE, as_float, gib, number, typeset
 from trainstep.report.subjects import SECTIONS, findings
-from trainstep.report.subjects.ladder_findings import BASELINE, after_precision, climbs, kept_rungs, recommended_flags
+from trainstep.report.subjects.ladder_findings import (
+    BASELINE,
+    after_precision,
+    climbs,
+    disputing,
+    kept_rungs,
+    recommended_flags,
+)
 from trainstep.report.subjects.run import headline
 from trainstep.report.subjects.steps import analysed_step
 
@@ -144,8 +151,9 @@ def summary(records: Sequence[Row]) -> Section | None:
     blocks: list[Block] = []
     for name, climb in climbs(records).items():
         if kept := kept_rungs(climb):
-            blocks.append(_gain_headline(kept, name))
-        if flags := recommended_flags(climb):
+            is_disputed = disputing(kept, records) is not None
+            blocks.append(_disputed_headline(name) if is_disputed else _gain_headline(kept, name))
+        if flags := recommended_flags([*climb, *of_kind(records, ControlRow)]):
             whose = f" ({name})" if name else ""
             blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
     if not kept_rungs(records) and step is not None:
@@ -159,6 +167,12 @@ def summary(records: Sequence[Row]) -> Section | None:
             topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
         blocks.append(Sentences(topics))
     return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
+
+
+def _disputed_headline(name: str) -> Headline:
+    detail = "The ladder’s top, in turns with its first rung, was not what its rungs’ gains say."
+    says = "no speed-up is claimed: the machine changed meanwhile"
+    return Headline(Cell(NONE), says, f"{name}: {detail}" if name else detail, [])
 
 
 def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:

@@ -111,6 +111,7 @@ CONTROL = define(
     *columns.SETTINGS,
     *columns.values({"first (ms)": "first_ms", "again (ms)": "again_ms"}),
     columns.ratio("again / first", "ratio"),
+    columns.ratio("over the first rung, in turns", "speedup"),
     columns.OUTCOME,
 )
 

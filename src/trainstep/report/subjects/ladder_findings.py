@@ -49,13 +49,29 @@ def kept_rungs(rows: Sequence[Row]) -> list[RungRow]:
 
 
 def recommended_flags(rows: Sequence[Row]) -> str:
-    """The settings of the first ladder's top that differ from its baseline's, as flags to paste; or empty."""
+    """The settings of the first ladder's top that differ from its baseline's, as flags to paste; or empty.
+
+    None of a ladder whose speed-up is disputed.
+    """
     climb = next(iter(climbs(rows).values()), [])
     kept = kept_rungs(climb)
-    if not kept:
+    if not kept or disputing(kept, rows):
         return ""
     start, end = climb[0].case, kept[-1].case
     return " ".join(f"--{name} {end[name]}" for name in SETTINGS if end.get(name) != start.get(name))
+
+
+def disputing(kept: Sequence[RungRow], rows: Sequence[Row]) -> ControlRow | None:
+    """The control in which the top, in turns with the first rung, has another speed-up than the product of its gains:
+    the intervals have nothing in common. None where they have, or where that was not measured."""
+    settings, ends = kept[-1].case.items(), (kept[-1].speedup_low, kept[-1].speedup_high)
+    for again in of_kind(rows, ControlRow):
+        known = (again.speedup_low, again.speedup_high, *ends)
+        if again.case.items() <= settings and None not in known:
+            low, high, claimed_low, claimed_high = map(numeric, known)
+            if high < claimed_low or claimed_high < low:
+                return again
+    return None
 
 
 def changes(kept: Sequence[RungRow]) -> list[tuple[RungRow, list[str]]]:
@@ -118,11 +134,26 @@ def baseline(rows: Sequence[Row]) -> list[Finding]:
 
 def gain(rows: Sequence[Row]) -> list[Finding]:
     """What the kept rungs of each ladder bring together, and what was checked of them."""
-    return [
-        _gain(kept, f"{literal(name)}: " if name else "")
-        for name, climb in climbs(rows).items()
-        if (kept := kept_rungs(climb))
-    ]
+    told = []
+    for name, climb in climbs(rows).items():
+        if kept := kept_rungs(climb):
+            whose, against = f"{literal(name)}: " if name else "", disputing(kept, rows)
+            told.append(_gain(kept, whose) if against is None else _withheld(kept, against, whose))
+    return told
+
+
+def _withheld(kept: Sequence[RungRow], again: ControlRow, whose: str) -> Finding:
+    said = (
+        "No speed-up is claimed: in turns with {first} at the end, {top} was {again:.2f}× as fast "
+        f"({columns.INTERVAL} {{again_low:.2f}}–{{again_high:.2f}}), and by the gains of the rungs below it "
+        "{speedup:.2f}× ({speedup_low:.2f}–{speedup_high:.2f}). The machine changed meanwhile; run again on a quieter "
+        "one."
+    )
+    first, top = kept[0], kept[-1]
+    figures: dict[str, Scalar] = {"speedup": top.speedup, "speedup_low": top.speedup_low}
+    figures |= {"speedup_high": top.speedup_high, "again": again.speedup}
+    figures |= {"again_low": again.speedup_low, "again_high": again.speedup_high}
+    return found("gain.withheld", whose + said, first=first.rung, top=top.rung, **figures)
 
 
 def _gain(kept: Sequence[RungRow], whose: str) -> Finding:

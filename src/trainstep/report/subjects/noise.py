@@ -129,7 +129,13 @@ def control(rows: Sequence[Row]) -> list[Finding]:
     """Rungs, the first or the top, that took another time at the end of the ladder than when they were tried."""
     said = (
         "The machine changed while it was measured: {rung} took {first_ms:ms} at first and {again_ms:ms} at the end of "
-        "the ladder. Speed-ups are no more certain than that; run again on a quieter machine."
+        "the ladder. "
+    )
+    has_turns = any(row.speedup is not None for row in of_kind(rows, ControlRow))
+    said += (
+        "Gains are of steps taken in turns; times of different rungs are no more certain than that."
+        if has_turns
+        else "Speed-ups are no more certain than that; run again on a quieter machine."
     )
     return [
         found(
