@@ -1,11 +1,13 @@
 """Rows on disk: what is written is read, what is corrupt is named, and columns are the kind's."""
 
+import gc
 import json
 import math
 import resource
 
 import pytest
 
+from trainstep import records
 from trainstep.errors import UsageError
 from trainstep.kinds import PeakRow, RungRow, StepRow
 from trainstep.records import (
@@ -130,6 +132,11 @@ def test_starts_that_write_no_row_leave_the_former_files(tmp_path):
         writer.close()
     for _ in range(2):
         RecordWriter(path).close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["results.jsonl", "results.previous.jsonl"]
+    writer = RecordWriter(path)
+    writer.write(SoFar([]))
+    writer.close()
+    writer.close()
     RecordWriter(path)  # killed: it is not closed
     assert read_records(path)[0].case["workload"] == "new"
     assert read_records(tmp_path / "results.previous.jsonl")[0].case["workload"] == "old"
@@ -187,10 +194,55 @@ def test_a_full_disk_is_said_and_leaves_whole_rows(tmp_path):
     writer.close()
 
 
+def test_a_row_after_one_that_the_disk_had_no_room_for_follows_those_before(tmp_path, monkeypatch):
+    writer = RecordWriter(tmp_path / "results.jsonl")
+    writer.write(record())
+
+    def half(file, data):
+        file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "_write_all", half)
+        with pytest.raises(UsageError, match="No space left on device"):
+            writer.write(record(workload="lost"))
+    writer.write(record(workload="later"))
+    writer.close()
+    assert [row.workload for row in read_records(writer.path)] == ["tiny", "later"]
+    assert b"\0" not in writer.path.read_bytes()
+
+
 def test_an_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="choose another folder with --out"):
         RecordWriter(tmp_path / "file" / "results.jsonl")
+    with pytest.raises(UsageError, match="choose another folder with --out"):
+        write_whole(tmp_path / "file" / "results.jsonl", [record()])
+
+
+def test_folders_on_the_way_are_made(tmp_path):
+    write_whole(tmp_path / "a" / "b" / "results.jsonl", [record()])
+    write_whole(tmp_path / "a" / "b" / "results.jsonl", [record()])
+    assert read_records(tmp_path / "a" / "b" / "results.jsonl") == [record()]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_reading_looks_for_no_circles_and_leaves_the_collector_as_it_was(tmp_path, collects):
+    write_whole(tmp_path / "rows", [record(batch=batch) for batch in range(2000)])
+    collected = []
+    gc.callbacks.append(lambda phase, _: collected.append(phase))
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        collected.clear()
+        read_records(tmp_path / "rows")
+        assert (len(collected) <= 2, gc.isenabled()) == (True, collects), collected
+        with pytest.raises(UsageError):
+            read_records(tmp_path / "none")
+        assert gc.isenabled() is collects
+    finally:
+        gc.callbacks.pop()
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +292,19 @@ def test_rows_by_case_keep_their_order():
     assert by_case(rows) == [[row] for row in rows]
 
 
-@pytest.mark.parametrize("name", ["a\u2028b", "a\x85b\x0bc\x1dd", "lone \udc80", "tab\there", "new\nline", "x\x1b[31m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a\u2028b",
+        "a\x85b\x0bc\x1dd",
+        "lone \udc80",
+        "first \ud800",
+        "last \udfff",
+        "tab\there",
+        "new\nline",
+        "x\x1b[31m",
+    ],
+)
 def test_any_name_is_written_and_read_again(tmp_path, name):
     """U+2028 and its like end lines for `str.splitlines`, and no encoding has lone surrogates."""
     write_whole(tmp_path / "rows", [record(workload=name), record()])

@@ -308,6 +308,9 @@ def test_the_ratio_of_pairs_has_the_interval_of_a_median():
     over = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert ratio_of_pairs(over, [1.0] * 7, spread=0.0) == Ratio(4.0, Interval(1.0, 7.0))
     assert ratio_of_pairs(over[:5], [1.0] * 5) == Ratio(3.0, None)
+    assert ratio_of_pairs(over[:4], [1.0] * 4).value == 2.5, "between the middle two"
+    with pytest.raises(ValueError, match="argument 2"):
+        ratio_of_pairs(over, [1.0] * 6)
 
 
 def test_ratios_of_pairs_cover_the_truth_where_those_of_medians_do_too_but_are_narrower():

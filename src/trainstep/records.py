@@ -179,6 +179,7 @@ def read_records(path: Path) -> list[Row]:
     """
     if path.is_dir():
         raise UsageError(f"{path} is a folder; expected its {path / 'results.jsonl'}")
+    collects = gc.isenabled()
     try:
         gc.disable()  # looking for circles again and again among rows, which have none, takes a third of the time
         with path.open(encoding="utf-8", newline="\n") as file:  # names may hold other line ends
@@ -186,7 +187,8 @@ def read_records(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read results from {path}: {error}") from error
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     if not rows:
         raise UsageError(f"{path} holds no results; expected the results.jsonl of a trainstep run")
     return rows

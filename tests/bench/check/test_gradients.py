@@ -315,3 +315,16 @@ def test_the_first_gradient_that_is_not_finite_is_named():
     with pytest.raises(UsageError, match=r"the loss of the first batch is nan: there is nothing"):
         Gradients(math.nan, {"a": right}).check_finite("fp32")
     Gradients(1.0, {"a": right}).check_finite("fp32")
+
+
+@pytest.mark.parametrize(("allowed", "says_nothing"), [(0.49, False), (0.5, True), (math.nan, True)])
+def test_a_budget_of_half_the_gradients_says_nothing(allowed, says_nothing):
+    assert deviation(gradient_allowed=allowed).is_vacuous is says_nothing
+
+
+def test_rounding_relative_to_gradients_is_a_quotient_of_norms():
+    """Errors of norms 3 and 4 are one of 5, of gradients of norm 10 a half; of no gradients it stays as it is."""
+    errors = Rounding(by_name={"a": Error(3.0, torch.tensor([3.0])), "b": Error(4.0, torch.tensor([4.0]))})
+    gradients = Gradients(1.0, {"a": torch.tensor([6.0]), "b": torch.tensor([8.0])})
+    assert errors.relative(gradients) == pytest.approx(0.5)
+    assert errors.relative(Gradients(1.0, {"a": torch.zeros(1), "b": torch.zeros(1)})) == pytest.approx(5.0)

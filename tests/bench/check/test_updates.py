@@ -115,6 +115,23 @@ def test_a_parameter_without_a_gradient_stays():
     assert found["gain"].any()
 
 
+def test_a_gradient_that_ends_moves_nothing_more():
+    ones = [{name: torch.ones_like(value) for name, value in WEIGHTS.items()}, {"gain": torch.ones(20)}]
+    found = moved(torch.optim.SGD, ones, lr=0.5)
+    torch.testing.assert_close(found["matrix"], torch.full((30, 20), -0.5), msg="by more than the first update")
+    torch.testing.assert_close(found["gain"], torch.full((20,), -0.5 * UPDATES))
+
+
+def test_small_updates_of_large_weights_in_16_bits_are_taken_from_zero():
+    """bfloat16 has steps of 2 at 256, so that every update of 0.125 would be lost."""
+    weight = torch.nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
+    gradients = [{"weight": torch.ones(4)}]
+    for from_zero, expected in ((True, -0.125 * UPDATES), (False, 0.0)):
+        found = take_updates(torch.optim.SGD([weight], lr=0.125), [("weight", weight)], gradients, from_zero=from_zero)
+        assert found["weight"].tolist() == [expected] * 4
+        assert weight.tolist() == [256.0] * 4, "put back"
+
+
 @pytest.mark.parametrize(
     ("error", "allowed", "is_right"), [(1.0, 1.0, True), (1.1, 1.0, False), (math.nan, 1.0, False)]
 )
