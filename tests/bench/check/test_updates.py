@@ -126,8 +126,8 @@ def test_small_updates_of_large_weights_in_16_bits_are_taken_from_zero():
     """bfloat16 has steps of 2 at 256, so that every update of 0.125 would be lost."""
     weight = torch.nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
     gradients = [{"weight": torch.ones(4)}]
-    for from_zero, expected in ((True, -0.125 * UPDATES), (False, 0.0)):
-        found = take_updates(torch.optim.SGD([weight], lr=0.125), [("weight", weight)], gradients, from_zero=from_zero)
+    for options, expected in (({"from_zero": True}, -0.125 * UPDATES), ({}, 0.0)):
+        found = take_updates(torch.optim.SGD([weight], lr=0.125), [("weight", weight)], gradients, **options)
         assert found["weight"].tolist() == [expected] * 4
         assert weight.tolist() == [256.0] * 4, "put back"
 
