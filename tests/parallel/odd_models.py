@@ -680,6 +680,32 @@ class Frozen(Net):
         self.first.weight.requires_grad_(False)
 
 
+class Adapted(Block):
+    """A frozen layer with a trained low-rank part beside it, through which backward comes before the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.low, self.high = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        y = self.norm(x)
+        cache.states.append(y)
+        return x + self.down(torch.tanh(self.up(y) + self.high(self.low(y))))
+
+
+class AdaptedNet(Net):
+    """States of all blocks go from one to the next in an object, so that backward is not seen leaving a block."""
+
+    block = Adapted
+
+    def body(self, x: Tensor) -> Tensor:
+        cache = SimpleNamespace(states=[])
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
 class AllButOneFrozen(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1477,6 +1503,7 @@ SCENARIOS: dict[str, Scenario] = {
     "integers": Scenario("a parameter of integers", Integers),
     "one row": Scenario("a weight of one row", OneRow),
     "frozen": Scenario("frozen blocks", Frozen),
+    "adapters": Scenario("low-rank adapters of frozen layers, and a cache of states", AdaptedNet),
     "almost all frozen": Scenario("all frozen but one bias", AllButOneFrozen),
     "weight norm": Scenario("parametrizations.weight_norm", WeightNormed),
     "old weight norm": Scenario("nn.utils.weight_norm", OldWeightNormed),

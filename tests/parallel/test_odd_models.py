@@ -38,6 +38,7 @@ TRAINS = {
         "accumulation hooks",
         "gradient penalty",
         "optimizer before",
+        "adapters",
         "own clip",
         "GradScaler",
         "finish each",

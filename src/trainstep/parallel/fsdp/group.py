@@ -170,6 +170,10 @@ class GatherGroup:
     def all_arrived(self) -> bool:
         return len(self.arrived) == len(self._trainable) > 0
 
+    @property
+    def has_frozen(self) -> bool:
+        return len(self._trainable) < len(self.parameters)
+
 
 class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""

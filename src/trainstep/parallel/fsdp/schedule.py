@@ -246,8 +246,11 @@ class Schedule:
             self._settle(group)
 
     def _settle(self, group: GatherGroup) -> None:
-        """All of a group's gradients are there, or all of its calls are behind us in backward."""
-        if not group.awaiting:
+        """All of a group's gradients are there, or all of its calls are behind us in backward.
+
+        A frozen weight has no gradient to tell that backward is through with it.
+        """
+        if not group.awaiting and not (group.unwatched and group.has_frozen):
             group.unwatched.clear()
             group.free()
         if group.arrived:
