@@ -14,10 +14,8 @@ from typing import Any
 from trainstep.errors import UsageError
 from trainstep.records import Row, write_whole
 from trainstep.report.page import Report
-from trainstep.run.gather import gather
-from trainstep.run.kernels import kernel_records
-from trainstep.run.log import LogWriter, log_path
-from trainstep.run.rows import script_records
+from trainstep.run.log import LogWriter, log_path, read_logs
+from trainstep.run.rows import kernel_records, script_records
 from trainstep.run.supervise import Rank
 
 OUT = Path("results/watch")
@@ -91,7 +89,7 @@ class Watch:
         log.close()
         if self._rank.rank != 0:
             return
-        logs = gather(self.out, self._rank)
+        logs = read_logs(self.out, self._rank.launch, self._rank.world_size)
         rows = script_records(logs, self.name, None)
         self.rows = [*rows, *kernel_records(logs[0], rows, self.out)]
         write_whole(self.out / "results.jsonl", self.rows)

@@ -5,7 +5,7 @@ import pytest
 from tests.run.measuring import measure
 from trainstep.kinds import AllocationRow, DtypeRow, FamilyRow, OwnerRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.records import of_kind
-from trainstep.run.kernels import kernel_records
+from trainstep.run.rows import kernel_records
 from trainstep.run.session import Plan
 
 WIDTH = 64

@@ -54,7 +54,6 @@ class Run(Common):
     script: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        from trainstep.run.gather import gather
         from trainstep.run.supervise import Rank, command_of, run_script
 
         for name in ("steps", "profiled_steps", "profile_after"):
@@ -74,10 +73,10 @@ class Run(Common):
         }
         code = run_script(command, rank, self.out, plan)
         if rank.rank == 0:
-            from trainstep.run.kernels import kernel_records
-            from trainstep.run.rows import script_records
+            from trainstep.run.log import read_logs
+            from trainstep.run.rows import kernel_records, script_records
 
-            logs = gather(self.out, rank)
+            logs = read_logs(self.out, rank.launch, rank.world_size)
             rows = script_records(logs, command.name, code)
             self._report([*rows, *kernel_records(logs[0], rows, self.out)], command.name)
         if code < 0:  # as the script was, so that a shell and torchrun see the same

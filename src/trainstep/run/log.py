@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 EVERY_S = 0.1  # how long lines are gathered
+PATIENCE_S = 10.0  # how long the first rank waits for what the others write last; those of other hosts may never come
 _ENCODED = json.JSONEncoder(default=str).encode  # `json.dumps` with an argument would make an encoder each time
 
 
@@ -134,6 +135,19 @@ def _by_phase(phases: Sequence[str], times: Sequence[float]) -> dict[str, float]
     for phase, ms in zip(phases, times, strict=True):
         found[phase] = found.get(phase, 0.0) + ms
     return found
+
+
+def read_logs(folder: Path, launch: str, world_size: int, patience_s: float = PATIENCE_S) -> list[RankLog]:
+    """The logs in a folder that are of this launch, in the order of ranks, once they have ended or time is up; the
+    first rank's always."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        logs = [read_log(log_path(folder, number)) for number in range(world_size)]
+        ours = [each for each in logs if each.header.get("launch") == launch]
+        is_complete = len(ours) == world_size and all(each.ended is not None for each in ours)
+        if world_size == 1 or is_complete or time.monotonic() > deadline:
+            return ours or logs[:1]
+        time.sleep(0.1)
 
 
 def log_path(folder: Path, rank: int) -> Path:
