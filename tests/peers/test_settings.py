@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError
 from trainstep.measure.collectives import recorded_collectives
+from trainstep.peers.fsdp2 import shard_fully
 from trainstep.replicas import build, full_parameters
 from trainstep.schemes import SCHEMES
 
@@ -120,6 +122,13 @@ def _compiled(process, scheme):
 
 
 @pytest.mark.distributed
+def test_what_fsdp2_cannot_shard_is_unsupported_not_a_failure():
+    module = nn.Linear(2, 2)
+    module.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UnsupportedError, match="takes no parameter without dimensions, such as logit_scale"):
+        shard_fully(module, None, None, narrow_reduce=False, fixed_order=True)
+
+
 @pytest.mark.parametrize("scheme", ["torch-ddp-1", "torch-zero", "torch-fsdp2"])
 def test_compiled_blocks_train_as_eager_ones(two, scheme):
     eager, compiled = two.run(_compiled, scheme)[0]

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainstep.blocks import find_blocks
+from trainstep.errors import UnsupportedError
 from trainstep.parallel.process import Process
 
 AHEAD = 2
@@ -47,7 +48,12 @@ def shard_fully(
         dtype: that of autocast; None computes in the parameters' own.
         narrow_reduce: gradients are summed in `dtype`, instead of in float32.
         fixed_order: every step calls all blocks, in order of definition.
+
+    Raises:
+        UnsupportedError: a parameter is a scalar.
     """
+    if scalars := [name for name, parameter in module.named_parameters() if not parameter.dim()]:
+        raise UnsupportedError(f"torch's fully_shard takes no parameter without dimensions, such as {scalars[0]}")
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype and not narrow_reduce else None
     )
