@@ -11,7 +11,9 @@ from trainstep.commands.run import split_script
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRow
 from trainstep.records import of_kind, read_records
+from trainstep.run import single
 from trainstep.run.lines import owner_of
+from trainstep.run.single import Script
 from trainstep.run.supervise import Rank, command_of
 
 
@@ -170,3 +172,14 @@ def test_a_ladder_of_a_script_that_fails_has_its_exit_code(tmp_path):
     assert "checkpoints and logs, each run writes again" in sentences(ended)
     assert [(row.kind, row.status) for row in rows] == [("script rung", "failed")]
     assert "exit code 7" in rows[0].reason
+
+
+def test_a_change_that_makes_the_script_wait_for_ever_is_ended(tmp_path, monkeypatch):
+    file = tmp_path / "waiting.py"
+    file.write_text("import sys, time\nprint('I wait')\nsys.stdout.flush()\ntime.sleep(600)\n")
+    monkeypatch.setattr(single, "LEAST_S", 3.0)
+    script = Script(command_of([str(file)]), tmp_path / "runs", 4)
+    script.own_s = 0.5
+    taken = script.run("it waits")
+    assert taken.failure.startswith("it was ended after 5 s; as it is, the script takes 0 s (its last words: I wait")
+    assert taken.captured is None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ from trainstep.run.supervise import Command, Rank, run_script
 
 OUTPUT = "output.txt"
 SEED = 0
+LEAST_S, SLOWEST = 120.0, 10.0
+"""Seconds after which a run with a change is ended, and times what the script took as it is; the longer counts."""
 TOLD = 200
 """Characters of a script's last words that are told."""
 
@@ -70,6 +74,8 @@ class Script:
     copies: bool = False
     tell: Callable[[str], object] = lambda text: None
     runs: int = field(default=0, init=False)
+    own_s: float | None = field(default=None, init=False)
+    """How long it took as it is, the first time: a change may make it wait for ever."""
 
     def run(
         self,
@@ -88,6 +94,8 @@ class Script:
             rounding: a precision in which results are rounded once more at random, and a seed.
             without_dropout: whether nothing is dropped.
             sources: path → text that is run in its place.
+
+        One with a change that takes too long is ended, and has failed.
 
         Raises:
             Interrupted: Ctrl-C or SIGTERM ended it.
@@ -111,21 +119,30 @@ class Script:
             "sources": dict(sources),
         }
         plan = {"steps": self.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False}
-        with (folder / OUTPUT).open("wb") as output:
-            code = run_script(
-                command,
-                Rank.of({}),
-                folder,
-                plan,
-                {"trial": trial},
-                cwd=place,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONHASHSEED": str(SEED)},
-            )
-        if self.copies:
-            shutil.rmtree(place, ignore_errors=True)
+        start, is_limited = time.monotonic(), self.own_s is not None and rounding is None  # roundings take far longer
+        try:
+            with (folder / OUTPUT).open("wb") as output:
+                code = run_script(
+                    command,
+                    Rank.of({}),
+                    folder,
+                    plan,
+                    {"trial": trial},
+                    limit_s=max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
+                    cwd=place,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONHASHSEED": str(SEED)},
+                )
+        except TimeoutError as error:
+            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(folder / OUTPUT)}"
+            return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
+        finally:
+            if self.copies:
+                shutil.rmtree(place, ignore_errors=True)
+        if self.own_s is None:
+            self.own_s = time.monotonic() - start
         if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
             raise Interrupted(what)
         return self._taken(folder, code, place)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from trainstep.errors import UsageError
 from trainstep.run.log import log_path
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun", "horovodrun", "lightning")
+GRACE_S = 10.0
+"""From SIGTERM to SIGKILL for a process whose time is up."""
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 EXPECTED = "expected a script: trainstep run [options] python train.py …, train.py …, or -m module …"
 
@@ -97,16 +101,25 @@ class Rank:
 
 
 def run_script(
-    command: Command, rank: Rank, folder: Path, plan: Mapping[str, Any], further: Mapping[str, Any] = {}, **options: Any
+    command: Command,
+    rank: Rank,
+    folder: Path,
+    plan: Mapping[str, Any],
+    further: Mapping[str, Any] = {},
+    *,
+    limit_s: float = math.inf,
+    **options: Any,
 ) -> int:
     """Run it until it ends, its input and outputs being those of this process; its exit code, −n for signal n.
 
     Args:
         further: what else its process is to do.
+        limit_s: how long it may take.
         options: of its process, as `subprocess.Popen` has them.
 
     Raises:
         UsageError: the folder cannot be written, or the interpreter has no trainstep.
+        TimeoutError: it took longer than `limit_s`, and was ended.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,18 +145,25 @@ def run_script(
     words = [command.interpreter, *command.options, str(Path(__file__).with_name("script.py")), json.dumps(task)]
     sys.stdout.flush()
     sys.stderr.flush()
-    return _wait(subprocess.Popen(words, **options))
+    return _wait(subprocess.Popen(words, **options), limit_s)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
     """Wait for its end. Signals sent to this process go on to it; Ctrl-C in a terminal reaches both anyway."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
+    start, is_over = time.monotonic(), False
     try:
         while process.poll() is None:
+            taken = time.monotonic() - start
+            if taken > limit_s:
+                (process.kill if taken > limit_s + GRACE_S else process.terminate)()
+                is_over = True
             arrived = signal.sigtimedwait({*HANDED_ON, signal.SIGCHLD}, 0.5)
             if arrived is None or arrived.si_signo == signal.SIGCHLD or arrived.si_pid == 0:
                 continue
             process.send_signal(arrived.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if is_over:
+        raise TimeoutError(f"it was ended after {limit_s:.0f} s")
     return process.returncode
