@@ -56,7 +56,7 @@ class Part:
 
     @property
     def is_right(self) -> bool:
-        """Within what is allowed. What cannot be judged is not wrong, unless it is infinite or NaN."""
+        """Within what is allowed; NaN never is. What cannot be judged is not wrong as long as it is finite."""
         return self.error <= self.allowed or (not self.is_judged and math.isfinite(self.error))
 
 
