@@ -20,20 +20,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import torch
 
 from trainstep.bench.check import allowed_error, one_rounding
-from trainstep.bench.check.gradients import HEADROOM, Deviation, Rounding, compare
+from trainstep.bench.check.gradients import HEADROOM, VACUOUS, Deviation, Rounding, compare
 from trainstep.bench.check.reference import DRAWS, FLOAT32_LOSES
 from trainstep.bench.check.updates import UpdateError, compare_updates
 from trainstep.precision import PrecisionName
 from trainstep.run.capture import Captured
 
-VACUOUS = 0.5
-"""A budget of this part of what is compared would allow nearly anything."""
 NEAR = 4.0
-"""What is over its budget by less than this factor is judged again, with the roundings of further runs."""
+"""Gradients that are over their budget by at most this factor are judged again, with the roundings of further runs."""
 MORE_DRAWS = 8
 """Runs with random roundings by then, in all."""
 _ONE_NUMBER = 1 + HEADROOM / math.sqrt(2)
@@ -57,8 +56,8 @@ class Part:
 
     @property
     def is_right(self) -> bool:
-        """Within what is allowed; NaN never is. What cannot be judged is not wrong."""
-        return not self.is_judged or self.error <= self.allowed
+        """Within what is allowed; NaN never is. What cannot be judged is not wrong as long as it is finite."""
+        return self.error <= self.allowed or (not self.is_judged and math.isfinite(self.error))
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,10 @@ class ScriptVerdict:
     gradients: Deviation
     losses: Part
     moved: Part
+    same_start: bool
+    """Whether training begins at the reference's weights."""
     update: UpdateError | None = None
     """Of the first update from equal gradients; None where they are not equal."""
-    same_start: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -81,7 +81,7 @@ class ScriptVerdict:
     @property
     def is_judged(self) -> bool:
         """Whether the gradients' budget says anything."""
-        return self.gradients.gradient_allowed < VACUOUS
+        return not self.gradients.is_vacuous
 
     def __str__(self) -> str:
         """What is wrong, in words."""
@@ -109,9 +109,8 @@ class _Usual:
     def take(self, found: Captured, reference: Captured) -> None:
         """One more difference: the largest counts."""
         self.gradients = Rounding.most([self.gradients, Rounding.between(found.gradients, reference.gradients)])
-        apart = _losses_apart(found, reference)
-        known = [*self.losses, *[0.0] * (len(apart) - len(self.losses))]
-        self.losses = [max(pair) for pair in zip(known, apart, strict=False)]
+        pairs = zip_longest(self.losses, _losses_apart(found, reference), fillvalue=0.0)
+        self.losses = [max(pair) for pair in pairs]
         self.moved = max(self.moved, _moved_apart(found, reference))
 
 
@@ -128,7 +127,7 @@ class ScriptJudge:
     def __init__(self, reference: Captured, repeats: Iterable[Captured], own: PrecisionName, draw: Draw) -> None:
         self.reference, self.repeats, self.own, self._draw = reference, list(repeats), own, draw
         self._usual: dict[PrecisionName, _Usual] = {}
-        self._plain: dict[PrecisionName, Captured] = {}
+        self._plain: dict[PrecisionName, Captured] = {own: reference}
 
     def of_repeat(self) -> ScriptVerdict:
         """Of the script run again: whether it repeats itself to within rounding."""
@@ -147,8 +146,8 @@ class ScriptJudge:
 
     def _judge(self, found: Captured, precision: PrecisionName) -> ScriptVerdict:
         verdict = self._verdict(found, precision, self._with_repeats(precision, DRAWS))
-        worst = verdict.gradients.worst / (verdict.gradients.worst_allowed or 1)
-        if not verdict.is_right and verdict.same_start and worst < NEAR:
+        is_near = verdict.gradients.worst <= NEAR * verdict.gradients.worst_allowed
+        if not verdict.is_right and verdict.same_start and is_near:
             verdict = self._verdict(found, precision, self._with_repeats(precision, MORE_DRAWS))
         return verdict
 
@@ -160,18 +159,16 @@ class ScriptJudge:
         return usual
 
     def _measured(self, precision: PrecisionName, draws: int) -> _Usual:
-        usual = self._usual.setdefault(precision, _Usual())
-        is_own = precision == self.own
-        if not is_own and precision not in self._plain:
+        """What rounding does in a precision, and what the change to it does where roundings explain that."""
+        if precision not in self._plain:
             self._plain[precision] = self._draw(precision, None)
-        plain = self.reference if is_own else self._plain[precision]
-        while usual.draws < draws:
-            usual.take(self._draw(precision, usual.draws), plain)
-            usual.draws += 1
-        if not is_own:
-            one = one_rounding(precision)
-            if compare(plain.gradients, self.reference.gradients, usual.gradients, one).is_right:
-                usual.take(plain, self.reference)
+        plain, drawn = self._plain[precision], self._usual.setdefault(precision, _Usual())
+        while drawn.draws < draws:
+            drawn.take(self._draw(precision, drawn.draws), plain)
+            drawn.draws += 1
+        usual, one = replace(drawn), one_rounding(precision)
+        if compare(plain.gradients, self.reference.gradients, usual.gradients, one).is_right:
+            usual.take(plain, self.reference)
         return usual
 
     def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> ScriptVerdict:
@@ -179,16 +176,19 @@ class ScriptJudge:
         deviation = compare(found.gradients, self.reference.gradients, usual.gradients.times(factor), one)
         losses = Part(0.0, one)
         most = 0.0
-        for apart, known in zip(_losses_apart(found, self.reference), usual.losses, strict=False):
+        for apart, known in zip_longest(_losses_apart(found, self.reference), usual.losses, fillvalue=0.0):
             most = max(most, known)
             part = Part(apart, allowed_error(factor * _ONE_NUMBER * most, one))
-            losses = max(
-                part, losses, key=lambda each: math.inf if math.isnan(each.error) else each.error / each.allowed
-            )
+            losses = max(part, losses, key=_severity)
         if len(found.losses) != len(self.reference.losses):
             losses = Part(math.inf, 0.0)
         moved = Part(_moved_apart(found, self.reference), allowed_error(factor * usual.moved, one))
-        return ScriptVerdict(deviation, losses, moved, same_start=found.weights == self.reference.weights)
+        return ScriptVerdict(deviation, losses, moved, found.weights == self.reference.weights)
+
+
+def _severity(part: Part) -> tuple[bool, float]:
+    """Larger where it is worse: what is wrong, NaN first, then what uses more of its budget."""
+    return not part.is_right, math.inf if math.isnan(part.error) else part.error / part.allowed
 
 
 def _update(found: Captured, kept: Captured) -> UpdateError | None:
