@@ -64,6 +64,20 @@ def test_every_pass_counts_alike():
     assert only.speedup.interval is None
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "has_interval"),
+    [((7, 7), (7, 7), True), ((7, 6), (7, 7), False), ((6, 7), (7, 7), False), ((7, 7), (7, 6), False)],
+)
+def test_one_pass_of_too_few_samples_leaves_all_of_them_without_an_interval(old, new, has_interval):
+    def passes(ms, counts):
+        return [step(ms, n=count, repeat=at, spread=0.0) for at, count in enumerate(counts)]
+
+    (only,) = compare(passes(100.0, old), passes(50.0, new))
+    assert only.speedup.value == 2.0
+    assert (only.speedup.interval is not None) is has_interval
+    assert only.verdict == ("faster" if has_interval else "inconclusive")
+
+
 def test_repeatability_is_of_every_later_pass_with_the_first_alone():
     passes = [step(ms, repeat=at, seed=at) for at, ms in enumerate((100.0, 150.0, 50.0))]
     later, last = repeatability(passes)

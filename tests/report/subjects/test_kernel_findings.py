@@ -315,6 +315,57 @@ def test_transfers_are_told_from_a_twentieth_of_what_the_device_computes(taken, 
         assert "GB" not in every["transfers"].sentence
 
 
+@pytest.mark.parametrize(
+    ("busy", "taken", "beside", "is_told"),
+    [
+        (10.0, 0.5, None, True),
+        (10.0, 0.4, None, False),
+        (10.0, 9.0, 8.6, False),
+        (0.1, 0.004, None, False),
+        (0.1, 0.006, None, True),
+        (1.0, 0.0, None, False),
+        (1.0, None, None, False),
+        (0.0, 0.4, None, False),
+        (None, 0.4, None, False),
+    ],
+)
+def test_transfers_are_held_against_what_keeps_the_device_busy_and_left_out_where_that_is_unknown(
+    busy, taken, beside, is_told
+) -> None:
+    every = on_profile(busy_ms=busy, transfers_ms=taken, transfers_overlapped_ms=beside)
+    assert ("transfers" in every) is is_told
+
+
+@pytest.mark.parametrize(("has_steps", "what"), [(None, "step"), (True, "step"), (False, "trace")])
+def test_figures_of_a_trace_that_announces_no_steps_are_of_the_whole_trace(has_steps, what) -> None:
+    every = on_profile(has_steps=has_steps, busy_ms=1.0, transfers_ms=0.4)
+    assert every["top-of-step"].sentence.startswith(f"In the whole {what}, the kernel that takes most time is")
+    assert every["top-of-forward"].sentence.startswith("In the forward pass, the kernel that takes most time is")
+    assert f"in the whole {what}, fused attention not counted." in every["matmuls"].sentence
+    per = {"step": "per step", "trace": "in the trace"}[what]
+    assert every["transfers"].sentence.startswith(f"Transfers between host and device take 0.400 ms {per},")
+    assert every["communication"].sentence.startswith(f"Communication takes 0.100 ms {per},")
+
+
+def test_transfers_are_no_part_of_the_kernel_time_of_which_the_optimizer_has_its_share() -> None:
+    """15 of 100 ms; with the transfers it would be 15 of 1000, and 90 of 100 by those of the optimizer's own phase."""
+    profile = ProfileRow(workload="large")
+    rows = [
+        FamilyRow(workload="large", phase=phase, family=family, ms=ms, gb=gb)
+        for phase, family, ms, gb in (
+            ("step", "matmul", 85.0, None),
+            ("step", "optimizer", 15.0, None),
+            ("step", "transfer", 900.0, 9.0),
+            ("optimizer", "optimizer", 15.0, 2.0),
+            ("optimizer", "transfer", 75.0, 9.0),
+        )
+    ]
+    told = found([profile, *rows])["optimizer-unfused"]
+    assert told.figures == {"share": 0.15, "gb": 2.0}
+    less = dataclasses.replace(rows[3], ms=14.0)
+    assert found([profile, *rows[:3], less, rows[4]]) == {}
+
+
 def test_what_each_device_hides_is_of_its_own_communication() -> None:
     first = ProfileRow(device="GPU 0", devices=3, communication_ms=2.0, communication_overlapped_ms=0.5)
     others = [
@@ -324,6 +375,9 @@ def test_what_each_device_hides_is_of_its_own_communication() -> None:
     devices = found([first, *others])["devices"]
     assert devices.figures == {"devices": 3, "hidden_shares": ("GPU 0: 25%", "GPU 1: 0%")}
     assert devices.sentence.startswith("The trace has 3 devices, each measured by itself; what follows is of GPU 0. Of")
+    failed = dataclasses.replace(first, device="GPU 3", status="out of memory")
+    other = dataclasses.replace(first, workload="another model")
+    assert found([first, failed, other, *others])["devices"] == devices, "of what ran, and of this trace alone"
     silent = [dataclasses.replace(each, communication_ms=None) for each in (first, *others)]
     assert found(silent)["devices"].sentence.endswith("what follows is of GPU 0.")
 

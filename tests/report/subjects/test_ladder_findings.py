@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
-from tests.report.test_findings import bf16, found, rung
-from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs
+import pytest
+
+from tests.report.test_findings import SETTINGS, bf16, found, rung
+from trainstep.kinds import ControlRow
+from trainstep.records import make_row
+from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs, disputing
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
 
@@ -41,3 +45,163 @@ def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
     assert 1.9 * 1.4 < found.interval.low < 1.4 * 2 < 3.0 < 1.6 * 2 < found.interval.high < 2.1 * 1.6
     assert after(three, [one, two, three]).value == 1.0
     assert after(one, [one, two, replace(three, gain_low=None)]).interval is None
+
+
+def failed_baseline(case=None, reason="no such file"):
+    return rung("baseline", "failed", False, "failed", reason, case)
+
+
+def test_a_baseline_that_failed_says_why_and_what_that_means():
+    (told,) = found([failed_baseline(), rung("x", "failed", False, "failed", "the same")], "gain")
+    assert told.id == "gain.no-baseline"
+    assert told.figures == {"status": "failed", "reason": "no such file"}
+    assert told.sentence == (
+        "The baseline failed (failed): no such file. There is nothing to compare with, and no rung was tried."
+    )
+    (wrong,) = found([rung("baseline", "wrong", False, "wrong", "off by 0.9")], "gain")
+    assert wrong.sentence.startswith("The baseline failed (wrong): off by 0.9. There")
+    (unknown,) = found([failed_baseline(reason="")], "gain")
+    assert unknown.figures["reason"] is None
+
+
+def test_of_several_ladders_those_without_a_baseline_are_named():
+    cases = [{"workload": name} for name in ("a", "b", "{c}")]
+    first, last = failed_baseline(cases[0]), failed_baseline(cases[2], "torn file")
+    rows = [first, rung("baseline", "baseline", case=cases[1]), last]
+    assert [(each.id, each.sentence) for each in found(rows, "gain")] == [
+        (
+            "gain.no-baseline",
+            "workload a: the baseline failed (failed): no such file. There is nothing to compare with, and no rung "
+            "was tried.",
+        ),
+        (
+            "gain.no-baseline",
+            "workload {c}: the baseline failed (failed): torn file. There is nothing to compare with, and no rung was "
+            "tried.",
+        ),
+        ("gain.none", "workload b: No change on the ladder made the step faster: the baseline is the best found."),
+    ]
+
+
+def too_large(case=None):
+    return rung("baseline", "out of memory", False, "out of memory", "40 GiB", case)
+
+
+def first_that_fits(name="tf32", **values):
+    return rung(name, "first that fits", speedup=1.0, speedup_low=1.0, speedup_high=1.0, **values)
+
+
+def test_speedups_of_a_ladder_whose_baseline_is_too_large_are_over_the_first_rung_that_fits():
+    rest = [rung("x", "inconclusive", False), first_that_fits(), bf16(), rung("fused", case={"optimizer": "fused"})]
+    told, gained = found([too_large(), *rest], "gain")
+    assert (told.id, told.figures) == ("gain.too-large", {"reason": "40 GiB", "first": "tf32"})
+    assert told.sentence == "The baseline is too large (40 GiB): speed-ups are over tf32, the first that fits."
+    assert gained.id == "gain.faster"
+    case = {"workload": "b"}
+    named, _, _ = found([too_large(case), first_that_fits(case=case), BASELINE], "gain")
+    assert named.sentence == (
+        "workload b: the baseline is too large (40 GiB): speed-ups are over tf32, the first that fits."
+    )
+
+
+def test_of_a_ladder_that_fits_nowhere_nothing_is_said_to_be_gained():
+    rows = [too_large(), rung("x", "out of memory", False, "out of memory", "39 GiB")]
+    assert found(rows, "gain") == []
+    (told,) = found(rows, "ladder")
+    assert told.sentence == "Not used: x (out of memory): 39 GiB."
+
+
+def test_where_nothing_is_faster_the_best_is_the_rung_that_all_others_were_held_against():
+    slower = rung("x", "slower", False, gain=0.5)
+    (alone,) = found([BASELINE, slower], "gain")
+    assert (alone.id, alone.figures) == ("gain.none", {})
+    assert alone.sentence == "No change on the ladder made the step faster: the baseline is the best found."
+    _, fits = found([too_large(), first_that_fits(), slower], "gain")
+    assert (fits.id, fits.figures) == ("gain.none", {"first": "tf32"})
+    assert fits.sentence == "No change on the ladder made the step faster: tf32 is the best found."
+    case = {"workload": "b"}
+    _, of_two, _ = found([too_large(case), first_that_fits(case=case), BASELINE], "gain")
+    assert of_two.sentence == "workload b: No change on the ladder made the step faster: tf32 is the best found."
+
+
+def test_a_baseline_is_never_told_as_a_change_that_was_not_used():
+    assert found([failed_baseline()], "ladder") == found([too_large()], "ladder") == []
+    assert found([replace(BASELINE, verdict="inconclusive", kept=False)], "ladder") == []
+
+
+def again(case, low, high, speedup=1.5):
+    return make_row(ControlRow, SETTINGS | case, {"speedup": speedup, "speedup_low": low, "speedup_high": high})
+
+
+def test_a_speedup_that_is_withheld_is_told_by_both_measurements():
+    top = bf16(speedup=2.0, speedup_low=1.9, speedup_high=2.1)
+    rows = [first_that_fits("sdpa"), rung("tf32", case={"precision": "tf32"}), top]
+    disputed = again({"precision": "bf16"}, 1.4, 1.6)
+    (told,) = found([*rows, disputed], "gain")
+    assert told.id == "gain.withheld"
+    assert told.figures == {
+        "first": "sdpa", "top": "bf16 autocast", "speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1,
+        "again": 1.5, "again_low": 1.4, "again_high": 1.6,
+    }  # fmt: skip
+    assert told.sentence == (
+        "No speed-up is claimed: in turns with sdpa at the end, bf16 autocast was 1.50× as fast (95 % interval within "
+        "this run 1.40–1.60), and by the gains of the rungs below it 2.00× (1.90–2.10). The machine changed meanwhile; "
+        "run again on a quieter one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "speedups", "is_disputed"),
+    [
+        (1.4, 1.6, (1.9, 2.1), True),
+        (1.4, 1.9, (1.9, 2.1), False),  # a point in common
+        (2.1, 2.5, (1.9, 2.1), False),
+        (2.2, 2.5, (1.9, 2.1), True),
+        (None, 1.6, (1.9, 2.1), False),
+        (2.5, None, (1.9, 2.1), False),
+        (1.4, 1.6, (None, 2.1), False),
+        (2.2, 2.5, (1.9, None), False),
+    ],
+)
+def test_a_speedup_is_disputed_by_an_interval_apart_from_its_own(low, high, speedups, is_disputed):
+    kept = [BASELINE, rung("tf32", case={"precision": "tf32"}),
+            bf16(speedup_low=speedups[0], speedup_high=speedups[1])]  # fmt: skip
+    control = again({"precision": "bf16"}, low, high)
+    assert disputing(kept, [again({}, 1.0, 1.0), *kept, control]) == (control if is_disputed else None)
+
+
+def test_a_speedup_is_disputed_by_a_control_of_its_own_settings_alone():
+    """Controls of the first rung, of a rung below the top and of another workload are none."""
+    kept = [BASELINE, rung("tf32", case={"precision": "tf32"}), bf16(speedup_low=1.9, speedup_high=2.1)]
+    others = [again({}, 1.0, 1.0), again({"precision": "tf32"}, 1.0, 1.1),
+              again({"precision": "bf16", "workload": "another"}, 1.0, 1.1)]  # fmt: skip
+    assert disputing(kept, [*kept, *others]) is None
+    last = again({"precision": "bf16"}, 1.0, 1.1)
+    agrees = replace(last, speedup_high=2.0)
+    assert disputing(kept, [*kept, *others, agrees, last]) is last, "the first that does not agree"
+
+
+def test_of_two_ladders_only_the_one_that_is_disputed_is_withheld():
+    rows = []
+    for name in ("a", "b"):
+        case = {"workload": name}
+        rows += [rung("baseline", "baseline", case=case), bf16(case=case)]
+    disputed = again({"precision": "bf16", "workload": "b"}, 1.0, 1.1)
+    claimed, withheld = found([*rows, disputed], "gain")
+    assert (claimed.id, withheld.id) == ("gain.faster", "gain.withheld")
+    assert claimed.sentence.startswith("workload a: Bf16 autocast makes the step 2.00× faster")
+    assert withheld.sentence.startswith("workload b: No speed-up is claimed: in turns with baseline at the end,")
+
+
+def test_changes_that_were_not_used_are_named_by_their_ladder_where_there_are_several():
+    rows = []
+    for name in ("a", "b"):
+        case = {"workload": name}
+        rows += [rung("baseline", "baseline", case=case), rung("x", "slower", False, case=case, gain=0.5)]
+    assert [each.sentence for each in found(rows, "ladder")] == [
+        "Not used: workload a: x makes the step 2.00× slower here.",
+        "Not used: workload b: x makes the step 2.00× slower here.",
+    ]
+    (alone,) = found(rows[:2], "ladder")
+    assert alone.sentence == "Not used: x makes the step 2.00× slower here."
+    assert alone.figures == {"rung": "x", "gain": 0.5, "reason": None}

@@ -12,13 +12,17 @@ from trainstep.kinds import (
     AccumulationRow,
     CheckpointingRow,
     DtypeRow,
+    MemoryTimelineRow,
     PeakRow,
     ResidualRow,
+    RungRow,
+    StepRow,
 )
 from trainstep.records import Row, Status
 from trainstep.report.blocks import Finding
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
+from trainstep.report.subjects.memory import cache_findings, uncompiled_findings
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
 KEPT = {**CASE, "compile": "off"}
@@ -286,3 +290,35 @@ def test_a_policy_that_ran_out_of_memory_is_not_the_best() -> None:
 def test_a_prediction_agrees_up_to_a_twentieth(error: float, id: str) -> None:
     (found,) = findings([PeakRow(context=1, mode="step", prediction_error=error)])
     assert found.id == f"memory.{id}"
+
+
+def test_peaks_of_eager_code_are_counted_whatever_they_were_measured_for() -> None:
+    rows = [
+        StepRow(mode="step", uncompiled=True),
+        RungRow(rung="x", uncompiled=True),
+        PeakRow(**CASE, mode="step", uncompiled=True),
+        MemoryTimelineRow(uncompiled=True),
+        CheckpointingRow(**CASE, checkpointing="none", uncompiled=True),
+    ]
+    others = [DtypeRow(**CASE, module="fc"), PeakRow(**CASE, mode="step"), StepRow(mode="step", uncompiled=False)]
+    (found,) = uncompiled_findings([*others, *rows])
+    assert (found.id, dict(found.figures)) == ("memory.uncompiled", {"count": 5})
+    assert "the peaks of 5 measurements are those of eager code" in found.sentence
+    assert uncompiled_findings(others) == []
+
+
+def test_of_several_caches_the_largest_is_told() -> None:
+    rows = [
+        StepRow(mode="step", cache_gib=0.5),
+        RungRow(rung="x", cache_gib=3.0),
+        PeakRow(**CASE, mode="step", cache_gib=2.0),
+        CheckpointingRow(**CASE, checkpointing="none", cache_gib=0.25),
+    ]
+    others = [DtypeRow(**CASE, module="fc"), PeakRow(**CASE, mode="step"), StepRow(mode="step", cache_gib=0.0)]
+    (found,) = cache_findings([*others, *rows])
+    assert (found.id, dict(found.figures)) == ("memory.cache", {"gib": 3.0})
+    assert found.sentence.startswith("Forward fills a key-value cache of 3.00 GiB that")
+    assert [dict(each.figures)["gib"] for row in rows for each in cache_findings([*others, row])] == [
+        0.5, 3.0, 2.0, 0.25
+    ]  # fmt: skip
+    assert cache_findings(others) == []

@@ -271,8 +271,8 @@ def _idle(profile: ProfileRow, records: Sequence[Row]) -> list[Finding]:
 
 def _transfers(profile: ProfileRow) -> list[Finding]:
     """Copies between host and device that the kernels wait for: they are mended by memory and order, not by kernels."""
-    taken, beside = profile.transfers_ms, profile.transfers_overlapped_ms or 0
-    if not taken or taken - beside < EXPOSED * (profile.busy_ms or 0):
+    taken, beside, busy = profile.transfers_ms, profile.transfers_overlapped_ms or 0, profile.busy_ms
+    if not (taken and busy) or taken - beside < EXPOSED * busy:
         return []
     to_host, pinned, gb = profile.transfers_to_host_share or 0, profile.transfers_pinned_share, profile.transfers_gb
     rate = " ({gb:n} GB at {gb_s:n} GB/s)" if gb else ""

@@ -157,13 +157,13 @@ def _withheld(kept: Sequence[RungRow], again: ControlRow, whose: str) -> Finding
 
 
 def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
-    if len(kept) == 1:
+    first, last, there = kept[0], kept[-1], changes(kept)
+    if first is last:
         said = "No change on the ladder made the step faster: {first} is the best found."
-        if kept[0].rung != BASELINE:
-            return found("gain.none", whose + said, first=kept[0].rung)
+        if first.rung != BASELINE:
+            return found("gain.none", whose + said, first=first.rung)
         said = "No change on the ladder made the step faster: the baseline is the best found."
         return found("gain.none", whose + said)
-    first, last, there = kept[0], kept[-1], changes(kept)
     named = tuple(row.rung for row, _ in there)
     low, high, is_one = numeric(last.speedup_low), numeric(last.speedup_high), len(named) == 1
     names = literal(listed(named))

@@ -9,11 +9,9 @@ from functools import partial
 from trainstep.config import blocks_per_checkpoint
 from trainstep.kinds import (
     CheckpointingRow,
-    MemoryTimelineRow,
     PeakRow,
     ResidualRow,
     RungRow,
-    StepRow,
     WorkloadRow,
 )
 from trainstep.records import Row, Scalar, by_case, of_kind
@@ -193,8 +191,7 @@ def _told(row: Row, *names: str) -> str:
 
 def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
     """That figures of memory are those of eager code, though the workload compiles some of it."""
-    kinds = (StepRow, RungRow, PeakRow, MemoryTimelineRow, CheckpointingRow)
-    count = sum(bool(getattr(row, "uncompiled", None)) for row in records if isinstance(row, kinds))
+    count = sum(bool(getattr(row, "uncompiled", None)) for row in records)
     if not count:
         return []
     said = (
@@ -206,14 +203,14 @@ def uncompiled_findings(records: Sequence[Row]) -> list[Finding]:
 
 def cache_findings(records: Sequence[Row]) -> list[Finding]:
     """That forward fills a key-value cache, which training does not use."""
-    rows = [row for row in records if isinstance(row, (StepRow, RungRow, PeakRow, CheckpointingRow)) and row.cache_gib]
-    if not rows:
+    sizes = [size for row in records if (size := getattr(row, "cache_gib", None))]
+    if not sizes:
         return []
     said = (
         "Forward fills a key-value cache of {gib:gib} that training does not use. It is kept until the loss is there, "
         "and with checkpointing through backward. Turn it off: use_cache=False in transformers' configurations."
     )
-    return [found("memory.cache", said, gib=max(row.cache_gib or 0 for row in rows))]
+    return [found("memory.cache", said, gib=max(sizes))]
 
 
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
