@@ -399,6 +399,20 @@ def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is
         assert f"was 1.40× as fast (95 % interval within this run {low:.2f}–{high:.2f})" in told.sentence, told.sentence
 
 
+def test_a_ladder_is_held_against_its_own_controls_alone():
+    """The same ladder twice in one file: the second was disturbed, the first was not."""
+    settings = SETTINGS | {"precision": "bf16"}
+    known = {"speedup": 2.0, "speedup_low": 1.9, "speedup_high": 2.1}
+    rows = []
+    for speedup in (2.0, 1.4):
+        low, high = 0.95 * speedup, 1.05 * speedup
+        control = ControlRow(**settings, speedup=speedup, speedup_low=low, speedup_high=high)
+        rows += [rung("baseline", "baseline"), bf16(**known), control]
+    assert [told.id for told in found(rows, "gain")] == ["gain.faster", "gain.withheld"]
+    assert recommended_flags(rows) == "--precision bf16", "those of the first"
+    assert render(rows).count("no speed-up is claimed") == 1
+
+
 def test_both_controls_are_named():
     """The first rung and the top are measured again; either may say that the machine changed."""
     changed = {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.kinds import ControlRow, RungRow, StepRow, WorkloadRow
+from trainstep.kinds import RungRow, StepRow, WorkloadRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
 from trainstep.report.charts import COLOURS, embedded
@@ -31,6 +31,7 @@ from trainstep.report.subjects.ladder_findings import (
     disputing,
     kept_rungs,
     recommended_flags,
+    with_controls,
 )
 from trainstep.report.subjects.run import headline
 from trainstep.report.subjects.steps import analysed_step
@@ -150,10 +151,10 @@ def summary(records: Sequence[Row]) -> Section | None:
     step, found = analysed_step(records), findings(records)
     blocks: list[Block] = []
     for name, climb in climbs(records).items():
+        own = with_controls(climb, records)
         if kept := kept_rungs(climb):
-            is_disputed = disputing(kept, records) is not None
-            blocks.append(_disputed_headline(name) if is_disputed else _gain_headline(kept, name))
-        if flags := recommended_flags([*climb, *of_kind(records, ControlRow)]):
+            blocks.append(_gain_headline(kept, name) if disputing(kept, own) is None else _disputed_headline(name))
+        if flags := recommended_flags(own):
             whose = f" ({name})" if name else ""
             blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
     if not kept_rungs(records) and step is not None:

@@ -32,6 +32,13 @@ def climbs(rows: Sequence[Row]) -> dict[str, list[RungRow]]:
     return found
 
 
+def with_controls(climb: Sequence[RungRow], rows: Sequence[Row]) -> list[Row]:
+    """A ladder's rungs, and what was written of it until the next one began."""
+    own = itertools.dropwhile(lambda row: row is not climb[0], rows)
+    until_next = itertools.takewhile(lambda row: not (isinstance(row, RungRow) and row.rung == BASELINE), own)
+    return [*itertools.islice(own, 1), *until_next]
+
+
 def base_name(row: RungRow) -> str:
     """The change that a rung tries, wherever on the ladder."""
     return row.rung.removesuffix(ON_TOP)
@@ -55,15 +62,15 @@ def recommended_flags(rows: Sequence[Row]) -> str:
     """
     climb = next(iter(climbs(rows).values()), [])
     kept = kept_rungs(climb)
-    if not kept or disputing(kept, rows):
+    if not kept or disputing(kept, with_controls(climb, rows)):
         return ""
     start, end = climb[0].case, kept[-1].case
     return " ".join(f"--{name} {end[name]}" for name in SETTINGS if end.get(name) != start.get(name))
 
 
 def disputing(kept: Sequence[RungRow], rows: Sequence[Row]) -> ControlRow | None:
-    """The control in which the top, in turns with the first rung, has another speed-up than the product of its gains:
-    the intervals have nothing in common. None where they have, or where that was not measured."""
+    """The control, among those of one ladder, in which the top, in turns with the first rung, has another speed-up than
+    the product of its gains: the intervals have nothing in common. None where they have, or that was not measured."""
     settings, ends = kept[-1].case.items(), (kept[-1].speedup_low, kept[-1].speedup_high)
     for again in of_kind(rows, ControlRow):
         known = (again.speedup_low, again.speedup_high, *ends)
@@ -137,7 +144,7 @@ def gain(rows: Sequence[Row]) -> list[Finding]:
     told = []
     for name, climb in climbs(rows).items():
         if kept := kept_rungs(climb):
-            whose, against = f"{literal(name)}: " if name else "", disputing(kept, rows)
+            whose, against = f"{literal(name)}: " if name else "", disputing(kept, with_controls(climb, rows))
             told.append(_gain(kept, whose) if against is None else _withheld(kept, against, whose))
     return told
 
