@@ -32,12 +32,13 @@ from tests.realworld.models import MODELS
 
 from tables import RESULTS
 from trainstep.errors import UsageError
-from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, PeakRow, StepRow
+from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
+from trainstep.schemes import SCHEMES
 
 ROOT = Path(__file__).parents[1]
-SCHEMES = "single,naive,flat,overlapped,bucketed-25,sharded-optimizer,fsdp,torch-ddp,torch-zero,torch-fsdp2"
+COMPARED = "single,naive,flat,overlapped,bucketed-25,sharded-optimizer,fsdp,torch-ddp,torch-zero,torch-fsdp2"
 KEPT = RESULTS / "cpu-models.json"
 COMMANDS = {
     "analyze": "analyze --steps 7",
@@ -48,7 +49,7 @@ COMMANDS = {
     "checkpointing": "memory --checkpointing --policies none,every-1,every-2,selective --steps 2",
     "peaks": "memory --peaks",
     "bench step": "bench step --precision fp32,bf16 --steps 3",
-    "bench parallel": f"bench parallel --steps 2 --rounds 1 --scheme {SCHEMES}",
+    "bench parallel": f"bench parallel --steps 2 --rounds 1 --scheme {COMPARED}",
     "plan": "plan",
 }
 """Column → the command's words, without the workload."""
@@ -102,7 +103,9 @@ def outcome(rows: Sequence[Row], ended: str, last: str) -> dict[str, Any]:
     found: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.status != "ok":
-            found.setdefault("limit" if row.status == "unsupported" else row.status, {})[str(row.reason)] = None
+            peers = isinstance(row, ParallelRow) and SCHEMES[row.scheme].peer is not None
+            what = "limit" if row.status == "unsupported" or peers else row.status
+            found.setdefault(what, {})[f"{row.scheme}: {row.reason}" if peers else str(row.reason)] = None
         elif (why := row.values.get("not_checked")) and why != PLAIN:
             found.setdefault("not checked", {})[str(why)] = None
     off = [row for row in rows if isinstance(row, (PeakRow, CheckpointingRow)) and _is_off(row.prediction_error)]

@@ -10,7 +10,7 @@ import pytest
 
 import measure_models
 from measure_models import outcome, peaks_disagree, run_cell
-from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, PeakRow, StepRow
+from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.records import Row, Status
 
 
@@ -25,6 +25,8 @@ def step(status: Status = "ok", reason: str | None = None, **values: Any) -> Ste
         ([step(), step("unsupported", "no blocks")], "limit", ["no blocks"]),
         ([step("unsupported", "none"), step("failed", "broke"), step("failed", "broke")], "failed", ["none", "broke"]),
         ([step("failed", "broke"), step("wrong", "by 2")], "wrong", ["broke", "by 2"]),
+        ([ParallelRow(scheme="fsdp", status="wrong", reason="by 2")], "wrong", ["by 2"]),
+        ([ParallelRow(scheme="torch-fsdp2", status="wrong", reason="by 2")], "limit", ["torch-fsdp2: by 2"]),
         ([step(not_checked="out of memory: 3 GiB")], "not checked", ["out of memory: 3 GiB"]),
         ([PeakRow(prediction_error=0.04)], "right", []),
         ([CheckpointingRow(checkpointing="none", prediction_error=-0.06)], "off", ["predicted peak -6.0%"]),

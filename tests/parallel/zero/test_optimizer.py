@@ -266,6 +266,13 @@ def _message(action):
     return "nothing was raised"
 
 
+class ByShape(torch.optim.SGD):
+    """Takes parameters alone."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(sorted(parameters, key=lambda each: each.ndim), **options)
+
+
 def _mistakes(process):
     def ddp_of(name="Plain"):
         return DistributedDataParallel(build(name), process_group=process.group)
@@ -324,6 +331,7 @@ def _mistakes(process):
         "shard": _message(lambda: optimizer_of(ddp_of(), shard="rows")),
         "exchange": _message(lambda: optimizer_of(ddp_of(), exchange_mb=-1)),
         "class": _message(lambda: optimizer_of(ddp_of(), "AdamW")),
+        "no_groups": _message(lambda: optimizer_of(ddp_of(), ByShape)),
         "ddp": _message(lambda: optimizer_of(ddp_of(), ddp=build("Plain"))),
     }
 
@@ -343,6 +351,7 @@ def test_mistakes_are_told_on_every_rank(two):
         "shard": "shard is 'rows'",
         "exchange": "exchange_mb is -1",
         "class": "optimizer_cls is 'AdamW'",
+        "no_groups": "ByShape could not be made from parameter groups, of which ShardedOptimizer gives it a list",
         "ddp": "ddp is a Plain",
     }
     for messages in two.run(_mistakes):

@@ -64,7 +64,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loads = [0] * self.process_group.size()
         self._buckets: list[ParameterBucket] = []
         groups = _as_groups(params)
-        probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)  # its own checks, without its memory
+        try:  # its own checks, without its memory
+            probe = optimizer_cls([_on_meta(group) for group in groups], **kwargs)
+        except AttributeError as error:
+            raise UsageError(
+                f"{optimizer_cls.__name__} could not be made from parameter groups, of which ShardedOptimizer gives it "
+                f"a list ({error}); give it a class that takes them, as torch's own do"
+            ) from error
         self._divided = 0  # parameter groups that are divided already; none until the ranks are known to agree
         super().__init__(groups, probe.defaults)
         self._divide_new_groups()
