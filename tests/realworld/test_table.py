@@ -18,6 +18,10 @@ def step(status: Status = "ok", reason: str | None = None, **values: Any) -> Ste
     return StepRow(status=status, reason=reason, precision="fp32", mode="step", **values)
 
 
+def wrong(scheme: str) -> ParallelRow:
+    return ParallelRow(scheme=scheme, world_size=2, status="wrong", reason="by 2")
+
+
 @pytest.mark.parametrize(
     ("rows", "what", "said"),
     [
@@ -25,8 +29,12 @@ def step(status: Status = "ok", reason: str | None = None, **values: Any) -> Ste
         ([step(), step("unsupported", "no blocks")], "limit", ["no blocks"]),
         ([step("unsupported", "none"), step("failed", "broke"), step("failed", "broke")], "failed", ["none", "broke"]),
         ([step("failed", "broke"), step("wrong", "by 2")], "wrong", ["broke", "by 2"]),
-        ([ParallelRow(scheme="fsdp", status="wrong", reason="by 2")], "wrong", ["by 2"]),
-        ([ParallelRow(scheme="torch-fsdp2", status="wrong", reason="by 2")], "limit", ["torch-fsdp2: by 2"]),
+        ([ParallelRow(scheme="fsdp", world_size=2, status="wrong", reason="by 2")], "wrong", ["by 2"]),
+        (
+            [ParallelRow(scheme="torch-fsdp2", world_size=2, status="wrong", reason="by 2")],
+            "limit",
+            ["torch-fsdp2: by 2"],
+        ),
         ([step(not_checked="out of memory: 3 GiB")], "not checked", ["out of memory: 3 GiB"]),
         ([PeakRow(prediction_error=0.04)], "right", []),
         ([CheckpointingRow(checkpointing="none", prediction_error=-0.06)], "off", ["predicted peak -6.0%"]),
