@@ -4,7 +4,7 @@ from tests.report.page import Page
 from trainstep.kinds import CollectiveFitRow, CollectiveRow, ParallelRow, ParallelTraceRow
 from trainstep.records import Times
 from trainstep.report.page import render
-from trainstep.report.subjects.parallel import SHARES_DIFFER, data_findings, overlap_findings
+from trainstep.report.subjects.parallel import data_findings, overlap_findings
 
 
 def row(collective, size, time=1.0, status="ok", reason="", ranks=2):
@@ -126,7 +126,8 @@ def test_odd_batches_and_losses_are_said_once_per_workload():
     def row(scheme="flat", **values):
         return ParallelRow(workload="theirs", scheme=scheme, world_size=2, **values)
 
-    assert data_findings([row(share_difference=SHARES_DIFFER), row()]) == []
+    assert data_findings([row(share_difference=0.001), row()]) == []
+    assert len(data_findings([row(share_difference=0.00101)])) == 1
     rows = [row(scheme, share_difference=0.17, batches="rank 0's") for scheme in ("flat", "fsdp")]
     batches, shares = data_findings(rows)
     assert (batches.id, shares.id) == ("parallel.batches", "parallel.shares")
