@@ -121,7 +121,6 @@ def _compiled(process, scheme):
     return found
 
 
-@pytest.mark.distributed
 def test_what_fsdp2_cannot_shard_is_unsupported_not_a_failure():
     module = nn.Linear(2, 2)
     module.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
@@ -129,6 +128,7 @@ def test_what_fsdp2_cannot_shard_is_unsupported_not_a_failure():
         shard_fully(module, None, None, narrow_reduce=False, fixed_order=True)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("scheme", ["torch-ddp-1", "torch-zero", "torch-fsdp2"])
 def test_compiled_blocks_train_as_eager_ones(two, scheme):
     eager, compiled = two.run(_compiled, scheme)[0]

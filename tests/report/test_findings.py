@@ -377,6 +377,7 @@ def test_a_machine_that_changed_is_told_by_the_baseline_measured_again(low, high
     control = ControlRow(**SETTINGS, first_ms=100.0, again_ms=50.0, ratio=0.5, ratio_low=low, ratio_high=high)
     told = found([control], "noise")
     assert bool(told) is remarked
+    assert not told or "run again on a quieter machine" in told[0].sentence
     expected = {"rung": "baseline", "first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5}
     assert not told or told[0].figures == expected
 
@@ -397,6 +398,19 @@ def test_a_speedup_that_is_not_found_again_in_turns_is_not_claimed(low, high, is
     assert ("no speed-up is claimed" in page, "add these flags" in page) == (not is_claimed, is_claimed)
     if not is_claimed:
         assert f"was 1.40× as fast (95 % interval within this run {low:.2f}–{high:.2f})" in told.sentence, told.sentence
+
+
+@pytest.mark.parametrize(
+    ("in_turns", "speedup", "holds"), [(True, 2.0, True), (False, 2.0, False), (True, None, False)]
+)
+def test_gains_taken_in_turns_outlast_a_machine_that_changed(in_turns, speedup, holds):
+    changed = {"first_ms": 100.0, "again_ms": 50.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 0.6}
+    top = ControlRow(**SETTINGS | {"precision": "bf16"}, **changed, speedup=speedup)
+    before = [rung("baseline", "baseline"), ControlRow(**SETTINGS, **changed)]
+    rows = [*before, rung("baseline", "baseline"), bf16(in_turns=in_turns), top]
+    first, second = found(rows, "noise")
+    assert "Gains are of steps taken in turns" not in first.sentence, "another ladder's"
+    assert ("Gains are of steps taken in turns" in second.sentence) is holds
 
 
 def test_a_ladder_is_held_against_its_own_controls_alone():

@@ -27,7 +27,7 @@ from trainstep.run.supervise import Command, Rank, run_script
 OUTPUT = "output.txt"
 SEED = 0
 LEAST_S, SLOWEST = 120.0, 10.0
-"""Seconds after which a run with a change is ended, and times what the script took as it is; the longer counts."""
+"""Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
 TOLD = 200
 """Characters of a script's last words that are told."""
 
@@ -95,7 +95,7 @@ class Script:
             without_dropout: whether nothing is dropped.
             sources: path → text that is run in its place.
 
-        One with a change that takes too long is ended, and has failed.
+        One that takes far longer than the first, and is under no random roundings, is ended, and has failed.
 
         Raises:
             Interrupted: Ctrl-C or SIGTERM ended it.
@@ -137,6 +137,7 @@ class Script:
                 )
         except TimeoutError as error:
             failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(folder / OUTPUT)}"
+            _drop_captured(folder)
             return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
         finally:
             if self.copies:
@@ -156,8 +157,7 @@ class Script:
         timed = [row for row in rows if row.status == "ok"]
         step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()
         captured, failure = read_captured(folder), ""
-        for name in (FIRST, END):  # as large as the model
-            (folder / name).unlink(missing_ok=True)
+        _drop_captured(folder)
         if captured is None or not step_ms or code:
             failure = next((row.reason for row in rows if row.status != "ok"), "")
             failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
@@ -179,6 +179,12 @@ class Script:
             return command.target
         target, here = Path(command.target).resolve(), Path.cwd().resolve()
         return str(place / target.relative_to(here)) if target.is_relative_to(here) else str(target)
+
+
+def _drop_captured(folder: Path) -> None:
+    """What was captured is as large as the model."""
+    for name in (FIRST, END):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _last_words(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -151,19 +152,37 @@ def run_script(
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
     """Wait for its end. Signals sent to this process go on to it; Ctrl-C in a terminal reaches both anyway."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
-    start, is_over = time.monotonic(), False
+    start, children, is_over, is_asked = time.monotonic(), set[int](), False, False
     try:
         while process.poll() is None:
             taken = time.monotonic() - start
             if taken > limit_s:
-                (process.kill if taken > limit_s + GRACE_S else process.terminate)()
+                children |= _descendants(process.pid)
+                if not is_over:
+                    process.terminate()
+                elif taken > limit_s + GRACE_S:
+                    process.kill()
                 is_over = True
             arrived = signal.sigtimedwait({*HANDED_ON, signal.SIGCHLD}, 0.5)
             if arrived is None or arrived.si_signo == signal.SIGCHLD or arrived.si_pid == 0:
                 continue
+            is_asked = True
             process.send_signal(arrived.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if is_over:
+    for child in children:  # a loader's workers would run beside whatever comes next
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    if is_over and not is_asked:
         raise TimeoutError(f"it was ended after {limit_s:.0f} s")
     return process.returncode
+
+
+def _descendants(pid: int) -> set[int]:
+    """The processes that one has started, and those that these have, where the system lists them in /proc."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found |= {child, *_descendants(child)}
+    return found

@@ -100,6 +100,22 @@ def test_one_part_that_is_wrong_is_enough(change, said):
     assert str(agreement(**change)) == said, "it says that part alone"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, ""),
+        ({"gradients": deviation(gradient_allowed=0.5)}, "gradients off by so much that 0.5 would be allowed"),
+        ({"float32": deviation(1e-6, gradient_allowed=0.7)}, "gradients in float32 off by so much that 0.7 would be"),
+        ({"gradients": deviation(gradient=0.9, gradient_allowed=0.5)}, ""),
+    ],
+)
+def test_a_budget_that_says_nothing_is_neither_right_nor_wrong(change, said):
+    found = agreement(**change)
+    assert said in found.not_told
+    assert bool(found.not_told) is bool(said)
+    assert found.holds is (not change)
+
+
 def test_an_error_as_large_as_is_allowed_is_allowed():
     assert agreement(loss_error=1e-6, update_error=1e-6).holds
     assert agreement(float32=None).holds
@@ -184,7 +200,7 @@ def test_weights_differ_between_the_places_unless_one_may_go_without_a_gradient(
     places = expected(WorkloadSource("little", build), TWO_RANKS, 2).gradients.places
     for name, value in workload.module.named_parameters():
         assert torch.equal(places[0].state[name], value)
-        assert torch.equal(places[1].state[name], value * (1 - SHRUNK) + MOVED if moves else value), name
+        assert torch.equal(places[1].state[name], value - (value * SHRUNK - MOVED) if moves else value), name
     batches = [next(workload.batches)[0] for _ in range(3)]
     assert torch.equal(places[0].batch[0], batches[0])
     assert torch.equal(places[1].batch[0], batches[2])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.parallel import agreement
+from tests.bench.parallel import agreement, deviation
 from tests.test_schemes import NOT_YET_MEASURED
 from trainstep.bench.outcome import Failure
 from trainstep.bench.parallel import ParallelCase
@@ -116,6 +116,14 @@ def test_a_scheme_that_does_not_agree_shows_by_how_much_and_no_speed():
     assert "its parameters are off by 0.25 of their movement" in found.reason
     assert found.values == agreement(loss_error=0.5, update_error=0.25).columns()
     assert (found.values["float32_allowed"], found.values["gradient_allowed"]) == (1e-6, 0.02)
+
+
+def test_a_scheme_of_which_nothing_can_be_said_is_unsupported_and_one_that_is_off_is_wrong():
+    vague = row("fsdp", agreement(gradients=deviation(gradient_allowed=0.5)))
+    assert (vague.status, vague.step_ms) == ("unsupported", None)
+    assert vague.reason.startswith("rounding alone takes its gradients off by so much")
+    wrong = row("fsdp", agreement(gradients=deviation(gradient=0.9, gradient_allowed=0.5)))
+    assert (wrong.status, wrong.reason) == ("wrong", "its gradients: the gradients off by 0.9 of 0.5")
 
 
 def test_a_scheme_that_failed_says_why():

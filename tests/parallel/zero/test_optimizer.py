@@ -385,6 +385,23 @@ def test_a_scaler_works_with_all_reduced_gradients(two):
         assert not differing(trained, reference("Plain", "SGD", 2))
 
 
+def _moved_whole(process):
+    """A parameter that cannot be cut, whose memory is another after the first step."""
+    module = nn.Linear(3, 1)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.125, process_group=process.group)
+    for _ in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        module.bias.data = module.bias.data.clone()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_a_whole_parameter_may_move_between_steps(two):
+    first, second = two.run(_moved_whole)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
 def _deepcopied(process):
     ddp = DistributedDataParallel(build("Plain"), process_group=process.group)
     optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.125, momentum=0.5, ddp=ddp)

@@ -145,7 +145,7 @@ def test_a_speedup_that_is_withheld_is_told_by_both_measurements():
     }  # fmt: skip
     assert told.sentence == (
         "No speed-up is claimed: in turns with sdpa at the end, bf16 autocast was 1.50× as fast (95 % interval within "
-        "this run 1.40–1.60), and by the gains of the rungs below it 2.00× (1.90–2.10). The machine changed meanwhile; "
+        "this run 1.40–1.60), and by the gains of the rungs up to it 2.00× (1.90–2.10). The machine changed meanwhile; "
         "run again on a quieter one."
     )
 

@@ -92,8 +92,17 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether all of it is allowed; NaN never is."""
-        return not self._wrong
+        """Whether all of it is allowed, and that says something; NaN never is."""
+        return not self._wrong and not self.not_told
+
+    @property
+    def not_told(self) -> str:
+        """Why nothing says whether gradients are right; empty where something does."""
+        for where, found in (("", self.gradients), (" in float32", self.float32)):
+            if found is not None and found.is_right and found.is_vacuous:
+                allowed = f"{found.gradient_allowed:.2g} would be allowed"
+                return f"rounding alone takes its gradients{where} off by so much that {allowed}"
+        return ""
 
     def columns(self) -> dict[str, Scalar]:
         """The values of a `ParallelRow`."""
@@ -126,9 +135,6 @@ class Agreement:
             found.append(f"its gradients in float32: {self.float32}")
         if not self.gradients.is_right:
             found.append(f"its gradients: {self.gradients}")
-        elif self.gradients.is_vacuous:
-            allowed = f"so much that {self.gradients.gradient_allowed:.2g} would be allowed"
-            found.append(f"rounding alone takes its gradients off by {allowed}: nothing says whether they are right")
         if not self.optimizer.is_right:
             off = f"off by {self.optimizer.error:.2g} of {self.optimizer.allowed:.2g}"
             found.append(f"{UPDATES} updates of {self.optimizer.name} from equal gradients {off}")

@@ -164,7 +164,7 @@ def _places(moves: bool, step: TrainingStep) -> Iterator[Any]:
             with torch.no_grad():
                 for parameter in (each for group in step.optimizer.param_groups for each in group["params"]):
                     if parameter.requires_grad:
-                        parameter.mul_(1 - SHRUNK).add_(MOVED)
+                        parameter.sub_(parameter * SHRUNK - MOVED)  # as SGD does it
         if number in (first, last):
             yield batch
 

@@ -41,7 +41,7 @@ from trainstep.parallel.process import Process
 from trainstep.plan.communication import COLLECTIVES, RankBytes, bytes_sent, rank_bytes
 from trainstep.plan.strategies import largest_group
 from trainstep.precision import PRECISIONS, PrecisionName
-from trainstep.records import Scalar, SoFar, Times, make_row
+from trainstep.records import Scalar, SoFar, Status, Times, make_row
 from trainstep.replicas import local_gradients, local_state, uncounted_bytes
 from trainstep.schemes import SCHEMES, Scheme
 from trainstep.stats import summarize
@@ -215,8 +215,11 @@ def parallel_row(
     if isinstance(result, Failure):
         return failed_row(ParallelRow, columns, result, environment, beside)
     if isinstance(result, Agreement):
-        values = {**beside, **result.columns()}
-        return make_row(ParallelRow, columns, values, status="wrong", reason=str(result), environment=environment)
+        values, said = {**beside, **result.columns()}, str(result)
+        status: Status = "wrong" if said else "unsupported"
+        return make_row(
+            ParallelRow, columns, values, status=status, reason=said or result.not_told, environment=environment
+        )
     slowest = [max(ranks, key=_step_ms) for ranks in result.rounds]
     samples: dict[str, list[float]] = {}
     for rank in slowest:

@@ -248,7 +248,8 @@ class Schedule:
     def _settle(self, group: GatherGroup) -> None:
         """All of a group's gradients are there, or all of its calls are behind us in backward.
 
-        A frozen weight has no gradient to tell that backward is through with it.
+        A frozen weight has no gradient to tell that backward is through with it: where backward is not seen leaving a
+        call either, as with a cache among its inputs, the group stays until gradients are synchronised.
         """
         if not group.awaiting and not (group.unwatched and group.has_frozen):
             group.unwatched.clear()

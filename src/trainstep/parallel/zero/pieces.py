@@ -96,9 +96,9 @@ class ParameterBucket:
         return [(p.parameter, p.mine) for p in self.pieces if p.owner is None and p.mine is not None]
 
     @functools.cached_property
-    def _flat(self) -> list[Tensor]:
-        """Every parameter as a view that is made once: steps look whether parameters were moved."""
-        return [flat(piece.parameter.detach()) for piece in self.pieces]
+    def _sliced(self) -> list[Tensor]:
+        """What is sliced, as views that are made once: the optimizer raises where these parameters were moved."""
+        return [flat(parameter.detach()) for parameter, _ in self.slices()]
 
     @functools.cached_property
     def _mine(self) -> list[Tensor]:
@@ -122,10 +122,10 @@ class ParameterBucket:
         if process_group.size() == 1:
             return []
         if self.pieces[0].owner is None:
-            return [all_gather_slices(self._flat, process_group, self._mine)]
+            return [all_gather_slices(self._sliced, process_group, self._mine)]
         calls: list[Waitable] = []
         for owner in range(process_group.size()):
-            owned = [each for each, piece in zip(self._flat, self.pieces, strict=True) if piece.owner == owner]
+            owned = [flat(piece.parameter.detach()) for piece in self.pieces if piece.owner == owner]
             if owned:
                 calls.append(_broadcast(owned, owner, process_group))
         return calls

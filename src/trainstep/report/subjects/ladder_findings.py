@@ -152,7 +152,7 @@ def gain(rows: Sequence[Row]) -> list[Finding]:
 def _withheld(kept: Sequence[RungRow], again: ControlRow, whose: str) -> Finding:
     said = (
         "No speed-up is claimed: in turns with {first} at the end, {top} was {again:.2f}× as fast "
-        f"({columns.INTERVAL} {{again_low:.2f}}–{{again_high:.2f}}), and by the gains of the rungs below it "
+        f"({columns.INTERVAL} {{again_low:.2f}}–{{again_high:.2f}}), and by the gains of the rungs up to it "
         "{speedup:.2f}× ({speedup_low:.2f}–{speedup_high:.2f}). The machine changed meanwhile; run again on a quieter "
         "one."
     )

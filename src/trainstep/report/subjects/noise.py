@@ -21,7 +21,7 @@ from trainstep.kinds import (
 from trainstep.records import Row, Scalar, Times, of_kind
 from trainstep.report.blocks import Finding, found, in_ms, listed
 from trainstep.report.numbers import numeric
-from trainstep.report.subjects.ladder_findings import control_name
+from trainstep.report.subjects.ladder_findings import climbs, control_name, kept_rungs, with_controls
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 
 NOISY_INTERVAL = 0.10  # A median whose interval is wider than this share of it was measured on a noisy machine
@@ -127,28 +127,24 @@ def measured_again(rows: Sequence[Row]) -> list[Finding]:
 
 def control(rows: Sequence[Row]) -> list[Finding]:
     """Rungs, the first or the top, that took another time at the end of the ladder than when they were tried."""
-    said = (
-        "The machine changed while it was measured: {rung} took {first_ms:ms} at first and {again_ms:ms} at the end of "
-        "the ladder. "
-    )
-    has_turns = any(row.speedup is not None for row in of_kind(rows, ControlRow))
-    said += (
-        "Gains are of steps taken in turns; times of different rungs are no more certain than that."
-        if has_turns
-        else "Speed-ups are no more certain than that; run again on a quieter machine."
-    )
-    return [
-        found(
-            "noise.control",
-            said,
-            rung=control_name(row, rows),
-            first_ms=row.first_ms,
-            again_ms=row.again_ms,
-            ratio=row.ratio,
+    told = []
+    for own in [with_controls(climb, rows) for climb in climbs(rows).values()] or [list(rows)]:
+        controls, kept = of_kind(own, ControlRow), kept_rungs(own)
+        in_turns = any(row.speedup is not None for row in controls) and all(row.in_turns is not False for row in kept)
+        said = (
+            "The machine changed while it was measured: {rung} took {first_ms:ms} at first and {again_ms:ms} at the "
+            "end of the ladder. "
         )
-        for row in of_kind(rows, ControlRow)
-        if row.ratio_low is not None and row.ratio_high is not None and not row.ratio_low <= 1 <= row.ratio_high
-    ]
+        said += (
+            "Gains are of steps taken in turns; times of different rungs are no more certain than that."
+            if in_turns
+            else "Speed-ups are no more certain than that; run again on a quieter machine."
+        )
+        for row in controls:
+            if row.ratio_low is not None and row.ratio_high is not None and not row.ratio_low <= 1 <= row.ratio_high:
+                figures = {"first_ms": row.first_ms, "again_ms": row.again_ms, "ratio": row.ratio}
+                told.append(found("noise.control", said, rung=control_name(row, own), **figures))
+    return told
 
 
 def same_step_twice(rows: Sequence[Row]) -> list[Finding]:
