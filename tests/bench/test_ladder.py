@@ -13,6 +13,7 @@ from trainstep.bench.check.updates import UpdateError
 from trainstep.bench.ladder import Rung, climb, rungs_for
 from trainstep.commands.output import run_and_report
 from trainstep.config import PHASES, ModelConfig, StepConfig
+from trainstep.errors import UsageError
 from trainstep.kinds import RungRow, StepRow
 from trainstep.records import Times
 from trainstep.report.page import Report
@@ -376,6 +377,12 @@ def test_what_saves_memory_is_kept_only_where_it_is_certainly_not_slower(monkeyp
     faked(monkeypatch, [100.0, ms] * 2, [(100.0, ms)] * 2, [1000, 500] * 2)
     _, one = climb_with(monkeypatch, TWO[:1])
     assert (one.verdict, one.kept) == ("inconclusive", kept)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(0, 3), (10, -1)])
+def test_a_ladder_without_steps_is_refused_before_anything_is_built(steps, warmup):
+    with pytest.raises(UsageError, match=f"steps is {steps} and warmup {warmup}; expected at least one step"):
+        next(climb(SOURCE, BASE, steps=steps, warmup=warmup))
 
 
 def test_first_and_top_are_measured_again_at_the_end(monkeypatch):

@@ -36,6 +36,7 @@ from trainstep.bench.step import (
     phase_samples,
 )
 from trainstep.config import StepConfig
+from trainstep.errors import UsageError
 from trainstep.kinds import ControlRow, RungRow
 from trainstep.measure.environment import describe
 from trainstep.measure.timing import Sample, Timing, device_clock, time_in_turns
@@ -143,7 +144,12 @@ def climb(
     Last come rows of kind "control": the first rung and the top measured once more. Their ratios to themselves should
     contain 1; if they do not, the machine changed during the climb, and the report says so. `on_part` is called with
     the name of each rung before it is built, compiled, checked and timed.
+
+    Raises:
+        UsageError: no step to time, or a warm-up below 0.
     """
+    if steps < 1 or warmup < 0:
+        raise UsageError(f"steps is {steps} and warmup {warmup}; expected at least one step and a warm-up of 0 or more")
     device = resolve_device(base.device)
     ladder = _Ladder(source, base, device, warmup, steps)
     rungs = rungs_for(source, device, base)
