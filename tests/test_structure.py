@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "measure": {"blocks", "casting", "config", "errors", "precision"},
     "measure/profile": {"blocks", "config", "errors", "measure"},
     "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
-    "peers": {"blocks", "parallel", "training_step"},
+    "peers": {"blocks", "errors", "parallel", "training_step"},
     "replicas": {"casting", "config", "measure", "parallel", "parallel/fsdp", "peers", "schemes", "training_step"},
     "plan": GROUND,
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},

@@ -132,4 +132,12 @@ def test_odd_batches_and_losses_are_said_once_per_workload():
     batches, shares = data_findings(rows)
     assert (batches.id, shares.id) == ("parallel.batches", "parallel.shares")
     assert shares.figures == {"workload": "theirs", "share": 0.17}
-    assert "17.0% away from the mean of its shares’" in shares.sentence
+    assert batches.sentence == (
+        "theirs: its loader gives every rank other batches; all schemes, and the one process beside them, trained on "
+        "those of rank 0, divided among the ranks."
+    )
+    assert shares.sentence == (
+        "theirs: the gradients of a whole batch are 17.0% away from the mean of its shares’. Its loss is no mean over "
+        "equal counts (padding, ignored labels), or looks across the batch (statistics, negatives): with more ranks "
+        "every scheme, ours and torch’s, trains something a little different."
+    )
