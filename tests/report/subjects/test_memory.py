@@ -23,6 +23,7 @@ from trainstep.report.blocks import Finding
 from trainstep.report.page import render
 from trainstep.report.subjects import findings
 from trainstep.report.subjects.memory import cache_findings, uncompiled_findings
+from trainstep.report.subjects.precision import dtype_findings, script_dtypes
 
 CASE: dict[str, Any] = {"workload": "m", "context": 128, "precision": "fp32"}
 KEPT = {**CASE, "compile": "off"}
@@ -322,3 +323,21 @@ def test_of_several_caches_the_largest_is_told() -> None:
         0.5, 3.0, 2.0, 0.25
     ]  # fmt: skip
     assert cache_findings(others) == []
+
+
+def test_dtypes_of_a_script_are_those_of_rows_without_a_precision_that_are_there() -> None:
+    script = {**CASE, "precision": None}
+    rows = [
+        DtypeRow(**script, module="fc", parameters=("float32",), gradients=("float32",), outputs=("bfloat16",)),
+        DtypeRow(**script, module="act", outputs=("float16",)),
+        DtypeRow(**script, module="lost", outputs=("float64",), status="failed"),
+        DtypeRow(**CASE, module="other", outputs=("int8",)),
+    ]
+    (told,) = script_dtypes(rows)
+    assert told.figures == {
+        "parameters": ("float32",),
+        "gradients": ("float32",),
+        "outputs": ("bfloat16", "float16"),
+    }
+    assert [each.figures["precision"] for each in dtype_findings(rows)] == [CASE["precision"]]
+    assert script_dtypes(rows[2:]) == []

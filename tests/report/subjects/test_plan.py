@@ -81,6 +81,15 @@ def test_of_several_the_fastest_the_least_and_the_fewest_are_named():
     assert found_in(*none[1:])["plan.nothing-fits"].sentence.endswith("With c it takes 1,024 GPUs.")
 
 
+def test_of_several_numbers_of_gpus_the_most_steps_of_a_gpus_batch_count():
+    """Two GPUs at 100 ms a step do less than one at 40 ms, whatever tokens are said of each."""
+    slow = replace(strategy("two", fits=True, tokens_per_s=9e6), gpus=2, step_ms=100.0)
+    fast = replace(strategy("one", fits=True, tokens_per_s=1e6), gpus=1, step_ms=40.0)
+    assert found_in(slow, fast)["plan.fastest"].figures["strategy"] == "one"
+    unknown = replace(fast, tokens_per_s=None)
+    assert found_in(unknown)["plan.fastest"].sentence.partition(" What")[0].endswith("on one GPU, with 40.0 ms a step.")
+
+
 def test_charts_say_that_they_predict_and_leave_out_what_does_not_fit():
     rows = [MACHINE, *(row for gpus in (2, 4, 8) for row in scaling(gpus, ddp=gpus > 2, fsdp=False))]
     section = plan(rows)

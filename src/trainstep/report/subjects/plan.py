@@ -129,7 +129,7 @@ RULES = (findings,)
 
 
 def _fastest(rows: Sequence[PlanRow]) -> Finding:
-    best = max(rows, key=lambda row: (row.gpus / (row.step_ms or math.inf), numeric(row.tokens_per_s)))
+    best = max(rows, key=lambda row: (row.gpus / (row.step_ms or math.inf), row.tokens_per_s or 0.0))
     speed = "{tokens_per_s:n} tokens/s at {utilisation:.0%} of the peak and {step_ms:ms} a step"
     if best.tokens_per_s is None or best.utilisation is None:  # the batch of a user's step does not tell
         speed = "{step_ms:ms} a step"
