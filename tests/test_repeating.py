@@ -227,6 +227,16 @@ def changes_shape_the_second_time(block, x):
     return x.mul(2).reshape(3, 40).sigmoid().view(3, 5, 8) if len(outside) <= 2 else x.mul(2).sigmoid()
 
 
+def step_of(module, policy):
+    workload = Workload(
+        module=module,
+        batches=[(torch.ones(3, 5, 8).cumsum(1),)],
+        loss=lambda output, batch: output.square().mean(),
+        optimizer=torch.optim.SGD,
+    )
+    return TrainingStep(workload, StepConfig(device="cpu", checkpointing=policy))
+
+
 @pytest.mark.parametrize(
     ("policy", "extra"),
     [
@@ -239,14 +249,7 @@ def changes_shape_the_second_time(block, x):
 def test_what_cannot_be_repeated_names_the_block(policy, extra):
     outside.clear()
     torch.manual_seed(0)
-    module = Stack(extra=extra)
-    workload = Workload(
-        module=module,
-        batches=[(torch.ones(3, 5, 8).cumsum(1),)],
-        loss=lambda output, batch: output.square().mean(),
-        optimizer=torch.optim.SGD,
-    )
-    step = TrainingStep(workload, StepConfig(device="cpu", checkpointing=policy))
+    step = step_of(Stack(extra=extra), policy)
     with pytest.raises(UnsupportedError, match=r"blocks\.\d.* does not do in backward what it did in forward"):
         step.gradients(step.next_batch())
 
@@ -282,13 +285,6 @@ class DrawingBetween(Stack):
 )
 @pytest.mark.parametrize("policy", ["every-2", "recursive"])
 def test_groups_that_the_model_does_not_run_as_one_are_refused(policy, kind, why):
-    module = kind()
-    workload = Workload(
-        module=module,
-        batches=[(torch.ones(3, 5, 8).cumsum(1),)],
-        loss=lambda output, batch: output.square().mean(),
-        optimizer=torch.optim.SGD,
-    )
-    step = TrainingStep(workload, StepConfig(device="cpu", checkpointing=policy))
+    step = step_of(kind(), policy)
     with pytest.raises(UnsupportedError, match=why):
         step.gradients(step.next_batch())

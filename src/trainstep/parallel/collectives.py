@@ -74,7 +74,7 @@ def reduce_scatter_mean(
 ) -> dist.Work:
     """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined.
 
-    `slices` are those of this rank, if the caller has them: to make them takes the host as long as to send them.
+    `slices` are those of this rank, if the caller has them, so that the host does not make them again.
     """
     return _reduce_scatter(tensors, group, _mean(tensors, group), slices)
 

@@ -186,11 +186,8 @@ def rank_bytes(
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
     n, trained = world_size, num_parameters - frozen
-    full, gradients, state = (
-        num_parameters * bytes_per_parameter,
-        trained * bytes_per_parameter,
-        trained * state_per_parameter,
-    )
+    full, gradients = num_parameters * bytes_per_parameter, trained * bytes_per_parameter
+    state = trained * state_per_parameter
     share, gradient_share, state_share = -(-full // n), -(-gradients // n), -(-state // n)
     gathered = bytes_per_parameter if compute_bytes is None else compute_bytes
     on_the_way = trained * (bytes_per_parameter if reduce_bytes is None else reduce_bytes)

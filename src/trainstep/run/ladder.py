@@ -3,9 +3,8 @@
 The script as it is comes first, twice: what it does not repeat by itself cannot be held against a change. Each rung is
 run and judged (`judge`); one that is wrong is never timed. One that is right is run in turns with what was kept before,
 B A A B (the run that was judged is the first B), every run a process of its own, and its gain is a ratio between runs.
-A rung that is faster is built upon, and
-one that needs less memory if it is certainly not much slower. Where several were kept, the top and the script as it is
-take turns at the end: that ratio is what was proven.
+A rung that is faster is built upon, and one that needs less memory if it is certainly not much slower. Where several
+were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
 """
 
 from __future__ import annotations
