@@ -8,7 +8,7 @@ from functools import partial
 from tables import OUTCOME, of_rows, results, times_as_long, where
 from trainstep.attention.tuned import CHOICES, ChoiceCase
 from trainstep.kinds import AttentionRow, CeilingRow
-from trainstep.records import by_case
+from trainstep.records import Scalar, by_case
 from trainstep.report import columns
 from trainstep.report.columns import Column
 from trainstep.report.numbers import NONE, number
@@ -19,19 +19,36 @@ OURS = "flash-triton"
 PARTS = ("forward", "backward", "both")
 
 
+PEERS = ("h200-attention-peers", "h200-attention-autotune")
+"""Two runs on one machine: in the second, FlexAttention tuned itself for each shape, which takes most of a minute."""
+Beside = dict[str, tuple[AttentionRow, AttentionRow]]
+"""Implementation → its row, and ours of the same run."""
+
+
+def by_shape() -> list[Beside]:
+    """The implementations of every shape, each beside ours of its own run."""
+    found: dict[tuple[Scalar, ...], Beside] = {}
+    for name in PEERS:
+        for group in by_case(results(name, AttentionRow), "impl"):
+            ours = next(row for row in group if row.impl == OURS)
+            shape = found.setdefault(tuple(value for key, value in ours.case.items() if key != "impl"), {})
+            for row in group:
+                shape.setdefault(row.impl, (row, ours))
+    return list(found.values())
+
+
 def peers() -> Table:
-    """Our kernels beside what torch ships, shape by shape, all in one run."""
-    rows = results("h200-attention-peers", AttentionRow)
+    """Our kernels beside the others, shape by shape."""
     shape = ("batch", "heads", "seq", "head_dim", "causal")
-    others = [impl for impl in dict.fromkeys(row.impl for row in rows) if impl != OURS]
+    every = by_shape()
+    others = [impl for impl in dict.fromkeys(impl for found in every for impl in found) if impl != OURS]
     ceiling = ceiling_tflops()
     lines = []
-    for group in by_case(rows, "impl"):
-        found = {row.impl: row for row in group}
-        ours = found[OURS]
+    for found in every:
+        ours, _ = found[OURS]
         of_ceiling = [f"{100 * rate / ceiling:.0f}" for rate in (ours.forward_tflops, ours.backward_tflops)]
         reached = (passes(ours), number(ours.both_tflops), " / ".join(of_ceiling))
-        beside = (beside_ours(found[impl], ours) for impl in others)
+        beside = (beside_ours(*found[impl]) if impl in found else "not run" for impl in others)
         lines.append((*(number(ours.case[name]) for name in shape), *reached, *beside))
     wanted = (
         *shape,
@@ -40,9 +57,10 @@ def peers() -> Table:
         f"of the matrix ceiling of {ceiling:.0f} TFLOP/s (%): forward / backward",
         *(f"{impl} (ms, times ours [95 %])" for impl in others),
     )
-    return text_table(
-        "peers", f"bf16, forward and backward, one run, intervals {WITHIN_RUN}; {where(rows)}", wanted, lines
-    )
+    rows = [row for found in every for row, _ in found.values()]
+    packages = sorted({row.package for row in rows if row.package})
+    caption = f"bf16, forward and backward; intervals {WITHIN_RUN}, and flex-max-autotune had a run of its own"
+    return text_table("peers", "; ".join([caption, *packages, where(rows)]), wanted, lines)
 
 
 def beside_ours(row: AttentionRow, ours: AttentionRow) -> str:
@@ -122,18 +140,24 @@ NAMES = {
 
 
 def headline() -> Table:
-    """Our kernels beside PyTorch's, shape by shape, and what `auto` takes on this GPU."""
-    rows = results("h200-attention-peers", AttentionRow)
-    impls = [impl for impl in NAMES if any(row.impl == impl for row in rows)]
+    """Our kernels beside the others, shape by shape, and what `auto` takes on this GPU."""
+    every = by_shape()
+    impls = [impl for impl in NAMES if any(impl in found for found in every)]
     cells = []
-    for group in by_case(rows, "impl"):
-        found, row = {each.impl: both_ms(each) for each in group}, group[0]
+    for found in every:
+        row, _ = found[OURS]
         shape = f"{row.batch}×{row.heads}×{row.seq:,}×{row.head_dim}{'' if row.causal == 'yes' else ', full'}"
         case = ChoiceCase("sm_90", "bfloat16", row.head_dim, row.causal == "yes")
         chosen = [impl for length, impl in CHOICES.shipped()[case].by_length if row.seq >= length][-1]
-        cells.append((shape, *(found[impl] for impl in impls), chosen))
+        times = [
+            beside_ours(*found[impl]) if impl == "flash-attn" else both_ms(found.get(impl, (None,))[0])
+            for impl in impls
+        ]
+        cells.append((shape, *times, chosen))
+    rows = [row for found in every for row, _ in found.values()]
+    packages = {row.impl: f"{row.package} (times ours [95 %, {WITHIN_RUN}])" for row in rows if row.package}
     caption = f"bf16 attention, causal but where it says full, forward and backward (ms); {where(rows)}"
-    wanted = ("batch×heads×length×head_dim", *(NAMES[impl] for impl in impls), "auto takes")
+    wanted = ("batch×heads×length×head_dim", *(packages.get(impl, NAMES[impl]) for impl in impls), "auto takes")
     return text_table("headline-attention", caption, wanted, cells)
 
 
