@@ -119,6 +119,7 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "parallel": parallel,
     "parallel-memory": parallel_memory,
     "parallel-large": partial(parallel, "h200-parallel-large"),
+    "parallel-memory-large": partial(parallel_memory, "h200-parallel-large"),
     "parallel-4gpus": partial(parallel, "h200-parallel-4gpus"),
     "parallel-memory-4gpus": partial(parallel_memory, "h200-parallel-4gpus"),
     "parallel-trace": partial(plain, "h200-parallel-trace", ParallelTraceRow),

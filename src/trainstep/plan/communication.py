@@ -137,7 +137,6 @@ class RankBytes:
     sent: int  # by each rank in one step, on average over the ranks
     staging: int = 0  # of the buffers, what stays allocated
     gradients_stay: bool = False  # whether gradients are views of buckets, which are there from the start and stay
-    gradients_spent: bool = False  # whether the optimizer's step gives the gradients back
 
     @property
     def start(self) -> int:
@@ -146,13 +145,11 @@ class RankBytes:
 
     @property
     def before_step(self) -> int:
-        """When the optimizer is about to step, for the second time or later: weights, gradients and state."""
-        return self.weights + self.gradients + self.optimizer_state + self.staging
+        """When the optimizer is about to step, for the second time or later: weights, gradients and state.
 
-    @property
-    def after_step(self) -> int:
-        """When it has, and gradients are not yet set to None."""
-        return self.before_step - (self.gradients if self.gradients_spent else 0)
+        The same is there when it has, until gradients are set to None.
+        """
+        return self.weights + self.gradients + self.optimizer_state + self.staging
 
 
 def rank_bytes(
@@ -201,7 +198,7 @@ def rank_bytes(
         return RankBytes(full, gradients, state, copied, sent("all-reduce", 0), gradients_stay=copies)
     if scheme == "sharded optimizer":
         moved = sent("reduce-scatter" if scattered else "all-reduce", gradients)
-        return RankBytes(full, gradients, state_share, copied, moved, gradients_stay=copies, gradients_spent=scattered)
+        return RankBytes(full, gradients, state_share, copied, moved, gradients_stay=copies)
     if scheme == "zero-2":
         buffers = largest_group * bytes_per_parameter
         return RankBytes(full, gradient_share, state_share, buffers, sent("reduce-scatter", gradients))

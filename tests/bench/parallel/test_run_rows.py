@@ -21,7 +21,7 @@ from trainstep.records import of_kind, read_records
 from trainstep.schemes import BENCH_SCHEMES, SCHEMES
 from trainstep.workload import builtin_source
 
-MEASURED = Path(__file__).parents[3] / "docs" / "results" / "h200-parallel.jsonl"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
 SOURCE = builtin_source("little", MODEL)
@@ -132,20 +132,32 @@ def test_a_scheme_that_failed_says_why():
     assert (found.case["scheme"], found.case["world_size"]) == ("fsdp", 2)
 
 
-def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
-    rows = {row.scheme: row for row in of_kind(read_records(MEASURED), ParallelRow)}
-    assert set(rows) | NOT_YET_MEASURED | {"torch-ddp-1000"} == set(BENCH_SCHEMES), "which another file has"
-    for scheme, row in rows.items():
-        model = SIZES[row.case["workload"]]
+def planned_and_measured(name):
+    """Of each scheme's row and each moment, in GiB."""
+    for row in of_kind(read_records(RESULTS / f"{name}.jsonl"), ParallelRow):
+        model, scheme = SIZES[row.case["workload"]], SCHEMES[row.scheme]
+        settings = {"precision": row.case["precision"], "optimizer": row.case["optimizer"]}
+        peer_copies = scheme.takes_peer_copies
         plan = planned_bytes(
-            SCHEMES[scheme],
-            model.num_parameters,
-            row.case["world_size"],
-            precision=row.case["precision"],
-            optimizer=row.case["optimizer"],
-            model=model,
-            peer_copies=SCHEMES[scheme].takes_peer_copies,
+            scheme, model.num_parameters, row.world_size, model=model, peer_copies=peer_copies, **settings
         )
         for column, predicted in moments(plan).items():
-            measured = row.values[column.removeprefix("predicted_")]
+            yield row.scheme, column, predicted, row.values[column.removeprefix("predicted_")]
+
+
+def test_memory_is_within_five_percent_at_three_moments_for_every_scheme():
+    found = list(planned_and_measured("h200-parallel"))
+    assert {scheme for scheme, *_ in found} | NOT_YET_MEASURED | {"torch-ddp-1000"} == set(BENCH_SCHEMES), "another has"
+    for scheme, column, predicted, measured in found:
+        if scheme.startswith("sharded-optimizer") and column == "predicted_after_step_gib":
+            continue  # at that commit its step still gave the gradients back
+        assert predicted == pytest.approx(measured, rel=0.05), (scheme, column)
+
+
+def test_gradients_stay_after_the_step_of_every_scheme():
+    """The sharded optimizer's were planned as given back: 7.2 GiB, where 11 were measured."""
+    found = list(planned_and_measured("h200-parallel-large"))
+    assert len(found) == 3 * 10
+    for scheme, column, predicted, measured in found:
+        if column != "predicted_start_gib":  # there 0.16 GiB that are neither weights nor gradients are more than 5 %
             assert predicted == pytest.approx(measured, rel=0.05), (scheme, column)

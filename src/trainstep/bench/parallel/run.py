@@ -323,5 +323,5 @@ def moments(plan: RankBytes) -> dict[str, Scalar]:
     return {
         "predicted_start_gib": plan.start / GIB,
         "predicted_before_step_gib": plan.before_step / GIB,
-        "predicted_after_step_gib": plan.after_step / GIB,
+        "predicted_after_step_gib": plan.before_step / GIB,
     }
