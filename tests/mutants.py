@@ -47,7 +47,9 @@ JUDGES = {
     "bench/check/attention.py": ("tests/bench/check/test_attention.py",),
     "bench/check/dropout.py": ("tests/bench/check/test_dropout.py",),
     "bench/check/gradients.py": ("tests/bench/check/test_gradients.py",),
-    "bench/check/reference.py": ("tests/bench/check/test_step.py",),
+    "bench/check/reference.py": tuple(
+        f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", "step")
+    ),
     "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
     "bench/check/step.py": ("tests/bench/check/test_step.py",),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),

@@ -233,6 +233,59 @@ def test_the_first_rung_is_one_times_itself(monkeypatch):
     assert (first.verdict, first.kept, one.kept) == ("baseline", True, True)
 
 
+def test_a_rung_on_the_baseline_is_as_much_faster_as_its_gain_says(monkeypatch):
+    """One times itself is exactly one: it widens no interval that is multiplied by it."""
+    faked(monkeypatch, [100.0, 50.0], [([100.0, 104.0], [50.0, 51.0])] * 2)
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert one.gain_low < one.gain < one.gain_high
+    found = (one.speedup, one.speedup_low, one.speedup_high)
+    assert found == pytest.approx((one.gain, one.gain_low, one.gain_high), rel=1e-12)
+
+
+def test_a_step_measured_twice_has_the_last_memory_and_the_first_first_step(monkeypatch):
+    """Compiling is in the first of all steps alone, and what a step took while it was compiled is not its peak."""
+    compiling = [9000.0] + [50.0] * 7
+    faked(monkeypatch, [100.0, compiling, 100.0, 50.0, 100.0, 50.0], [None, None], [1000, 700, 1000, 500, 1000, 500])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert one.peak_gib * 2**30 == pytest.approx(500)
+    assert one.first_step_ms == 9000
+
+
+def test_a_step_of_which_nothing_can_be_said_gets_no_time(monkeypatch):
+    class Doubting(Trusting):
+        def start(self, config):
+            step, found = super().start(config)
+            vague = dataclasses.replace(RIGHT, gradient_allowed=0.7)
+            return step, found if config == BASE else dataclasses.replace(found, own=vague)
+
+    faked(monkeypatch, [100.0, 50.0, 100.0], [(100.0, 50.0)])
+    monkeypatch.setattr(ladder, "StepCheck", Doubting)
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.status, one.verdict, one.kept, one.step_ms) == ("unsupported", "unsupported", False, None)
+    assert one.reason == "rounding alone takes its gradients off by so much that 0.7 would be allowed"
+    assert one.error_budget == 0.7
+
+
+def test_every_part_is_told_before_it_begins(monkeypatch):
+    faked(monkeypatch, [100.0, 120.0, 50.0, 40.0], [(100.0, 120.0), (100.0, 50.0), (50.0, 40.0), (100.0, 40.0)])
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
+    told = []
+    monkeypatch.setattr(ladder, "rungs_for", lambda *_: [Rung("blocks", {"compile": "blocks"}), TWO[0]])
+    rows = climb(SOURCE, BASE, warmup=0, steps=7, on_part=told.append)
+    assert next(rows).rung == "baseline"
+    assert told == ["ladder: baseline, checked and timed"]
+    assert [getattr(row, "rung", row.kind) for row in rows] == [
+        *("blocks", "one", "blocks, on the top"),
+        *("control", "control"),
+    ]
+    assert told[1:] == [
+        "ladder: blocks, compiled, checked and timed",
+        "ladder: one, checked and timed",
+        "ladder: blocks, on the top, compiled, checked and timed",
+        "ladder: the first rung and the top again",
+    ]
+
+
 def test_where_nothing_fits_there_is_no_control(monkeypatch):
     def build(step):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import functools
-import math
 
 import pytest
 import torch
@@ -11,18 +9,15 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 
+from tests.bench.check import source_of, verdict_of
 from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
-from trainstep.bench.check.gradients import Deviation, Gradients
-from trainstep.bench.check.reference import Reference, gradients_at
+from trainstep.bench.check.gradients import Deviation
 from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
-from trainstep.casting import cast_parameters
 from trainstep.config import StepConfig
-from trainstep.errors import UsageError
-from trainstep.training_step import build_step
-from trainstep.workload import Workload, WorkloadSource
+from trainstep.workload import WorkloadSource
 
 pytestmark = pytest.mark.usefixtures("small_pool")
 
@@ -115,26 +110,8 @@ class OtherDropout(nn.Dropout):
         return super().forward(x)
 
 
-def source_of(make, scale=lambda step: 1.0):
-    def build(step):
-        torch.manual_seed(step.seed)
-        module, factor = make(), scale(step)
-        return Workload(
-            module=module,
-            batches=[(torch.randn(4, 32, generator=torch.Generator().manual_seed(1)),)],
-            loss=lambda out, batch: out.square().mean() + factor * F.cosine_similarity(out[0], out[1], dim=0),
-            optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
-        )
-
-    return WorkloadSource("toy", build)
-
-
 def dropped(kind=nn.Dropout):
     return nn.Sequential(nn.Sequential(*(Block(kind(0.3)) for _ in range(2))))
-
-
-def verdict_of(source, device="cpu", **change):
-    return StepCheck(source, StepConfig(device=device)).judge(StepConfig(device=device, **change))
 
 
 class CompiledDropout(OtherDropout):
@@ -212,72 +189,6 @@ def test_a_form_in_float32_that_does_not_fit_is_said():
     assert found.float32 is None
     assert found.columns()["not_in_float32"] == "out of memory: CUDA out of memory"
     assert found.columns()["float32_error"] is None
-
-
-def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
-    class OnlyFloat32(nn.Linear):
-        def forward(self, x):
-            assert x.dtype != torch.float64
-            return super().forward(x)
-
-    source = source_of(lambda: OnlyFloat32(32, 32))
-    assert not Reference(source, StepConfig(device="cpu")).is_exact
-    assert Reference(source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")).is_exact
-    assert verdict_of(source, optimizer="sgd").own.gradient == 0
-    found = verdict_of(source, precision="bf16")
-    assert found.is_right
-    assert found.own.gradient_allowed < 0.05
-
-
-class Scales(nn.Module):
-    """Nothing that autocast touches."""
-
-    def __init__(self, make=lambda: torch.exp(torch.randn(32) / 10)):
-        super().__init__()
-        self.scales = nn.ParameterList([nn.Parameter(make()) for _ in range(80)])
-
-    def forward(self, x):
-        for scale in self.scales:
-            x = x * scale
-        return x
-
-
-@pytest.mark.parametrize(
-    "make",
-    [Scales, lambda: Scales(lambda: torch.full((32,), 1 + 2**-9))],
-    ids=["weights off at random", "weights off alike, as those of norms are"],
-)
-def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast(make):
-    """By hand: all weights cast, as FSDP gathers them. Autocast alone leaves such a model in float32."""
-    source = source_of(make)
-    reference = Reference(source, StepConfig(device="cpu"))
-    step = build_step(source, StepConfig(device="cpu", precision="bf16"))
-    cast_parameters(step.module, torch.bfloat16)
-    found = gradients_at(step, reference.places[0].batch)
-    assert not reference.compare(found, 0, "bf16").is_right
-    assert reference.compare(found, 0, "bf16", narrow_weights=True).is_right
-    wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
-    assert not reference.compare(wrong, 0, "bf16", narrow_weights=True).is_right
-
-
-def test_sizes_are_those_of_the_initial_weights():
-    source, config = source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")
-    parameters = source.build(config).module.named_parameters()
-    assert Reference(source, config).sizes == {name: float(value.norm()) for name, value in parameters}
-
-
-def test_a_model_that_computes_something_else_in_float64_is_not_believed():
-    class Otherwise(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * (1.5 if x.dtype == torch.float64 else 1.0)
-
-    assert not Reference(source_of(lambda: Otherwise(32, 32)), StepConfig(device="cpu")).is_exact
-
-
-def test_a_reference_that_is_not_finite():
-    source = source_of(lambda: nn.Linear(32, 32), scale=lambda step: math.nan)
-    with pytest.raises(UsageError, match=r"in fp32, the loss of the first batch is nan"):
-        verdict_of(source)
 
 
 def test_the_step_is_timed_from_its_initial_weights(judge):

@@ -65,14 +65,20 @@ class Gradients:
         """‖g‖² of each."""
         return {name: float(_norm(each)) ** 2 for name, each in self.by_name.items()}
 
-    def check_finite(self, precision: str) -> None:
-        """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite."""
+    def check_finite(self, precision: str, *, trained: bool = False) -> None:
+        """Raise UsageError where the loss or a gradient, computed in `precision`, is not finite.
+
+        Args:
+            trained: they are not of the initial weights.
+        """
         broken = [name for name, gradient in self.by_name.items() if not gradient.isfinite().all()]
         if not math.isfinite(self.loss) or broken:
             where = f", the gradient of {broken[0]} is not finite" if broken else ""
+            which = "a batch after some training" if trained else "the first batch"
+            look = "the optimizer and its learning rate" if trained else "the batch, the loss and the initial weights"
             raise UsageError(
-                f"in {precision}, the loss of the first batch is {self.loss:.4g}{where}: there is nothing to hold "
-                "other settings against; look at the batch, the loss and the initial weights"
+                f"in {precision}, the loss of {which} is {self.loss:.4g}{where}: there is nothing to hold other "
+                f"settings against; look at {look}"
             )
 
 

@@ -101,7 +101,7 @@ class Reference:
             states.append(_state_of(step.module))
             batches.append(map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True)))
             plain.append(differentiate(step, batch).on_host())
-            plain[0].check_finite(config.precision)
+            plain[-1].check_finite(config.precision, trained=len(plain) > 1)
         del step, batch
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
         """Whether a second build gets other batches."""

@@ -1,0 +1,209 @@
+"""What steps are held against: the plain step's gradients in two places, in float64 where that is the same model."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.bench.check import source_of, verdict_of
+from trainstep.bench.check import one_rounding
+from trainstep.bench.check.gradients import Gradients, compare
+from trainstep.bench.check.reference import DRAWS, MORE_DRAWS, Reference, gradients_at
+from trainstep.bench.check.reproducible import fingerprint
+from trainstep.casting import cast_parameters
+from trainstep.config import StepConfig
+from trainstep.errors import UsageError
+from trainstep.training_step import build_step
+from trainstep.workload import Workload, WorkloadSource
+
+pytestmark = pytest.mark.usefixtures("small_pool")
+
+CPU = StepConfig(device="cpu")
+
+
+def test_a_model_that_cannot_run_in_float64_has_float32_for_reference():
+    class OnlyFloat32(nn.Linear):
+        def forward(self, x):
+            assert x.dtype != torch.float64
+            return super().forward(x)
+
+    source = source_of(lambda: OnlyFloat32(32, 32))
+    assert not Reference(source, StepConfig(device="cpu")).is_exact
+    assert Reference(source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")).is_exact
+    assert verdict_of(source, optimizer="sgd").own.gradient == 0
+    found = verdict_of(source, precision="bf16")
+    assert found.is_right
+    assert found.own.gradient_allowed < 0.05
+
+
+class Scales(nn.Module):
+    """Nothing that autocast touches."""
+
+    def __init__(self, make=lambda: torch.exp(torch.randn(32) / 10)):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(make()) for _ in range(80)])
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Scales, lambda: Scales(lambda: torch.full((32,), 1 + 2**-9))],
+    ids=["weights off at random", "weights off alike, as those of norms are"],
+)
+def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast(make):
+    """By hand: all weights cast, as FSDP gathers them. Autocast alone leaves such a model in float32."""
+    source = source_of(make)
+    reference = Reference(source, StepConfig(device="cpu"))
+    step = build_step(source, StepConfig(device="cpu", precision="bf16"))
+    cast_parameters(step.module, torch.bfloat16)
+    found = gradients_at(step, reference.places[0].batch)
+    assert not reference.compare(found, 0, "bf16").is_right
+    assert reference.compare(found, 0, "bf16", narrow_weights=True).is_right
+    wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
+    assert not reference.compare(wrong, 0, "bf16", narrow_weights=True).is_right
+
+
+def test_sizes_are_those_of_the_initial_weights():
+    source, config = source_of(lambda: nn.Linear(32, 32)), StepConfig(device="cpu")
+    parameters = source.build(config).module.named_parameters()
+    assert Reference(source, config).sizes == {name: float(value.norm()) for name, value in parameters}
+
+
+def test_a_model_that_computes_something_else_in_float64_is_not_believed():
+    class Otherwise(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1.5 if x.dtype == torch.float64 else 1.0)
+
+    assert not Reference(source_of(lambda: Otherwise(32, 32)), StepConfig(device="cpu")).is_exact
+
+
+def test_a_reference_that_is_not_finite():
+    source = source_of(lambda: nn.Linear(32, 32), scale=lambda step: math.nan)
+    with pytest.raises(UsageError, match=r"in fp32, the loss of the first batch is nan"):
+        verdict_of(source)
+
+
+def test_a_model_that_is_off_in_float64_by_as_much_as_float32_never_is_is_not_believed():
+    """A thousandth is a hundred times what rounding to float32 does."""
+
+    def slightly(factor):
+        class Slightly(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * (factor if x.dtype == torch.float64 else 1.0)
+
+        return Reference(source_of(lambda: Slightly(32, 32)), CPU).is_exact
+
+    assert [slightly(1 + off) for off in (1e-4, 2.5e-4, 6e-4)] == [True, True, False], (
+        "gradients of squares: twice that"
+    )
+
+
+def test_a_loss_that_is_not_finite_after_some_training():
+    """Nothing could be held against it: every setting would be called wrong."""
+    source = source_of(lambda: nn.Linear(32, 32))
+
+    def build(step):
+        workload = source.build(step)
+        return Workload(
+            workload.module, workload.batches, workload.loss, optimizer=functools.partial(torch.optim.SGD, lr=1e30)
+        )
+
+    with pytest.raises(UsageError, match=r"the loss of a batch after some training is nan.*its learning rate"):
+        Reference(WorkloadSource("diverges", build), CPU)
+
+
+def places_of(change):
+    """The first batch, and then what `change` makes of it."""
+
+    def places(step):
+        batch = step.next_batch()
+        yield batch
+        yield change(batch)
+
+    return places
+
+
+def test_a_place_has_the_batch_that_was_there_though_the_loader_fills_it_anew():
+    found = Reference(source_of(lambda: nn.Linear(32, 32)), CPU, places_of(lambda batch: (batch[0].mul_(2),))).places
+    (first,), (second,) = (place.batch for place in found)
+    assert torch.equal(2 * first, second)
+
+
+def test_a_workload_is_reproducible_though_its_places_have_other_batches():
+    found = Reference(source_of(lambda: nn.Linear(32, 32)), CPU, places_of(lambda batch: (batch[0] * 2,)))
+    assert not found.batches_differ
+    first, second = (fingerprint(place.batch) for place in found.places)
+    assert first != second
+
+
+def test_more_is_drawn_once_where_a_few_roundings_do_not_explain_an_error(monkeypatch):
+    reference, drawn = Reference(source_of(lambda: nn.Linear(32, 32)), CPU), []
+    measure = reference._measure
+
+    def told(precision, narrow, draws):
+        drawn.append(draws)
+        return [each.times(0.01 if draws == DRAWS else 1.0) for each in measure(precision, narrow, DRAWS)]
+
+    monkeypatch.setattr(reference, "_measure", told)
+    plain = build_step(reference.source, StepConfig(device="cpu", precision="bf16"))
+    found = gradients_at(plain, reference.places[0].batch)
+    assert reference.compare(found, 0, "bf16").is_right
+    assert drawn == [DRAWS, MORE_DRAWS]
+    wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
+    assert not reference.compare(wrong, 0, "bf16").is_right
+    assert reference.compare(found, 0, "bf16").is_right
+    assert drawn == [DRAWS, MORE_DRAWS], "what many say stands"
+
+
+class Counting(nn.Module):
+    """Its forward changes a buffer that its result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.linear(x) * (1 + self.calls)
+
+
+def test_every_drawing_begins_with_the_buffers_of_its_place():
+    found = verdict_of(source_of(Counting), precision="bf16")
+    assert found.is_right
+    assert found.own.gradient_allowed < 0.05, "one call more would be a budget of a half"
+
+
+def test_narrow_weights_are_those_of_their_place():
+    """Ten steps of a large learning rate away from the initial weights, which would be off by most of themselves."""
+
+    def build(step):
+        torch.manual_seed(step.seed)
+        batch = (torch.randn(4, 32, generator=torch.Generator().manual_seed(1)),)
+        return Workload(
+            nn.Linear(32, 32),
+            [batch],
+            lambda out, batch: F.mse_loss(out, batch[0]),
+            functools.partial(torch.optim.SGD, lr=1.0),
+        )
+
+    reference = Reference(WorkloadSource("far", build), CPU)
+    start, trained = (place.gradients for place in reference.places)
+    assert float(trained.by_name["weight"].norm()) < 0.8 * float(start.by_name["weight"].norm()), "it went somewhere"
+    for rounding in reference._narrowing():
+        assert 0 < rounding.relative(start) < 0.02
+
+
+def test_float32_may_lose_two_bits_on_tensor_cores():
+    reference = Reference(source_of(lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))), CPU)
+    found = gradients_at(build_step(reference.source, CPU), reference.places[0].batch)
+    measured = reference._measure("fp32", False, DRAWS)[0]
+    four = compare(found, reference.places[0].gradients, measured.times(4), one_rounding("fp32"))
+    assert reference.compare(found, 0, "fp32").gradient_allowed == four.gradient_allowed > one_rounding("fp32")
