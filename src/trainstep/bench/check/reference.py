@@ -39,7 +39,8 @@ TRAINED_STEPS = 10
 DRAWS = 3
 """Of random roundings: their largest error counts."""
 MORE_DRAWS = 20
-"""Where something is over its budget: a router that sends a token elsewhere for one rounding in ten shows by then."""
+"""At most, twice as many each time, where something is over its budget: a router that sends a token elsewhere for one
+rounding in ten shows by then."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,20 @@ def gradients_at(step: TrainingStep, batch: Any) -> Gradients:
     with from_seed(step.config.seed, [step.device]):
         loss = step.gradients(batch)
     return Gradients.of(loss, step.module)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What rounding does to a precision's gradients in one place."""
+
+    draws: int
+    """How many random roundings tell."""
+    random: Rounding
+    """The most that one of them did."""
+    cast: Rounding
+    """What casting the weights does, where they are cast."""
+    most: Rounding
+    """The same, and what the precision itself is off by where that is no more than roundings explain."""
 
 
 Differentiate = Callable[[TrainingStep, Any], Gradients]
@@ -110,8 +125,7 @@ class Reference:
         """Whether the gradients are float64's."""
         chosen = exact if isinstance(exact, list) else plain
         self.places = [Place(*each) for each in zip(states, batches, chosen, strict=True)]
-        self._measured: dict[tuple[PrecisionName, bool], list[Rounding]] = {}
-        self._measured_again: set[tuple[PrecisionName, bool]] = set()
+        self._measured: dict[tuple[PrecisionName, bool], list[_Measured]] = {}
         self._from_zero: dict[PrecisionName, Mapping[str, Tensor]] = {}
 
     def _build_again(self, places: Places, state: Mapping[str, Tensor], batch: Any, known: Gradients) -> bool:
@@ -179,44 +193,50 @@ class Reference:
                 outputs, which autocast leaves in float32. Gradients of float16 weights cannot be unscaled, so there
                 what rounding may do is that of autocast alone.
         """
-        narrow = autocast_dtype(precision) if narrow_weights else None
-        measured = (precision, narrow == torch.bfloat16)
-        if measured not in self._measured:
-            self._measured[measured] = self._measure(*measured, DRAWS)
-        deviation = self._within(found, place, measured)
-        if not deviation.is_right and measured not in self._measured_again:
-            self._measured[measured] = self._measure(*measured, MORE_DRAWS)
-            self._measured_again.add(measured)
-            deviation = self._within(found, place, measured)
-        return deviation
+        form = (precision, narrow_weights and autocast_dtype(precision) == torch.bfloat16)
+        if form not in self._measured:
+            self._measured[form] = self._measure(*form)
+        known = self._measured[form]
+        while True:
+            deviation = self._within(found, place, precision, known[place].most)
+            if deviation.is_right or known[place].draws >= MORE_DRAWS:
+                return deviation
+            known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place])
 
-    def _within(self, found: Gradients, place: int, measured: tuple[PrecisionName, bool]) -> Deviation:
-        plain, precision = self._measured[measured][place], measured[0]
+    def _measure(self, precision: PrecisionName, narrow_weights: bool) -> list[_Measured]:
+        """What this precision's rounding does in each place, by a few drawings."""
+        casts = self._narrowing() if narrow_weights else [Rounding()] * len(self.places)
+        step, none = self._rounded_step(precision, narrow_weights), Rounding()
+        of_each = zip(self.places, casts, strict=True)
+        return [self._draw(step, place, _Measured(0, none, cast, none)) for place, cast in of_each]
+
+    def _within(self, found: Gradients, place: int, precision: PrecisionName, plain: Rounding) -> Deviation:
         if precision == "fp32":
             plain = plain.times(FLOAT32_LOSES)
         return compare(found, self.places[place].gradients, plain, one_rounding(precision))
 
-    def _measure(self, precision: PrecisionName, narrow_weights: bool, draws: int) -> list[Rounding]:
-        """The most that this precision's rounding does in each place."""
-        found = []
+    def _rounded_step(self, precision: PrecisionName, narrow_weights: bool) -> TrainingStep:
         step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
         if narrow_weights:
             cast_parameters(step.module, torch.bfloat16)
-        narrowing = self._narrowing() if narrow_weights else [Rounding()] * len(self.places)
-        for place, cast in zip(self.places, narrowing, strict=True):
-            load(step.module, place.state)
-            plain = self._differentiate(step, step.place(place.batch))
-            random = Rounding()
-            for seed in range(draws):
-                with uncompiled(), RandomRounding(precision, seed):
-                    load(step.module, place.state)
-                    drawn = self._differentiate(step, step.place(place.batch))
-                random = Rounding.most([random, Rounding.between(drawn, plain)])
-            explained = compare(plain, place.gradients, random.plus(cast), one_rounding(precision)).is_right
-            trusted = explained or (precision == self.config.precision and self.is_exact)
-            own = Rounding.between(plain, place.gradients)
-            found.append(Rounding.most([random, own]) if trusted else random)
-        return found
+        return step
+
+    def _draw(self, step: TrainingStep, place: Place, known: _Measured) -> _Measured:
+        """The same from `DRAWS` random roundings, or from twice as many as before."""
+        draws = min(2 * known.draws, MORE_DRAWS) or DRAWS
+        load(step.module, place.state)
+        plain = self._differentiate(step, step.place(place.batch))
+        random = known.random
+        for seed in range(known.draws, draws):
+            with uncompiled(), RandomRounding(step.config.precision, seed):
+                load(step.module, place.state)
+                drawn = self._differentiate(step, step.place(place.batch))
+            random = Rounding.most([random, Rounding.between(drawn, plain)])
+        precision = step.config.precision
+        explained = compare(plain, place.gradients, random.plus(known.cast), one_rounding(precision)).is_right
+        trusted = explained or (precision == self.config.precision and self.is_exact)
+        most = Rounding.most([random, Rounding.between(plain, place.gradients)]) if trusted else random
+        return _Measured(draws, random, known.cast, most)
 
     def _narrowing(self) -> list[Rounding]:
         """What the rounding of weights alone does in each place, computed as the reference is.
