@@ -235,7 +235,8 @@ class Reference:
         precision = step.config.precision
         explained = compare(plain, place.gradients, random.plus(known.cast), one_rounding(precision)).is_right
         trusted = explained or (precision == self.config.precision and self.is_exact)
-        most = Rounding.most([random, Rounding.between(plain, place.gradients)]) if trusted else random
+        own = Rounding.between(plain, place.gradients)
+        most = Rounding.most([random, own]) if trusted else random
         return _Measured(draws, random, known.cast, most)
 
     def _narrowing(self) -> list[Rounding]:
