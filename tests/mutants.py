@@ -51,7 +51,7 @@ JUDGES = {
     "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
     "bench/check/step.py": ("tests/bench/check/test_step.py",),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
-    "bench/parallel/check.py": ("tests/bench/parallel/test_check.py",),
+    "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "report/compare.py": ("tests/report/test_compare.py",),
     "run/judge.py": ("tests/run/test_judge.py",),
 } | {
