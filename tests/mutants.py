@@ -231,7 +231,8 @@ class Order:
         """The first test to ask for a fixture of its file pays for it: each of its users counts as the first."""
 
         def users(item: Any) -> Any:
-            return item.nodeid.split("::")[0], *item.fixturenames
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            return item.nodeid.split("::")[0], *sorted(set(item.fixturenames) - set(parameters))
 
         shared: dict[Any, float] = {}
         for item in items:
