@@ -53,7 +53,7 @@ JUDGES = {
     "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
     "bench/check/step.py": ("tests/bench/check/test_step.py",),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
-    "bench/parallel/check.py": ("tests/bench/parallel/test_check.py",),
+    "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "report/compare.py": ("tests/report/test_compare.py",),
     "run/judge.py": ("tests/run/test_judge.py",),
 } | {
@@ -233,7 +233,8 @@ class Order:
         """The first test to ask for a fixture of its file pays for it: each of its users counts as the first."""
 
         def users(item: Any) -> Any:
-            return item.nodeid.split("::")[0], *item.fixturenames
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            return item.nodeid.split("::")[0], *sorted(set(item.fixturenames) - set(parameters))
 
         shared: dict[Any, float] = {}
         for item in items:

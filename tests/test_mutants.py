@@ -3,6 +3,8 @@
 import ast
 import json
 import tomllib
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +73,17 @@ def test_the_listed_equivalents_are_mutants_of_today_and_have_reasons():
     for file, reasons in listed.items():
         assert set(reasons) <= {each.name for each in mutants.mutants_of_judge(file)}, file
         assert all(len(reason) > 20 for reason in reasons.values())
+
+
+def test_tests_that_share_a_slow_fixture_come_after_quick_ones_whoever_paid_for_it_before():
+    def item(name, *fixtures, **parameters):
+        call = {"callspec": SimpleNamespace(params=parameters)} if parameters else {}
+        return SimpleNamespace(nodeid=f"test_a.py::{name}", fixturenames=[*fixtures, *parameters], **call)
+
+    items = [item("paid", "model", size=1), item("used", "model"), item("quick"), item("quicker")]
+    order = mutants.Order({"test_a.py::paid": 90.0}, {"test_a.py::quick": 0.5}, Counter())
+    order.pytest_collection_modifyitems(items)
+    assert [each.nodeid.split("::")[1] for each in items] == ["quicker", "quick", "paid", "used"]
 
 
 def test_the_named_mutants_can_be_made_and_their_tests_exist():

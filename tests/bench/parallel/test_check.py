@@ -105,6 +105,7 @@ def test_one_part_that_is_wrong_is_enough(change, said):
     [
         ({}, ""),
         ({"gradients": deviation(gradient_allowed=0.5)}, "gradients off by so much that 0.5 would be allowed"),
+        ({"gradients": deviation(gradient_allowed=0.567)}, "gradients off by so much that 0.57 would be allowed"),
         ({"float32": deviation(1e-6, gradient_allowed=0.7)}, "gradients in float32 off by so much that 0.7 would be"),
         ({"gradients": deviation(gradient=0.9, gradient_allowed=0.5)}, ""),
     ],
