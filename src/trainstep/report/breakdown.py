@@ -64,7 +64,9 @@ def _share(ms: float, stack: Stack) -> str:
 
 
 def _worded(phase: str, name: str) -> str:
-    return name if name == phase else f"{name}, {phase}"
+    if name == phase:
+        return name
+    return f"{name} in {phase}" if name in _FIXED else f"{phase} of {name}"
 
 
 def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
@@ -143,10 +145,10 @@ def _group(module: str) -> str:
 
 
 def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
-    """The phases of the step that was taken apart, of a ladder's first rung, of a script, or of one process alone."""
+    """The phases of a ladder's first rung, of the step that was taken apart, of a script, or of one process alone."""
     climb = kept_rungs(next(iter(climbs(rows).values()), []))
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
-    candidates: list[Timed] = [row for row in (analysed_step(rows), *climb[:1]) if row is not None]
+    candidates: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
     for row in candidates:
         if (stack := _of_phases(row, _settings(row))) is not None:
             return stack, "Medians of the step’s phases; no profile says which modules take them."

@@ -6,7 +6,7 @@ stands for each rule how its finding is claimed in few words, and which of its f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.config import CHANGES
@@ -14,6 +14,7 @@ from trainstep.kinds import PieceRow, ProfileRow, RungRow, ScriptRow
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
+from trainstep.report.subjects.ladder_findings import base_name, changes, climbs, kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Table
 
@@ -87,18 +88,12 @@ def _owners(figures: Figures) -> dict[str, float]:
     }
 
 
-def _saved(figures: Figures, whole: Whole) -> float | None:
-    speedup = as_float(figures.get("speedup"))
-    return None if not speedup else _times(1 - 1 / speedup, whole.step_ms)
-
-
 _SDPA, _COMPILED, _FUSED = (CHANGES[name].code for name in ("fused attention", "compiled blocks", "fused optimizer"))
 _KERNELS = ("families", "kernels")
 
 CLAIMS: Mapping[str, Claim] = {
     "gain.no-baseline": Claim("The baseline failed: nothing can be compared", None, ("ladder",)),
     "loss.not-finite": Claim("The loss is not finite from step {step} on", None, ("phases", "correctness", "ladder")),
-    "gain.script": Claim("{speedup:.2f}× faster with changes from outside", _saved, ("script-rung", "script-ladder")),
     "data.bound": Claim(
         "Steps wait for their batch", _figure("data_ms"), ("script",), action=CHANGES["loader workers"].code
     ),
@@ -150,7 +145,7 @@ CLAIMS: Mapping[str, Claim] = {
     ),
     "memory.owners": Claim("At the memory’s peak: {largest}", _largest_owner, ("allocations", "memory"), in_gib=True),
     "memory.peak": Claim(
-        "A part of the memory’s peak in {phase} comes and goes",
+        "{stake_share:.0%} of the memory’s peak comes and goes with the step",
         _less("peak_gib", "at_rest_gib"),
         ("memory",),
         in_gib=True,
@@ -196,7 +191,8 @@ def alarms(findings: Sequence[Finding], sections: Sequence[Section]) -> Cards | 
 
 def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[Section]) -> Cards | None:
     """The largest stakes in time, then those in memory: at most `MOST`."""
-    whole = _whole(rows)
+    whole, kept = _whole(rows), [kept_rungs(climb) for climb in climbs(rows).values()]
+    there = {base_name(rung) for each in kept if each for rung, _ in changes(each)}
     of_time, of_memory, filling = list[tuple[float, Card]](), list[tuple[float, Card]](), list[tuple[float, Card]]()
     told = {each.id for each in findings}
     for each in findings:
@@ -210,11 +206,11 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
         stake = claim.at_stake(each.figures, whole)
         if stake is None or stake <= 0:
             continue
-        card = _card(each, claim, stake, whole.peak_gib if claim.in_gib else whole.step_ms, sections)
+        card = _card(each, claim, stake, whole.peak_gib if claim.in_gib else whole.step_ms, sections, there)
         (filling if claim.fills else of_memory if claim.in_gib else of_time).append((stake, card))
     time, memory, filler = (_ranked(each) for each in (of_time, of_memory, filling))
-    kept = min(len(memory), MOST_OF_MEMORY if time else MOST)
-    chosen = [*time[: MOST - kept], *memory[:kept]]
+    of_memory_shown = min(len(memory), MOST_OF_MEMORY if time else MOST)
+    chosen = [*time[: MOST - of_memory_shown], *memory[:of_memory_shown]]
     chosen += filler[: max(0, FEWEST - len(chosen))]
     return Cards(chosen) if chosen else None
 
@@ -225,26 +221,36 @@ def _ranked(staked: Sequence[tuple[float, Card]]) -> list[Card]:
     return list({card.claim: card for card in reversed(ordered)}.values())[::-1]
 
 
-def _card(each: Finding, claim: Claim, stake: float | None, whole: float | None, sections: Sequence[Section]) -> Card:
+def _card(
+    each: Finding,
+    claim: Claim,
+    stake: float | None,
+    whole: float | None,
+    sections: Sequence[Section],
+    there: Collection[str] = (),
+) -> Card:
     figures = dict(each.figures)
     if each.id == "memory.owners":
         shares = _owners(each.figures)
         owner = max(shares, key=shares.__getitem__)
         figures["largest"] = f"{shares[owner]:.0%} {owner}"
+    figures["stake_share"] = stake / whole if stake and whole else None
     share = "" if not (stake and whole) else f"{percent(stake / whole)} of {'the peak' if claim.in_gib else 'the step'}"
     figure = "" if stake is None else in_gib(stake) if claim.in_gib else in_ms(stake)
     said = found(each.id, claim.said, **figures).sentence
-    return Card(said, figure, share, each.sentence, _evidence(claim, sections), _action(each, claim))
+    return Card(said, figure, share, each.sentence, _evidence(claim, sections), _action(each, claim, there))
 
 
-def _action(each: Finding, claim: Claim) -> str:
-    """The code of the rung that brought most where a ladder tried some, and of none where none helped."""
+def _action(each: Finding, claim: Claim, there: Collection[str]) -> str:
+    """The code of the rung that brought most where a ladder tried some, of those that the top still has where there
+    are; none where none helped."""
     gains = {
         name.removeprefix(GAIN): as_float(gain) or 0 for name, gain in each.figures.items() if name.startswith(GAIN)
     }
     if not gains:
         return claim.action if "On the ladder" not in each.sentence else ""
-    best = max(gains, key=gains.__getitem__)
+    helped = [name for name, gain in gains.items() if gain > 1]
+    best = max([name for name in helped if name in there] or helped or gains, key=gains.__getitem__)
     return CHANGES[best].code if gains[best] > 1 and best in CHANGES else ""
 
 
