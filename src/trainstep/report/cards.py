@@ -117,7 +117,9 @@ CLAIMS: Mapping[str, Claim] = {
         _figure("first_ms"),
         ("phases",),
     ),
-    "kernels.idle": Claim("The device is idle for {idle_share:share} of the step", _figure("idle_ms"), ("phase-sums",)),
+    "kernels.idle": Claim(
+        "The device is idle for {idle_share:share} of the step", _figure("idle_ms"), ("phase-sums", "kernels")
+    ),
     "kernels.unfused": Claim("Small kernels read and write whole tensors", _of_kernels, _KERNELS, action=_COMPILED),
     "kernels.unfused-though-compiled": Claim("Small kernels are left though it is compiled", _of_kernels, _KERNELS),
     "kernels.optimizer-unfused": Claim("The optimizer is not fused", _of_kernels, _KERNELS, action=_FUSED),

@@ -236,13 +236,16 @@ def _script_gain(records: Sequence[Row]) -> Headline | None:
         ("Step", change_of(first, top, "step_ms", number, "ms"), "median of all runs’ steps"),
         ("Peak memory", change_of(first, top, "peak_gib", gib, "") or UNMEASURED, "of one step"),
     ]
-    bounds = (
-        f"95 % interval between runs {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
-    )
+    bounds = _between_runs(speedup)
     says = "faster, gradients, losses and weights within their budgets"
     detail = f"{change_of(first, top, 'step_ms', number, 'ms')} per step of {top.workload}"
     runs = [f"{number(top.runs)} processes"] if top.runs is not None else []
     return Headline(speedup, says, detail, [stat for stat in stats if stat[1]], _sentence([bounds, *runs]))
+
+
+def _between_runs(speedup: Cell) -> str:
+    low, high = speedup.low, speedup.high
+    return f"95 % interval between runs {low.text}–{high.text}×" if low is not None and high is not None else ""
 
 
 def _pair(row: RatioRow) -> Headline:
@@ -251,9 +254,7 @@ def _pair(row: RatioRow) -> Headline:
     old, new = (each if row.flag == "nothing" else f"--{row.flag} {each}" for each in (row.old, row.new))
     says = f"as fast: {new} against {old}" if row.verdict != "inconclusive" else f"no difference found: {new}, {old}"
     stats = [("Step", f"{number(row.old_ms)} → {number(row.new_ms)} ms", "medians of the runs’ medians")]
-    bounds = (
-        f"95 % interval between runs {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
-    )
+    bounds = _between_runs(speedup)
     return Headline(speedup, says, "", stats, _sentence([bounds, f"{number(row.runs)} processes each"]))
 
 
