@@ -258,7 +258,7 @@ def test_attention_s_headline_is_the_fastest_of_the_largest_case():
     rows += [AttentionRow(**small, impl=impl, times={"both": Times(0.1)}) for impl in ("eager", "flex")]
     rows += [AttentionRow(**{**SHAPE, "seq": 4096}, impl="eager", times={"both": Times(64.0)})]
     made = first(rows, Headline)
-    assert (made.figure.value, made.says) == (2.0, "forward and backward with sdpa, the fastest of 3")
+    assert (made.figure.value, made.says) == (2.0, "forward and backward with sdpa, the fastest of 3 implementations")
     assert "seq 1024" in made.detail
     assert made.stats == [("flex", "3.00 ms", "1.50× the time"), ("eager", "4.00 ms", "2.00× the time")]
 

@@ -261,7 +261,7 @@ def _pair(row: RatioRow) -> Headline:
 def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
     """The fastest implementation of attention in the largest case, or the fastest scheme on the most ranks; and those
     that come next."""
-    attention, words = of_kind(records, AttentionRow), "forward and backward with {}, the fastest of {}"
+    attention, words = of_kind(records, AttentionRow), "forward and backward with {}, the fastest of {} implementations"
     if timed := [row for row in attention if row.status == "ok" and "both" in row.times]:
         return _first_of(timed, "impl", "both", lambda row: row.seq**2 * row.batch * row.head_dim, words, found)
     words = "per step with {}, the fastest of {} schemes"
