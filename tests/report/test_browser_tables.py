@@ -72,6 +72,20 @@ def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, 
     assert complaints(browser) == []
 
 
+@pytest.mark.browser
+def test_small_numbers_sort_by_their_size(browser: Any, page: str) -> None:
+    """1e-06 is less than 0.0003, in raw values and in texts."""
+    open_page(browser, page)
+    titles = browser.find_elements("css selector", "table[data-table=errors] thead button")
+    next(title for title in titles if title.text == "Loss").click()
+    shown = browser.execute_script(
+        "return [...document.querySelectorAll('table[data-table=errors] [data-column=loss_error]')]"
+        ".map((cell) => cell.dataset.value)"
+    )
+    assert any("e-" in each for each in shown)
+    assert [float(each) for each in shown] == sorted(map(float, shown))
+
+
 def natural(name: str) -> list[tuple[float, str]]:
     """Words as words, numbers in them as numbers."""
     return [(float(part), "") if part.isdigit() else (-1.0, part.casefold()) for part in re.split(r"(\d+)", name)]

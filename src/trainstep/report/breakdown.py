@@ -21,12 +21,14 @@ from trainstep.report.subjects.steps import analysed_step, is_same_step
 
 MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
 IDLE, OTHERS, UNPLACED = "device idle", "other modules", "in no known module"
-SMALL = 0.01  # share of the bar below which idle time and the rest of a step are not told
+SMALL = 0.01  # share of the bar below which idle time is not told
+APART = 0.05  # share of the step from which medians of phases are said not to add up to it
 NAMED = 0.02  # share of the bar from which a module has a colour of its own
 SEEN = 0.001  # share of the bar from which what has no module is drawn
 _UNNAMED = {"(optimizer)": "optimizer", "(loss)": "loss", "(unknown)": UNPLACED}
 _ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-3", "loss": "kind-4"}
 _ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
+_ROLES_OF_SCRIPTS = (*_ROLES, "kind-8", "neutral")
 _FIXED = {IDLE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
 _TOP = 3
 
@@ -75,7 +77,8 @@ def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
     profiles = [row for row in of_kind(rows, ProfileRow) if row.status == "ok"]
     fitting = [row for row in profiles if step is None or is_same_step(step, row)]
     for profile in fitting:
-        kernels = [row for row in belonging(rows, KernelRow, profile) if row.ms and row.family != "transfer"]
+        own = belonging(rows, KernelRow, profile)
+        kernels = [row for row in own if (row.ms or 0.0) > 0 and row.family != "transfer"]
         if kernels and any(not row.module.startswith("(") for row in kernels):
             return _of_kernels(profile, kernels, told_apart(profile, profiles) if len(profiles) > 1 else "")
     return None
@@ -148,15 +151,18 @@ def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
     """The phases of a ladder's first rung, of the step that was taken apart, of a script, or of one process alone."""
     climb = kept_rungs(next(iter(climbs(rows).values()), []))
     alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
-    candidates: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
-    for row in candidates:
-        if (stack := _of_phases(row, _settings(row))) is not None:
-            return stack, "Medians of the step’s phases; no profile says which modules take them."
-    for script in run.first_rank(rows)[:1]:
-        if (stack := _of_phases(script, script.updates or script.workload, run.PHASES)) is not None:
-            return stack, "Medians of the script’s phases."
-    if alone and (stack := _of_phases(alone[0], f"one process: {_settings(alone[0])}")) is not None:
-        return stack, "Medians of the step’s phases, in one process without communication."
+    steps: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
+    said = "Medians of the step’s phases"
+    known: list[tuple[Timed, str, str, Mapping[str, str] | None]] = [
+        *((row, _settings(row), f"{said}; no profile says which modules take them.", None) for row in steps),
+        *((row, row.updates or row.workload, f"{said}.", run.PHASES) for row in run.first_rank(rows)[:1]),
+        *((row, f"one process: {_settings(row)}", f"{said}, without communication.", None) for row in alone[:1]),
+    ]
+    for row, name, caption, words in known:
+        if (stack := _of_phases(row, name, words)) is not None:
+            is_apart = row.step_ms is not None and abs(stack.total - row.step_ms) > APART * row.step_ms
+            apart = f" Medians need not add up: the phases’ together are {in_ms(stack.total)}."
+            return stack, caption + apart * is_apart
     return None
 
 
@@ -170,18 +176,14 @@ def _recommended(rows: Sequence[Row]) -> Stack | None:
 
 
 def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) -> Stack | None:
-    known = [phase for phase in (words or PHASES) if phase in row.times]
-    if not known:
-        return None
+    known = [phase for phase in (words or PHASES) if phase in row.times and row.times[phase].median > 0]
     phases = {}
-    for index, phase in enumerate(known):
+    for phase in known:
         said = words[phase] if words else phase
-        role = _ROLE_OF_PHASE.get(phase) if words is None else _ROLES[index % len(_ROLES)]
-        phases[said] = [Part(said, row.times[phase].median, role or "kind-8")]
-    rest = (row.step_ms or 0.0) - sum(part.ms for parts in phases.values() for part in parts)
-    if rest > SMALL * (row.step_ms or 0.0):
-        phases["between phases"] = [Part("between phases", rest, "idle")]
-    return Stack(name, in_ms(row.step_ms or sum(row.times[phase].median for phase in known)), phases)
+        role = dict(zip(words, _ROLES_OF_SCRIPTS, strict=True)) if words else _ROLE_OF_PHASE
+        phases[said] = [Part(said, row.times[phase].median, role[phase])]
+    whole = row.step_ms or sum(row.times[phase].median for phase in known)
+    return Stack(name, in_ms(whole), phases) if phases else None
 
 
 def _settings(row: Row, first: RungRow | None = None) -> str:

@@ -279,7 +279,7 @@ def _first_of(
     found: Sequence[Finding],
 ) -> Headline | None:
     cases: dict[tuple[tuple[str, Scalar], ...], dict[str, TimedRow]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.times[time].median > 0):
         case = tuple((key, value) for key, value in row.case.items() if key != name)
         cases.setdefault(case, {})[str(row.case[name])] = row
     compared = [each for each in cases.items() if len(each[1]) > 1]
