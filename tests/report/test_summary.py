@@ -15,7 +15,7 @@ from trainstep.config import CHANGES, PHASES
 from trainstep.kinds import AttentionRow, ControlRow, KernelRow, ParallelRow, PeakRow, ProfileRow, RungRow, ScriptRow
 from trainstep.records import Times, of_kind
 from trainstep.report.blocks import Advice, Breakdown, Cards, Finding, Headline, Section, Sentences
-from trainstep.report.breakdown import IDLE, OTHERS, UNPLACED, breakdown
+from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
 from trainstep.report.cards import CLAIMS, MOST, alarms, cards
 from trainstep.report.numbers import gib
 from trainstep.report.page import render
@@ -93,6 +93,8 @@ def test_what_no_row_lists_is_not_given_to_a_module():
     """Rows of short kernels may be left out of a file; the profile knows their sum."""
     rows = [profile(forward=6.0), kernel("forward", "blocks.*.mlp", 4.0)]
     assert drawn(rows) == {"forward": {"mlp": 4.0, UNPLACED: 2.0, IDLE: 2.0}}
+    on_cpu = [replace(rows[0], on_cpu=True), *rows[1:]]
+    assert drawn(on_cpu) == {"forward": {"mlp": 4.0, UNPLACED: 2.0, BESIDE: 2.0}}, "a CPU is not idle there"
 
 
 def test_many_modules_are_few_colours():
@@ -173,6 +175,24 @@ def test_time_comes_before_memory_and_memory_is_not_left_out():
     assert found[0].share == "40% of the step"
 
 
+def test_a_claim_is_made_once_of_its_largest_stake():
+    told = [finding("waits.line", line="l", ms=2.0), finding("waits.line", line="m", ms=5.0),
+            finding("waits.line", line="l", ms=9.0)]  # fmt: skip
+    found = cards([], told, []).cards
+    assert [(card.claim[-2:], card.figure) for card in found] == [(" l", "9.00 ms"), (" m", "5.00 ms")]
+
+
+def test_phases_that_fit_together_are_a_card_only_where_there_is_little_else():
+    longest = {"first": "backward", "first_ms": 9.0, "first_share": 0.6}
+    odd = {"backward_over_forward": 9.0, "expected_backward_over_forward": 2.0, "is_odd": True}
+    waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
+    assert len(cards([], [*waits, finding("phases.longest", **longest)], []).cards) == 3
+    (first_of_all, *_), few = (cards([], [*these, finding("phases.longest", **longest | more)], []).cards
+                               for these, more in ((waits, odd), ([], {})))  # fmt: skip
+    assert first_of_all.claim == "Backward takes 9.0× forward, 2× expected"
+    assert [card.claim for card in few] == ["The longest phase is backward, 60% of the step"]
+
+
 def test_a_rule_that_fills_is_told_only_where_there_is_little_else():
     filler = finding("warm-up.needed", excess=0.5, step_ms=20.0)
     waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
@@ -183,7 +203,7 @@ def test_a_rule_that_fills_is_told_only_where_there_is_little_else():
 def test_nothing_at_stake_is_no_card():
     assert cards([], [finding("kernels.idle", idle_ms=0.0, idle_share=0.0)], []) is None
     assert cards([], [finding("kernels.unfused", share=0.5)], []) is None, "of kernels that were not measured"
-    assert cards([], [finding("gain.faster", speedup=2.0)], []) is None, "the headline says it"
+    assert cards([], [finding("gain.faster", speedup=2.0, rungs=("a",))], []) is None, "of times that are not known"
 
 
 def test_what_makes_the_rest_worthless_comes_first():

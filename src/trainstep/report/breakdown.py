@@ -20,7 +20,7 @@ from trainstep.report.subjects.ladder_findings import climbs, disputing, kept_ru
 from trainstep.report.subjects.steps import analysed_step, is_same_step
 
 MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
-IDLE, OTHERS, UNPLACED = "device idle", "other modules", "in no known module"
+IDLE, BESIDE, OTHERS, UNPLACED = "device idle", "outside of operators", "other modules", "in no known module"
 SMALL = 0.01  # share of the bar below which idle time is not told
 APART = 0.05  # share of the step from which medians of phases are said not to add up to it
 NAMED = 0.02  # share of the bar from which a module has a colour of its own
@@ -29,7 +29,7 @@ _UNNAMED = {"(optimizer)": "optimizer", "(loss)": "loss", "(unknown)": UNPLACED}
 _ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-3", "loss": "kind-4"}
 _ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
 _ROLES_OF_SCRIPTS = (*_ROLES, "kind-8", "neutral")
-_FIXED = {IDLE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
+_FIXED = {IDLE: "idle", BESIDE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
 _TOP = 3
 
 
@@ -89,19 +89,19 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
     times: dict[str, Counter[str]] = {}
     for row in kernels:
         times.setdefault(row.phase, Counter())[names[row.module]] += row.ms or 0.0  # type: ignore[assignment]
-    idle = 0.0
+    idle, empty = 0.0, BESIDE if profile.on_cpu else IDLE
     for phase, own in times.items():
         known, listed_ms = as_float(profile.values.get(f"{phase}_kernels_ms")), sum(own.values())
         if known is not None and known - listed_ms > SMALL * known:
             own[UNPLACED] += known - listed_ms  # type: ignore[assignment]  # rows of short kernels may be left out
         whole, busy = (as_float(profile.values.get(f"{phase}{end}")) for end in ("_ms", "_busy_ms"))
         if whole is not None and busy is not None and whole > busy:
-            own[IDLE] += whole - busy  # type: ignore[assignment]
+            own[empty] += whole - busy  # type: ignore[assignment]
             idle += whole - busy
     total = sum(sum(own.values()) for own in times.values())
     if idle < SMALL * total:
         for own in times.values():
-            del own[IDLE]
+            del own[empty]
     sums: Counter[str] = sum(times.values(), Counter())
     named = [name for name, ms in sums.most_common() if name not in _FIXED and ms >= NAMED * total][:MOST_GROUPS]
     roles = dict(zip(named, _ROLES, strict=False)) | _FIXED
@@ -116,7 +116,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
             name_of_phase = phase.strip("()")
             phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
     caption = "Kernels of one profiled step, by the module whose forward made them"
-    caption += "; idle is what the phases take beyond them, without the profiler." if idle >= SMALL * total else "."
+    caption += f"; {empty} is what phases take beyond them, without the profiler." if idle >= SMALL * total else "."
     if profile.has_steps is False:
         caption = "Kernels of the whole trace, by the module whose forward made them."
     whole = profile.step_ms

@@ -75,6 +75,11 @@ def _less(more: str, less: str) -> Callable[[Figures, Whole], float | None]:
     return apart
 
 
+def _saved(figures: Figures, whole: Whole) -> float | None:
+    speedup = as_float(figures.get("speedup"))
+    return _times(1 - 1 / speedup, whole.step_ms) if speedup else None
+
+
 def _largest_owner(figures: Figures, whole: Whole) -> float | None:
     return _times(max(_owners(figures).values(), default=None), as_float(figures.get("peak_gib")))
 
@@ -112,10 +117,10 @@ CLAIMS: Mapping[str, Claim] = {
         fills=True,
     ),
     "utilisation.high": Claim("Matrix products set the pace", _of_step, ("ceilings", "phases")),
+    "gain.faster": Claim("{rungs:list} bring {speedup:.2f}×", _less("before_ms", "after_ms"), ("ladder",), fills=True),
+    "gain.script": Claim("{rungs:list} bring {speedup:.2f}×", _saved, ("script-rung", "script-ladder"), fills=True),
     "phases.longest": Claim(
-        "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected",
-        _figure("first_ms"),
-        ("phases",),
+        "The longest phase is {first}, {first_share:.0%} of the step", _figure("first_ms"), ("phases",), fills=True
     ),
     "kernels.idle": Claim(
         "The device is idle for {idle_share:share} of the step", _figure("idle_ms"), ("phase-sums", "kernels")
@@ -184,6 +189,14 @@ CLAIMS: Mapping[str, Claim] = {
 """Rule, by its finding's id → its claim. What is not here is told among all findings alone."""
 
 
+ODD_PHASES = Claim(
+    "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected",
+    _figure("first_ms"),
+    ("phases",),
+)
+"""Of the longest phases, where they do not fit together."""
+
+
 def alarms(findings: Sequence[Finding], sections: Sequence[Section]) -> Cards | None:
     """What makes the rest worthless, to be told before it."""
     claimed = [(each, claim) for each in findings if (claim := CLAIMS.get(each.id)) and claim.at_stake is None]
@@ -195,32 +208,35 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
     """The largest stakes in time, then those in memory: at most `MOST`."""
     whole, kept = _whole(rows), [kept_rungs(climb) for climb in climbs(rows).values()]
     there = {base_name(rung) for each in kept if each for rung, _ in changes(each)}
-    of_time, of_memory, filling = list[tuple[float, Card]](), list[tuple[float, Card]](), list[tuple[float, Card]]()
-    told = {each.id for each in findings}
+    staked, told = list[_Staked](), {each.id for each in findings}
     for each in findings:
-        claim = CLAIMS.get(each.id)
+        claim = ODD_PHASES if each.figures.get("is_odd") else CLAIMS.get(each.id)
         if each.id == "memory.owners" and "memory.peak" in told:
             continue  # the same peak
-        if claim is None or (each.id == "phases.longest" and not each.figures.get("is_odd")):
-            continue
-        if claim.at_stake is None:
+        if claim is None or claim.at_stake is None:
             continue
         stake = claim.at_stake(each.figures, whole)
-        if stake is None or stake <= 0:
-            continue
-        card = _card(each, claim, stake, whole.peak_gib if claim.in_gib else whole.step_ms, sections, there)
-        (filling if claim.fills else of_memory if claim.in_gib else of_time).append((stake, card))
-    time, memory, filler = (_ranked(each) for each in (of_time, of_memory, filling))
-    of_memory_shown = min(len(memory), MOST_OF_MEMORY if time else MOST)
-    chosen = [*time[: MOST - of_memory_shown], *memory[:of_memory_shown]]
-    chosen += filler[: max(0, FEWEST - len(chosen))]
-    return Cards(chosen) if chosen else None
+        if stake is not None and stake > 0:
+            card = _card(each, claim, stake, whole.peak_gib if claim.in_gib else whole.step_ms, sections, there)
+            staked.append(_Staked(stake, claim, card))
+    once: dict[str, _Staked] = {}
+    for one in sorted(staked, key=lambda one: (one.claim.in_gib, -one.stake)):
+        once.setdefault(one.card.claim, one)
+    ranked = list(once.values())
+    time, memory = (
+        [one for one in ranked if one.claim.in_gib is each and not one.claim.fills] for each in (False, True)
+    )
+    memory = memory[: MOST_OF_MEMORY if time else MOST]
+    chosen = [*time[: MOST - len(memory)], *memory]
+    chosen += [one for one in ranked if one.claim.fills][: max(0, FEWEST - len(chosen))]
+    return Cards([one.card for one in ranked if one in chosen]) if chosen else None
 
 
-def _ranked(staked: Sequence[tuple[float, Card]]) -> list[Card]:
-    """The largest first, each claim once."""
-    ordered = [card for _, card in sorted(staked, key=lambda each: -each[0])]
-    return list({card.claim: card for card in reversed(ordered)}.values())[::-1]
+@dataclass(frozen=True)
+class _Staked:
+    stake: float
+    claim: Claim
+    card: Card
 
 
 def _card(
