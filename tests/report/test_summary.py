@@ -202,6 +202,8 @@ def test_a_rule_that_fills_is_told_only_where_there_is_little_else():
 
 def test_nothing_at_stake_is_no_card():
     assert cards([], [finding("kernels.idle", idle_ms=0.0, idle_share=0.0)], []) is None
+    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.19)], []) is None, "below 1 % of the step"
+    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.21)], []) is not None
     assert cards([], [finding("kernels.unfused", share=0.5)], []) is None, "of kernels that were not measured"
     assert cards([], [finding("gain.faster", speedup=2.0, rungs=("a",))], []) is None, "of times that are not known"
 

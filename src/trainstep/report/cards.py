@@ -18,6 +18,7 @@ from trainstep.report.subjects.ladder_findings import base_name, changes, climbs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Table
 
+LEAST = 0.01  # share of the step or of the peak from which something is a card
 MOST, FEWEST = 5, 3  # cards; fewer where there is less to say
 MOST_OF_MEMORY = 2  # of them, where others are about time
 GAIN = "gain of "  # begins the figure of a finding that says what a ladder measured of a rung
@@ -117,8 +118,12 @@ CLAIMS: Mapping[str, Claim] = {
         fills=True,
     ),
     "utilisation.high": Claim("Matrix products set the pace", _of_step, ("ceilings", "phases")),
-    "gain.faster": Claim("{rungs:list} bring {speedup:.2f}×", _less("before_ms", "after_ms"), ("ladder",), fills=True),
-    "gain.script": Claim("{rungs:list} bring {speedup:.2f}×", _saved, ("script-rung", "script-ladder"), fills=True),
+    "gain.faster": Claim(
+        "{speedup:.2f}× faster with {rungs:list}", _less("before_ms", "after_ms"), ("ladder",), fills=True
+    ),
+    "gain.script": Claim(
+        "{speedup:.2f}× faster with {rungs:list}", _saved, ("script-rung", "script-ladder"), fills=True
+    ),
     "phases.longest": Claim(
         "The longest phase is {first}, {first_share:.0%} of the step", _figure("first_ms"), ("phases",), fills=True
     ),
@@ -216,8 +221,9 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
         if claim is None or claim.at_stake is None:
             continue
         stake = claim.at_stake(each.figures, whole)
-        if stake is not None and stake > 0:
-            card = _card(each, claim, stake, whole.peak_gib if claim.in_gib else whole.step_ms, sections, there)
+        of = whole.peak_gib if claim.in_gib else whole.step_ms
+        if stake is not None and stake > LEAST * (of or 0.0):
+            card = _card(each, claim, stake, of, sections, there)
             staked.append(_Staked(stake, claim, card))
     once: dict[str, _Staked] = {}
     for one in sorted(staked, key=lambda one: (one.claim.in_gib, -one.stake)):
