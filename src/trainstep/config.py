@@ -245,3 +245,46 @@ def check_value(hint: Any, value: object, where: str) -> None:
     kinds = (int, float) if hint is float else hint
     if not isinstance(value, kinds) or isinstance(value, bool) is not (hint is bool):
         raise UsageError(f"{where} is {value!r}; expected a value of type {hint.__name__}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a ladder changes from outside, as a line for a script of one's own."""
+
+    code: str
+    where: str
+    """Where it goes, or what it takes the place of."""
+
+    @property
+    def text(self) -> str:
+        """Both, in one line."""
+        return f"{self.code} ({self.where})"
+
+
+CHANGES: Mapping[str, Change] = {
+    "TF32 matmuls": Change('torch.set_float32_matmul_precision("high")', "once, before the first step"),
+    "bf16 autocast": Change(
+        "with torch.autocast(device, torch.bfloat16):", "around the model's call; .float() on what it returns"
+    ),
+    "fused attention": Change(
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True)", "in place of attention that is written out"
+    ),
+    "our FlashAttention": Change(
+        "trainstep.attention.flash_attention(q, k, v, is_causal=True)", "in place of scaled_dot_product_attention"
+    ),
+    "fused optimizer": Change(
+        "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"
+    ),
+    "compiled blocks": Change("for block in model.blocks: block.compile()", "of the model's own list of blocks"),
+    "compiled model": Change("model.compile()", "after the model is on its device"),
+    "chunked loss": Change(
+        "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
+        "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
+    ),
+    "channels last": Change("model.to(memory_format=torch.channels_last)", "after the model is on its device"),
+    "pinned memory": Change("DataLoader(…, pin_memory=True)", "and batches by .to(device, non_blocking=True)"),
+    "loader workers": Change(
+        "DataLoader(…, num_workers=min(4, os.cpu_count()), persistent_workers=True)", "where the loader is made"
+    ),
+}
+"""Name of a ladder's rung → what it changes; the ladder of our workloads and that of scripts share them."""

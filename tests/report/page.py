@@ -40,7 +40,8 @@ class Page(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.values: dict[str, dict[str, dict[str, str]]] = {}
-        self.anchors: list[str] = []
+        self.anchors: list[str] = []  # of the navigation
+        self.links: list[str] = []  # all
         self.ids: list[str] = []
         self.addresses: list[str] = []
         self.open: list[str] = []
@@ -58,7 +59,8 @@ class Page(HTMLParser):
             found[name] for name in ("src", "srcset", "href", "action", "data", "poster") if name in found
         ]
         if tag == "a":
-            self.anchors.append(found["href"])
+            self.links.append(found["href"])
+            self.anchors += [found["href"]] if "nav" in self.open else []
         if "table" in self.open and "data-column" in found and "data-value" in found:
             self.values.setdefault(self.table, {}).setdefault(self.row, {})[found["data-column"]] = found["data-value"]
 

@@ -154,7 +154,12 @@ def test_the_flags_can_be_copied(browser: Any, h200_page: str) -> None:
     open_page(browser, h200_page)
 
     browser.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    browser.find_element("css selector", "button[data-copy]").click()
+    browser.find_element("css selector", "button[data-copy=flags]").click()
 
     assert wait_for(browser, "return window.copied") == recommended_flags(sample.h200_analysis())
-    assert wait_for(browser, "return document.querySelector('button[data-copy]').textContent === 'Copied'")
+    assert wait_for(browser, "return document.querySelector('button[data-copy=flags]').textContent === 'Copied'")
+
+    browser.find_element("css selector", "button[data-copy=lines]").click()
+    lines = wait_for(browser, "return window.copied.includes('\\n') && window.copied").split("\n")
+    assert "with torch.autocast(device, torch.bfloat16):" in lines
+    assert all(line.startswith("# ") for line in lines[::2]), "a comment above each line says what it brings"

@@ -54,6 +54,7 @@ class Headline:
     says: str
     detail: str
     stats: Sequence[tuple[str, str, str]]  # (name, value, note)
+    confidence: str = ""  # how far the figure can be believed, in one line
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,102 @@ class Flags:
 
     flags: Sequence[str]
     says: str
+    name: str = "flags"  # its id on the page
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of code for the user's script, and what it was measured to bring."""
+
+    rung: str
+    code: str
+    where: str
+    gain: Cell
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Lines for the user's script."""
+
+    says: str
+    note: str
+    lines: Sequence[Line]
+    name: str = "lines"  # its id on the page
+
+    @property
+    def to_copy(self) -> str:
+        """The lines, each below a comment that says what it is."""
+        return "\n".join(f"# {each.rung}: {each.gain.plain}, {each.where}\n{each.code}" for each in self.lines)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a bar: what a module took in one phase."""
+
+    name: str
+    ms: float
+    role: str  # of `charts.COLOURS`, or "idle"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One bar: a step's phases one after the other, each divided among modules where that was measured."""
+
+    name: str
+    time: str  # what it is drawn for, in words: the median of the step, or the kernels' sum
+    phases: Mapping[str, Sequence[Part]]
+
+    @property
+    def total(self) -> float:
+        """All parts together, in ms."""
+        return sum(part.ms for parts in self.phases.values() for part in parts)
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where a step's time goes: bars to one scale, the key to their colours, and the three largest parts in words."""
+
+    title: str
+    caption: str
+    stacks: Sequence[Stack]
+    legend: Sequence[tuple[str, str, str]]  # (role, name, time)
+    costs: Sequence[tuple[str, str, str]]  # (time, what, share)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One thing that matters: the claim, what is at stake, where that is seen, and what to do."""
+
+    claim: str
+    figure: str
+    share: str
+    sentence: str
+    evidence: tuple[str, str]  # (anchor, its words)
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The largest first."""
+
+    cards: Sequence[Card]
+    is_alarm: bool = False  # told before all else
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """What was found, by topic."""
+    """What was found, by topic; folded away below a line that says how many where cards stand above it."""
 
     topics: Mapping[str, Sequence[str]]
+    is_folded: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many sentences."""
+        return sum(map(len, self.topics.values()))
 
 
-Block = Table | Charts | Facts | Headline | Flags | Sentences
+Block = Table | Charts | Facts | Headline | Flags | Advice | Breakdown | Cards | Sentences
 
 
 @dataclass(frozen=True)

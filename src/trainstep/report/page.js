@@ -12,7 +12,7 @@
     button.addEventListener("click", async () => {
       const code = document.getElementById(button.dataset.copy);
       try {
-        await navigator.clipboard.writeText(code.textContent);
+        await navigator.clipboard.writeText(button.dataset.text ?? code.textContent);
         button.textContent = "Copied";
       } catch {
         getSelection().selectAllChildren(code); // no clipboard here: leave it selected
@@ -21,6 +21,36 @@
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
   }
+
+  // A click on a column's title sorts by it: upwards, downwards, then as it was. What has no value stays last.
+  const asNumber = (text) => (/^[-−]?[\d.,]+(e[-+]?\d+)?/.test(text) ? parseFloat(text.replace("−", "-").replaceAll(",", "")) : NaN);
+  for (const table of document.querySelectorAll("main table")) {
+    const body = table.tBodies[0];
+    const original = [...body.rows];
+    const titles = [...table.tHead.rows[0].cells];
+    if (original.length > 1) titles.forEach((title, column) => {
+      const texts = new Map(original.map((row) => [row, row.cells[column].dataset.value ?? row.cells[column].textContent.trim()]));
+      const known = original.filter((row) => !["", "–"].includes(texts.get(row)));
+      const areNumbers = known.every((row) => !Number.isNaN(asNumber(texts.get(row))));
+      const compare = areNumbers ? (a, b) => asNumber(texts.get(a)) - asNumber(texts.get(b)) : (a, b) => texts.get(a).localeCompare(texts.get(b), "en", { numeric: true });
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "sort";
+      button.append(...title.childNodes);
+      title.append(button);
+      button.addEventListener("click", () => {
+        const next = { ascending: "descending", descending: "" }[title.getAttribute("aria-sort")] ?? "ascending";
+        for (const each of titles) each.removeAttribute("aria-sort");
+        if (next) title.setAttribute("aria-sort", next);
+        const sorted = known.toSorted((a, b) => (next === "descending" ? compare(b, a) : compare(a, b)));
+        body.replaceChildren(...(next ? [...sorted, ...original.filter((row) => !known.includes(row))] : original));
+      });
+    });
+  }
+
+  const folded = document.querySelectorAll("details:not([open])");
+  addEventListener("beforeprint", () => { for (const each of folded) each.open = true; });
+  addEventListener("afterprint", () => { for (const each of folded) each.open = false; });
 
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
   const seen = new Set();

@@ -10,31 +10,22 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainstep.errors import UsageError
-from trainstep.kinds import RungRow, StepRow, WorkloadRow
-from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import TOPICS, Block, Charts, Finding, Flags, Headline, Section, Sentences, span
+from trainstep.kinds import WorkloadRow
+from trainstep.records import Row, of_kind
+from trainstep.report.blocks import Charts, Finding, in_ms
 from trainstep.report.charts import COLOURS, embedded
-from trainstep.report.columns import INTERVAL, Cell, ratio_cell
 from trainstep.report.formats import write_tables
-from trainstep.report.numbers import NONE, as_float, gib, number, typeset
+from trainstep.report.numbers import typeset
 from trainstep.report.subjects import SECTIONS, findings
 from trainstep.report.subjects.ladder_findings import (
-    BASELINE,
-    after_precision,
-    climbs,
-    disputing,
-    kept_rungs,
     recommended_flags,
-    with_controls,
 )
-from trainstep.report.subjects.run import headline
-from trainstep.report.subjects.steps import analysed_step
+from trainstep.report.summary import summary
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,9 @@ class Report:
 
 def render(records: Sequence[Row]) -> str:
     """The page of these records; kinds that are absent have no section."""
-    sections = [section for make in (summary, *SECTIONS) if (section := make(records)) is not None]
+    sections = [section for make in SECTIONS if (section := make(records)) is not None]
+    first = summary(records, findings(records), sections)
+    sections = [*([first] if first is not None else []), *sections]
     blocks = (block for section in sections for block in section.blocks)
     drawn = [chart for block in blocks if isinstance(block, Charts) for chart in block.charts]
     plots = {chart.name: chart.plot() for chart in drawn}
@@ -85,7 +78,7 @@ def render(records: Sequence[Row]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__}
+    environment.filters |= {"typeset": typeset, "kind": lambda block: type(block).__name__, "ms": in_ms}
     source = environment.loader.get_source  # type: ignore[union-attr]
     return environment.get_template("page.html.jinja").render(
         title=_title(records),
@@ -144,94 +137,3 @@ def _library() -> str:
 def _packed(text: str) -> str:
     """Gzipped, in base64, which needs no escaping anywhere."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-
-
-def summary(records: Sequence[Row]) -> Section | None:
-    """What dominates, what to change, what was gained."""
-    step, found = analysed_step(records), findings(records)
-    blocks: list[Block] = []
-    for name, climb in climbs(records).items():
-        own = with_controls(climb, records)
-        if kept := kept_rungs(climb):
-            blocks.append(_gain_headline(kept, name) if disputing(kept, own) is None else _disputed_headline(name))
-        if flags := recommended_flags(own):
-            whose = f" ({name})" if name else ""
-            blocks.append(Flags(re.split(r" (?=--)", flags), f"What to change: add these flags to your run{whose}"))
-    if not kept_rungs(records) and step is not None:
-        blocks.append(_step_headline(step))
-    if (of_script := headline(records)) is not None:
-        blocks.append(of_script)
-    if found:
-        topics: dict[str, list[str]] = {}
-        for finding in found:
-            topic = TOPICS[finding.topic]
-            topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
-        blocks.append(Sentences(topics))
-    return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
-
-
-def _disputed_headline(name: str) -> Headline:
-    detail = "The ladder’s top, in turns with its first rung, was not what its rungs’ gains say."
-    says = "no speed-up is claimed: the machine changed meanwhile"
-    return Headline(Cell(NONE), says, f"{name}: {detail}" if name else detail, [])
-
-
-def _gain_headline(kept: Sequence[RungRow], name: str) -> Headline:
-    first, last = kept[0], kept[-1]
-    speedup = ratio_cell(last, "speedup")
-    interval = f", {INTERVAL} {speedup.low.text}–{speedup.high.text}×" if speedup.low and speedup.high else ""
-    unmeasured = ", – not measured" if (first.peak_gib is None) != (last.peak_gib is None) else ""
-    stats = [
-        ("Step", _change(first, last, "step_ms", number, "ms"), f"median, from {first.precision}"),
-        ("Throughput", _change(first, last, "tokens_per_s", number, ""), "tokens/s"),
-        ("Achieved", _change(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
-        ("Peak memory", _change(first, last, "peak_gib", gib, ""), f"of one step{unmeasured}"),
-    ]
-    error, budget = last.gradient_error, last.error_budget
-    if len(kept) > 1 and error is not None and budget:
-        stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
-    stats = [stat for stat in stats if stat[1]]
-    if len(kept) == 1:
-        which = "the baseline" if first.rung == BASELINE else f"{first.rung}, the first that fits,"
-        says, detail = f"per step: {which} is the fastest found", "No change on the ladder made the step faster."
-        detail = f"{name}: {detail}" if name else detail
-        return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats)
-    is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
-    checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
-    says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
-    detail = f"{_change(first, last, 'step_ms', number, 'ms')} per step{interval}"
-    if (later := after_precision(kept)) is not None:
-        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
-    return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats)
-
-
-def _of_peak(row: RungRow | StepRow) -> str:
-    return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
-
-
-def _change(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
-    """`196 → 146 ms`, the one value where nothing changed, or `196 ms → –` where only one is known."""
-    values = [row.values.get(name) for row in (first, last)]
-    if values == [None, None]:
-        return ""
-    if None in values:
-        return " → ".join(NONE if value is None else f"{text(value)} {unit}".strip() for value in values)
-    shown = [text(value) for value in values]
-    units = {part.rpartition(" ")[2] for part in shown}
-    if text is gib and len(units) == 1:
-        shown, unit = [part.rpartition(" ")[0] for part in shown], units.pop()
-    return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
-
-
-def _step_headline(step: StepRow) -> Headline:
-    stats = [
-        ("Throughput", number(step.tokens_per_s), "tokens/s"),
-        ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
-        ("Peak memory", gib(step.peak_gib), "of one step"),
-    ]
-    return Headline(
-        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
-        "per training step",
-        f"median of {number(step.n)} steps: {span(step, 'step')}",
-        [stat for stat in stats if stat[1] != NONE],
-    )

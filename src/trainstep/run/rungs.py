@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainstep.config import CHANGES
 from trainstep.precision import PrecisionName
 from trainstep.run.trial import Trial
 
@@ -256,28 +257,20 @@ def _of_pinning(settings: Settings) -> str:
     return _of_gpu(settings)
 
 
+def _rung(name: str, change: Callable[[Trial], object], *more: Any, **also: Any) -> Rung:
+    """With the lines that both ladders name."""
+    return Rung(name, change, CHANGES[name].text, *more, **also)
+
+
 RUNGS = (
-    Rung("TF32 matmuls", tf32, 'torch.set_float32_matmul_precision("high")', _of_tf32, "tf32"),
-    Rung("fused optimizer", fused_optimizers, "fused=True in the optimizer", _of_fused),
-    Rung(
-        "bf16 autocast",
-        bf16_autocast,
-        "with torch.autocast(device, torch.bfloat16): around the call of the model; .float() on what it returns",
-        _of_autocast,
-        "bf16",
-    ),
-    Rung("our FlashAttention", our_attention, "trainstep.attention(q, k, v, is_causal=…)", _of_gpu),
-    Rung("channels last", channels_last, "model.to(memory_format=torch.channels_last)", _of_channels),
-    Rung("compiled blocks", compiled_blocks, "for block in model.blocks: block.compile()", _of_blocks),
-    Rung("compiled model", compiled_models, "model.compile()", _of_compile, instead_of=("compiled blocks",)),
-    Rung(
-        "pinned memory", pinned_memory, "DataLoader(…, pin_memory=True) and .to(device, non_blocking=True)", _of_pinning
-    ),
-    Rung(
-        "loader workers",
-        workers,
-        f"DataLoader(…, num_workers={workers_here()}, persistent_workers=True)",
-        _of_workers,
-    ),
+    _rung("TF32 matmuls", tf32, _of_tf32, "tf32"),
+    _rung("fused optimizer", fused_optimizers, _of_fused),
+    _rung("bf16 autocast", bf16_autocast, _of_autocast, "bf16"),
+    _rung("our FlashAttention", our_attention, _of_gpu),
+    _rung("channels last", channels_last, _of_channels),
+    _rung("compiled blocks", compiled_blocks, _of_blocks),
+    _rung("compiled model", compiled_models, _of_compile, instead_of=("compiled blocks",)),
+    _rung("pinned memory", pinned_memory, _of_pinning),
+    _rung("loader workers", workers, _of_workers),
 )
 """In the order in which they are tried."""

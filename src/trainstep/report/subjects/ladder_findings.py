@@ -215,6 +215,13 @@ def after(row: RungRow, kept: Sequence[RungRow]) -> Ratio:
     return product([_gain_of(each) for each in later])
 
 
+def gains_between(before: RungRow, row: RungRow, kept: Sequence[RungRow]) -> Ratio:
+    """The speed-up that the rungs kept after `before` brought together, up to `row`."""
+    later = itertools.islice(itertools.dropwhile(lambda each: each is not before, kept), 1, None)
+    until = itertools.takewhile(lambda each: each is not row, later)
+    return product([*map(_gain_of, until), _gain_of(row)])
+
+
 def _gain_of(row: RungRow) -> Ratio:
     known = row.gain_low is not None and row.gain_high is not None
     return Ratio(numeric(row.gain), Interval(numeric(row.gain_low), numeric(row.gain_high)) if known else None)

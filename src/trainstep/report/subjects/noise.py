@@ -39,13 +39,13 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[tuple[str, Row]]]:
     """What was timed, by what a sentence calls it, each row with its name; of a warm-up study, its last window."""
     step, found = analysed_step(rows), dict[str, list[tuple[str, Row]]]()
     for row in rows:
-        many = _TIMED.get(type(row))
+        many = TIMED.get(type(row))
         if many is not None and row.status == "ok" and (step is None or row is step or not isinstance(row, StepRow)):
             found.setdefault(many, []).append((_name(row), row))
     return found
 
 
-_TIMED: Mapping[type[Row], str] = {
+TIMED: Mapping[type[Row], str] = {
     StepRow: "steps",
     RungRow: "rungs",
     CheckpointingRow: "checkpointing policies",
@@ -61,7 +61,7 @@ def _name(row: Row) -> str:
     for name in ("rung", "scheme", "collective", "impl", "checkpointing", "workload"):
         if (value := row.case.get(name)) is not None:
             return str(value)
-    return _TIMED[type(row)]
+    return TIMED[type(row)]
 
 
 def unsteady(rows: Sequence[Row]) -> Iterator[Finding]:

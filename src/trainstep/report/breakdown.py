@@ -1,0 +1,197 @@
+"""Where a step's time goes, in bars: phases one after the other, each divided among modules where kernels have them.
+
+Only what was measured is drawn: without kernels a phase is one piece, and what a phase has beyond its kernels is the
+device's idle time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from trainstep.config import PHASES
+from trainstep.kinds import KernelRow, ParallelRow, ProfileRow, RungRow
+from trainstep.kinds.row import Timed
+from trainstep.records import Row, belonging, of_kind
+from trainstep.report.blocks import Breakdown, Part, Stack, in_ms, percent, told_apart
+from trainstep.report.numbers import as_float
+from trainstep.report.subjects import run
+from trainstep.report.subjects.ladder_findings import climbs, disputing, kept_rungs, with_controls
+from trainstep.report.subjects.steps import analysed_step, is_same_step
+
+MOST_GROUPS = 6  # modules with a colour of their own; the rest is "other modules"
+IDLE, BESIDE, OTHERS, UNPLACED = "device idle", "outside of operators", "other modules", "in no known module"
+SMALL = 0.01  # share of the bar below which idle time is not told
+APART = 0.05  # share of the step from which medians of phases are said not to add up to it
+NAMED = 0.02  # share of the bar from which a module has a colour of its own
+SEEN = 0.001  # share of the bar from which what has no module is drawn
+_UNNAMED = {"(optimizer)": "optimizer", "(loss)": "loss", "(unknown)": UNPLACED}
+_ROLE_OF_PHASE = {"forward": "kind-1", "backward": "kind-2", "optimizer": "kind-3", "loss": "kind-4"}
+_ROLES = ("kind-1", "kind-2", "kind-3", "kind-4", "kind-5", "kind-6", "kind-7")
+_ROLES_OF_SCRIPTS = (*_ROLES, "kind-8", "neutral")
+_FIXED = {IDLE: "idle", BESIDE: "idle", OTHERS: "kind-8", UNPLACED: "neutral"}
+_TOP = 3
+
+
+def breakdown(rows: Sequence[Row]) -> Breakdown | None:
+    """The bar of the step that was taken apart, and below it that of the recommended one; None where no row has
+    phases."""
+    first = _profiled(rows) or _timed(rows)
+    if first is None:
+        return None
+    stack, caption = first
+    best = _recommended(rows)
+    stacks = [stack, *([best] if best is not None else [])]
+    sums = Counter[str]()
+    roles: dict[str, str] = {}
+    for part in (part for parts in stack.phases.values() for part in parts):
+        sums[part.name] += part.ms  # type: ignore[assignment]  # a Counter adds any number
+        roles[part.name] = part.role
+    legend = [(roles[name], name, f"{in_ms(ms)}, {_share(ms, stack)}") for name, ms in sums.most_common()]
+    if best is not None:
+        caption += " The recommended step is drawn to the same scale, by its phases."
+    return Breakdown("Where the time goes", caption, stacks, legend, _costs(stack))
+
+
+def _costs(stack: Stack) -> list[tuple[str, str, str]]:
+    """The largest parts in words."""
+    every = [(part.ms, _worded(phase, part.name)) for phase, parts in stack.phases.items() for part in parts]
+    largest = sorted(every, key=lambda each: -each[0])[:_TOP]
+    return [(in_ms(ms), words, _share(ms, stack)) for ms, words in largest]
+
+
+def _share(ms: float, stack: Stack) -> str:
+    share = ms / stack.total
+    return percent(share) if share >= SEEN else f"below {SEEN:.1%}"
+
+
+def _worded(phase: str, name: str) -> str:
+    if name == phase:
+        return name
+    return f"{name} in {phase}" if name in _FIXED else f"{phase} of {name}"
+
+
+def _profiled(rows: Sequence[Row]) -> tuple[Stack, str] | None:
+    """Module by phase, of the first profile whose kernels have a module."""
+    step = analysed_step(rows)
+    profiles = [row for row in of_kind(rows, ProfileRow) if row.status == "ok"]
+    fitting = [row for row in profiles if step is None or is_same_step(step, row)]
+    for profile in fitting:
+        own = belonging(rows, KernelRow, profile)
+        kernels = [row for row in own if (row.ms or 0.0) > 0 and row.family != "transfer"]
+        if kernels and any(not row.module.startswith("(") for row in kernels):
+            return _of_kernels(profile, kernels, told_apart(profile, profiles) if len(profiles) > 1 else "")
+    return None
+
+
+def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) -> tuple[Stack, str]:
+    names = _short({row.module for row in kernels})
+    times: dict[str, Counter[str]] = {}
+    for row in kernels:
+        times.setdefault(row.phase, Counter())[names[row.module]] += row.ms or 0.0  # type: ignore[assignment]
+    idle, empty = 0.0, BESIDE if profile.on_cpu else IDLE
+    for phase, own in times.items():
+        known, listed_ms = as_float(profile.values.get(f"{phase}_kernels_ms")), sum(own.values())
+        if known is not None and known - listed_ms > SMALL * known:
+            own[UNPLACED] += known - listed_ms  # type: ignore[assignment]  # rows of short kernels may be left out
+        whole, busy = (as_float(profile.values.get(f"{phase}{end}")) for end in ("_ms", "_busy_ms"))
+        if whole is not None and busy is not None and whole > busy:
+            own[empty] += whole - busy  # type: ignore[assignment]
+            idle += whole - busy
+    total = sum(sum(own.values()) for own in times.values())
+    if idle < SMALL * total:
+        for own in times.values():
+            del own[empty]
+    sums: Counter[str] = sum(times.values(), Counter())
+    named = [name for name, ms in sums.most_common() if name not in _FIXED and ms >= NAMED * total][:MOST_GROUPS]
+    roles = dict(zip(named, _ROLES, strict=False)) | _FIXED
+    if sums[UNPLACED] < SEEN * total:
+        del roles[UNPLACED]
+    phases = {}
+    for phase in _in_order(times):
+        merged = Counter[str]()
+        for module, ms in times[phase].items():
+            merged[module if module in roles else OTHERS] += ms
+        if phase in PHASES or merged.total() >= SEEN * total:
+            name_of_phase = phase.strip("()")
+            phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
+    caption = "Kernels of one profiled step, by the module whose forward made them"
+    caption += f"; {empty} is what phases take beyond them, without the profiler." if idle >= SMALL * total else "."
+    if profile.has_steps is False:
+        caption = "Kernels of the whole trace, by the module whose forward made them."
+    whole = profile.step_ms
+    time = in_ms(whole) if whole is not None and idle >= SMALL * total else f"{in_ms(total)} of kernels"
+    return Stack(name or _settings(profile), time, phases), caption
+
+
+def _in_order(phases: Iterable[str]) -> list[str]:
+    """A step's order; what has no phase last."""
+    order = [*run.PHASES]
+    return sorted(phases, key=lambda phase: order.index(phase) if phase in order else len(order))
+
+
+def _short(modules: Iterable[str]) -> dict[str, str]:
+    """Module → its group's name: the path to the part of a block, `blocks.*.attention`, by its last word where that
+    names one group alone."""
+    groups = {module: _UNNAMED.get(module) or _group(module) for module in modules}
+    last = Counter(group.rpartition(".")[2] for group in set(groups.values()))
+    return {
+        module: group if last[word := group.rpartition(".")[2]] > 1 or word == "*" else word
+        for module, group in groups.items()
+    }
+
+
+def _group(module: str) -> str:
+    parts = module.split(".")
+    deep = parts.index("*") + 2 if "*" in parts else 2
+    return ".".join(parts[:deep])
+
+
+def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
+    """The phases of a ladder's first rung, of the step that was taken apart, of a script, or of one process alone."""
+    climb = kept_rungs(next(iter(climbs(rows).values()), []))
+    alone = [row for row in of_kind(rows, ParallelRow) if row.status == "ok" and row.scheme == "single"]
+    steps: list[Timed] = [row for row in (*climb[:1], analysed_step(rows)) if row is not None]
+    said = "Medians of the step’s phases"
+    known: list[tuple[Timed, str, str, Mapping[str, str] | None]] = [
+        *((row, _settings(row), f"{said}; no profile says which modules take them.", None) for row in steps),
+        *((row, row.updates or row.workload, f"{said}.", run.PHASES) for row in run.first_rank(rows)[:1]),
+        *((row, f"one process: {_settings(row)}", f"{said}, without communication.", None) for row in alone[:1]),
+    ]
+    for row, name, caption, words in known:
+        if (stack := _of_phases(row, name, words)) is not None:
+            is_apart = row.step_ms is not None and abs(stack.total - row.step_ms) > APART * row.step_ms
+            apart = f" Medians need not add up: the phases’ together are {in_ms(stack.total)}."
+            return stack, caption + apart * is_apart
+    return None
+
+
+def _recommended(rows: Sequence[Row]) -> Stack | None:
+    """The phases of the one ladder's top, if it is another step than the first, and its speed-up is not disputed."""
+    every = list(climbs(rows).values())
+    kept = kept_rungs(every[0]) if len(every) == 1 else []
+    if len(kept) < 2 or disputing(kept, with_controls(every[0], rows)) is not None:
+        return None
+    return _of_phases(kept[-1], f"recommended: {_settings(kept[-1], kept[0])}")
+
+
+def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) -> Stack | None:
+    known = [phase for phase in (words or PHASES) if phase in row.times and row.times[phase].median > 0]
+    phases = {}
+    for phase in known:
+        said = words[phase] if words else phase
+        role = dict(zip(words, _ROLES_OF_SCRIPTS, strict=True)) if words else _ROLE_OF_PHASE
+        phases[said] = [Part(said, row.times[phase].median, role[phase])]
+    whole = row.step_ms or sum(row.times[phase].median for phase in known)
+    return Stack(name, in_ms(whole), phases) if phases else None
+
+
+def _settings(row: Row, first: RungRow | None = None) -> str:
+    """What the step runs with: `fp32, eager attention`; of a rung, what differs from the first."""
+    forms = {"precision": "{}", "attention": "{} attention", "compile": "{} compiled", "optimizer": "{}",
+             "loss": "{} loss"}  # fmt: skip
+    if first is not None:
+        told = {name: row.case[name] for name in forms if row.case.get(name) not in (None, first.case.get(name))}
+    else:
+        told = {name: row.case[name] for name in ("precision", "attention") if row.case.get(name) is not None}
+    return ", ".join(forms[name].format(value) for name, value in told.items()) or str(row.case.get("workload", ""))

@@ -1,0 +1,331 @@
+"""The page's headlines: what was gained or how long something takes, and how far that can be believed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from trainstep.kinds import (
+    AttentionRow,
+    ControlRow,
+    ParallelRow,
+    PeakRow,
+    ProfileRow,
+    RatioRow,
+    RungRow,
+    ScriptRungRow,
+    StepRow,
+)
+from trainstep.kinds.row import Timed
+from trainstep.records import Row, Scalar, of_kind
+from trainstep.report.blocks import (
+    Finding,
+    Headline,
+    listed,
+    span,
+    told_apart,
+)
+from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.numbers import NONE, as_float, gib, number
+from trainstep.report.subjects import run, script_ladder
+from trainstep.report.subjects.ladder_findings import (
+    BASELINE,
+    after_precision,
+    climbs,
+    control_name,
+    disputing,
+    kept_rungs,
+    with_controls,
+)
+from trainstep.report.subjects.noise import TIMED
+from trainstep.report.subjects.steps import analysed_step
+from trainstep.stats import WITHIN_RUN
+
+TimedRow = TypeVar("TimedRow", bound=Timed)
+
+UNMEASURED = "not measured"
+
+
+def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline]:
+    """Of every ladder; else of the step that was taken apart or profiled, of a script, of two arms; else of all."""
+    told = []
+    for name, climb in climbs(records).items():
+        own = with_controls(climb, records)
+        if kept := kept_rungs(climb):
+            again = disputing(kept, own)
+            told.append(_disputed(kept, again, name) if again is not None else _gain(kept, own, name, found))
+    step, script = analysed_step(records), run.headline(records)
+    if not told and step is not None:
+        told.append(_step(step, found))
+    told += [each for each in (_script_gain(records), script) if each is not None][:1]
+    if not told:
+        profile = next((row for row in of_kind(records, ProfileRow) if row.status == "ok" and row.step_ms), None)
+        pairs = [row for row in of_kind(records, RatioRow) if row.verdict is not None]
+        if profile is not None:
+            told.append(_profile(profile, records))
+        elif pairs:
+            told += [_pair(row) for row in pairs[:1]]
+        else:
+            others = (_fastest(records, found), _peak(records), _counted(records, found))
+            told += [each for each in others if each is not None][:1]
+    return told
+
+
+def _disputed(kept: Sequence[RungRow], again: ControlRow, name: str) -> Headline:
+    detail = "The ladder’s top, in turns with its first rung, was not what its rungs’ gains say."
+    says = "no speed-up is claimed: the machine changed meanwhile"
+    in_turns, claimed = ratio_cell(again, "speedup").plain, ratio_cell(kept[-1], "speedup").plain
+    confidence = f"In turns at the end {in_turns}, by the gains of the rungs {claimed}: run again on a quieter machine."
+    return Headline(Cell(NONE), says, f"{name}: {detail}" if name else detail, [], confidence)
+
+
+def _gain(kept: Sequence[RungRow], own: Sequence[Row], name: str, found: Sequence[Finding]) -> Headline:
+    first, last = kept[0], kept[-1]
+    speedup = ratio_cell(last, "speedup")
+    stats = [
+        ("Step", change_of(first, last, "step_ms", number, "ms"), f"median, from {first.precision}"),
+        ("Throughput", change_of(first, last, "tokens_per_s", number, ""), "tokens/s"),
+        ("Achieved", change_of(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
+        ("Peak memory", change_of(first, last, "peak_gib", gib, "") or UNMEASURED, "of one step"),
+    ]
+    error, budget = last.gradient_error, last.error_budget
+    if len(kept) > 1 and error is not None and budget:
+        stats.append(("Gradients", number(error, 2), f"relative error, {number(budget, 2)} allowed"))
+    stats = [stat for stat in stats if stat[1]]
+    confidence = _of_ladder(kept, own, found)
+    if len(kept) == 1:
+        which = "the baseline" if first.rung == BASELINE else f"{first.rung}, the first that fits,"
+        says, detail = f"per step: {which} is the fastest found", "No change on the ladder made the step faster."
+        detail = f"{name}: {detail}" if name else detail
+        return Headline(Cell(f"{number(first.step_ms)} ms"), says, detail, stats, confidence)
+    is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
+    checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
+    says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
+    detail = f"{change_of(first, last, 'step_ms', number, 'ms')} per step"
+    if (later := after_precision(kept)) is not None:
+        detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
+    return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats, confidence)
+
+
+def _of_ladder(kept: Sequence[RungRow], own: Sequence[Row], found: Sequence[Finding]) -> str:
+    """Interval, samples, control and noise of a ladder's speed-up, in one line."""
+    last, parts = kept[-1], list[str]()
+    turns = " taken in turns" if last.in_turns else ""
+    samples = f"{number(last.n)} steps{turns}" if last.n is not None else ""
+    speedup = ratio_cell(last, "speedup")
+    if len(kept) > 1:
+        has_interval = speedup.low is not None and speedup.low.value is not None and speedup.high is not None
+        bounds = f"{speedup.low.text}–{speedup.high.text}×" if has_interval else ""  # type: ignore[union-attr]
+        parts.append(f"95 % interval {WITHIN_RUN} {bounds}" if has_interval else "no interval: too few samples for one")
+    parts.append(f"one process{f', {samples}' if samples else ''}")
+    controls = [row for row in of_kind(own, ControlRow) if row.status == "ok" and row.ratio is not None]
+    for row in controls:
+        cell = ratio_cell(row, "ratio")
+        is_same = row.ratio_low is None or row.ratio_high is None or row.ratio_low <= 1 <= row.ratio_high
+        which = f"control: {control_name(row, own)} again at the end took {cell.plain} its first time"
+        parts.append(
+            which
+            + (
+                ", as it should"
+                if is_same and row.ratio_low is not None
+                else ""
+                if is_same
+                else ", so the machine changed"
+            )
+        )
+        if row.speedup is not None:
+            parts.append(f"in turns with the first rung {ratio_cell(row, 'speedup').plain}")
+    parts += [] if controls else ["no control was measured"]
+    return _sentence([*parts, *_noise(found, "rungs"), *_quiet(kept)])
+
+
+def _quiet(rows: Sequence[RungRow | StepRow]) -> list[str]:
+    known = [row.throttled_by for row in rows if row.throttled_by is not None]
+    return ["the GPU was not slowed"] if known and set(known) == {"nothing"} else []
+
+
+def _noise(found: Sequence[Finding], *many: str) -> list[str]:
+    """What the rules about noise found, in few words; of these kinds of rows alone where some are named."""
+    parts = []
+    for each in found:
+        if each.topic != "noise":
+            continue
+        what, _, kind = each.id.removeprefix("noise.").partition("-")
+        rows, of = each.figures.get("rows"), each.figures.get("of")
+        if what in ("unsteady", "throttled") and (not many or kind in many):
+            words = "times are unsteady" if what == "unsteady" else "the GPU was slowed"
+            parts.append(f"{words} in {rows} of {of} {kind if kind.endswith('s') else 'rows'}")
+        elif each.id == "noise.same-step":
+            parts.append(f"the same step was measured {number(each.figures['apart'], 2)}× apart")
+    return parts
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _of_peak(row: RungRow | StepRow) -> str:
+    return "" if row.utilisation is None else f", {row.utilisation:.0%} of the device’s peak"
+
+
+def change_of(first: Row, last: Row, name: str, text: Callable[[Scalar], str], unit: str) -> str:
+    """`196 → 146 ms`, the one value where nothing changed, `196 ms → not measured`, or nothing of what is unknown."""
+    values = [row.values.get(name) for row in (first, last)]
+    if values == [None, None]:
+        return ""
+    if None in values:
+        return " → ".join(UNMEASURED if value is None else f"{text(value)} {unit}".strip() for value in values)
+    shown = [text(value) for value in values]
+    units = {part.rpartition(" ")[2] for part in shown}
+    if text is gib and len(units) == 1:
+        shown, unit = [part.rpartition(" ")[0] for part in shown], units.pop()
+    return f"{' → '.join(dict.fromkeys(shown))} {unit}".strip()
+
+
+def _step(step: StepRow, found: Sequence[Finding]) -> Headline:
+    stats = [
+        ("Throughput", number(step.tokens_per_s), "tokens/s"),
+        ("Achieved", number(step.achieved_tflops), "TFLOP/s" + _of_peak(step)),
+        ("Peak memory", UNMEASURED if step.peak_gib is None else gib(step.peak_gib), "of one step"),
+    ]
+    return Headline(
+        Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
+        "per training step",
+        f"median of {number(step.n)} steps: {span(step, 'step')}",
+        [stat for stat in stats if stat[1] != NONE],
+        _sentence([f"one process, {number(step.n)} steps", *_noise(found, "steps"), *_quiet([step])]),
+    )
+
+
+def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
+    """The profiled step, as it was without the profiler."""
+    profiles = of_kind(records, ProfileRow)
+    stats = [
+        ("Kernels", number(profile.kernels), "per step" if profile.has_steps is not False else "in the trace"),
+        ("Device busy", f"{number(profile.busy_ms)} ms", "in a kernel or a transfer"),
+    ]
+    if profile.idle_share is not None:
+        stats.append(("Device idle", f"{profile.idle_share:.0%}", "without the profiler"))
+    if profile.matmul_share_step is not None:
+        stats.append(("Matrix products", f"{profile.matmul_share_step:.0%}", "of the kernel time"))
+    told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
+    cost = "" if profile.profiler_cost is None else f"; the profiler cost {profile.profiler_cost:.0%} of it"
+    steps = f"median of {number(profile.n)} steps without the profiler, {span(profile, 'step')}"
+    return Headline(
+        Cell(f"{number(profile.step_ms)} ms", profile.step_ms, "step_ms"),
+        "per training step",
+        told + steps,
+        stats,
+        _sentence([f"one process, {number(profile.profiled_n)} steps under the profiler{cost}"]),
+    )
+
+
+def _script_gain(records: Sequence[Row]) -> Headline | None:
+    """What a script's ladder brought in all, where that is certain; None otherwise."""
+    climbed = script_ladder.rungs(records)
+    kept = [row for row in climbed if row.kept and row.status == "ok"]
+    if len(kept) < 2 or climbed[0].status != "ok":
+        return None
+    top = next((row for row in of_kind(records, ScriptRungRow) if row.rung == script_ladder.TOP), kept[-1])
+    if top.speedup_low is None or top.speedup_low <= 1:
+        return None
+    speedup, first = ratio_cell(top, "speedup"), kept[0]
+    stats = [
+        ("Step", change_of(first, top, "step_ms", number, "ms"), "median of all runs’ steps"),
+        ("Peak memory", change_of(first, top, "peak_gib", gib, "") or UNMEASURED, "of one step"),
+    ]
+    bounds = _between_runs(speedup)
+    says = "faster, gradients, losses and weights within their budgets"
+    detail = f"{change_of(first, top, 'step_ms', number, 'ms')} per step of {top.workload}"
+    runs = [f"{number(top.runs)} processes"] if top.runs is not None else []
+    return Headline(speedup, says, detail, [stat for stat in stats if stat[1]], _sentence([bounds, *runs]))
+
+
+def _between_runs(speedup: Cell) -> str:
+    low, high = speedup.low, speedup.high
+    return f"95 % interval between runs {low.text}–{high.text}×" if low is not None and high is not None else ""
+
+
+def _pair(row: RatioRow) -> Headline:
+    """One arm against the other."""
+    speedup = ratio_cell(row, "speedup")
+    old, new = (each if row.flag == "nothing" else f"--{row.flag} {each}" for each in (row.old, row.new))
+    says = f"as fast: {new} against {old}" if row.verdict != "inconclusive" else f"no difference found: {new}, {old}"
+    stats = [("Step", f"{number(row.old_ms)} → {number(row.new_ms)} ms", "medians of the runs’ medians")]
+    bounds = _between_runs(speedup)
+    return Headline(speedup, says, "", stats, _sentence([bounds, f"{number(row.runs)} processes each"]))
+
+
+def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
+    """The fastest implementation of attention in the largest case, or the fastest scheme on the most ranks; and those
+    that come next."""
+    attention, words = of_kind(records, AttentionRow), "forward and backward with {}, the fastest of {} implementations"
+    if timed := [row for row in attention if row.status == "ok" and "both" in row.times]:
+        return _first_of(timed, "impl", "both", lambda row: row.seq**2 * row.batch * row.head_dim, words, found)
+    words = "per step with {}, the fastest of {} schemes"
+    if schemes := [row for row in of_kind(records, ParallelRow) if row.step_ms and row.scheme != "single"]:
+        return _first_of(schemes, "scheme", "step", lambda row: row.world_size, words, found)
+    return None
+
+
+def _first_of(
+    rows: Sequence[TimedRow],
+    name: str,
+    time: str,
+    size: Callable[[TimedRow], int],
+    words: str,
+    found: Sequence[Finding],
+) -> Headline | None:
+    cases: dict[tuple[tuple[str, Scalar], ...], dict[str, TimedRow]] = {}
+    for row in (row for row in rows if row.times[time].median > 0):
+        case = tuple((key, value) for key, value in row.case.items() if key != name)
+        cases.setdefault(case, {})[str(row.case[name])] = row
+    compared = [each for each in cases.items() if len(each[1]) > 1]
+    if not compared:
+        return None
+    case, own = max(compared, key=lambda each: (size(next(iter(each[1].values()))), len(each[1])))
+    order = sorted(own, key=lambda each: own[each].times[time].median)
+    best = own[order[0]].times[time].median
+    stats = [
+        (each, f"{number(own[each].times[time].median)} ms", f"{own[each].times[time].median / best:.2f}× the time")
+        for each in order[1:6]
+    ]
+    told = ", ".join(f"{key} {value}" for key, value in case if key not in ("seed", "workload"))
+    return Headline(
+        Cell(f"{number(best)} ms", best, f"{time}_ms"),
+        words.format(order[0], len(order)),
+        f"{told}; median {span(own[order[0]], time)}",
+        stats,
+        _sentence([f"{number(own[order[0]].n)} samples in one run", *_noise(found)]),
+    )
+
+
+def _peak(records: Sequence[Row]) -> Headline | None:
+    """The largest peak that was measured, and how many cases did not fit."""
+    rows = of_kind(records, PeakRow)
+    largest = max((row for row in rows if row.peak_gib), key=lambda row: row.peak_gib or 0.0, default=None)
+    if largest is None:
+        return None
+    told = ", ".join(
+        f"{name} {largest.case[name]}" for name in ("mode", "context", "precision") if name in largest.case
+    )
+    failed = sum(row.status == "out of memory" for row in rows)
+    stats = [("Measured", number(len(rows) - failed), "peaks"), ("Do not fit", number(failed), "cases")]
+    figure = Cell(gib(largest.peak_gib), largest.peak_gib, "peak_gib")
+    return Headline(figure, "the largest peak of memory measured", told, stats if failed else stats[:1])
+
+
+def _counted(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
+    """How much was measured, of rows that have no one step; of the kind that most rows are of."""
+    counts = Counter(type(row) for row in records if type(row) in TIMED)
+    if not counts:
+        return None
+    kind, count = counts.most_common(1)[0]
+    own = [row for row in records if type(row) is kind]
+    failed = Counter(row.status for row in own if row.status != "ok")
+    outcomes = [f"{number(times)} {status}" for status, times in failed.items()]
+    detail = f"{number(count - failed.total())} ran{f', {listed(outcomes)}' if outcomes else ''}"
+    stats = [(TIMED[each].capitalize(), number(times), "") for each, times in counts.items() if each is not kind]
+    return Headline(Cell(number(count)), f"{TIMED[kind]} measured", detail, stats, _sentence(_noise(found)))

@@ -1,0 +1,109 @@
+"""The page's first screen: what was gained or how long a step takes and how far that can be believed, where the time
+goes, what matters most, and what to write for it; then all findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from trainstep.config import CHANGES, Change
+from trainstep.kinds import (
+    RungRow,
+    ScriptRungRow,
+)
+from trainstep.records import Row
+from trainstep.report.blocks import (
+    TOPICS,
+    Advice,
+    Block,
+    Finding,
+    Flags,
+    Line,
+    Section,
+    Sentences,
+)
+from trainstep.report.breakdown import breakdown
+from trainstep.report.cards import alarms, cards
+from trainstep.report.columns import Cell, ratio_cell
+from trainstep.report.headlines import change_of, headlines
+from trainstep.report.numbers import gib
+from trainstep.report.subjects import script_ladder
+from trainstep.report.subjects.ladder_findings import (
+    base_name,
+    changes,
+    climbs,
+    disputing,
+    gains_between,
+    kept_rungs,
+    recommended_flags,
+    with_controls,
+)
+from trainstep.stats import WITHIN_RUN
+
+
+def summary(records: Sequence[Row], found: Sequence[Finding], sections: Sequence[Section]) -> Section | None:
+    """What dominates, what to change, what was gained.
+
+    Args:
+        records: all rows.
+        found: what the rules say of them.
+        sections: the page's others, for links to the evidence.
+    """
+    blocks: list[Block] = [
+        block
+        for block in (alarms(found, sections), *headlines(records, found), breakdown(records))
+        if block is not None
+    ]
+    chosen = cards(records, found, sections)
+    blocks += [chosen] if chosen is not None else []
+    blocks += _advice(records)
+    if found:
+        topics: dict[str, list[str]] = {}
+        for finding in found:
+            topic = TOPICS[finding.topic]
+            topics.setdefault(topic, []).append(finding.sentence.removeprefix(f"{topic}: "))
+        blocks.append(Sentences(topics, is_folded=chosen is not None))
+    return Section("summary", "Summary", "Summary", "", blocks) if blocks else None
+
+
+def _advice(records: Sequence[Row]) -> list[Block]:
+    """Lines for the user's own script, with what each was measured to bring, and flags for trainstep's commands."""
+    blocks: list[Block] = []
+    for place, (name, climb) in enumerate(climbs(records).items()):
+        own, suffix = with_controls(climb, records), f"-{place}" if place else ""
+        whose, kept = f" ({name})" if name else "", kept_rungs(climb)
+        if len(kept) > 1 and disputing(kept, own) is None and (lines := _lines(kept)):
+            note = f"Each gain is over the lines above it, {WITHIN_RUN}, with its 95 % interval."
+            blocks.append(Advice(f"What to write in your own script{whose}", note, lines, f"lines{suffix}"))
+        if flags := recommended_flags(own):
+            says = f"For trainstep’s own commands, add these flags{whose}"
+            blocks.append(Flags(re.split(r" (?=--)", flags), says, f"flags{suffix}"))
+    climbed = script_ladder.rungs(records)
+    kept_here = [row for row in climbed if row.kept and row.verdict != "baseline"]
+    if kept_here and climbed[0].status == "ok":
+        own_lines = [_script_line(row) for row in kept_here]
+        note = "Each gain is over the lines above it, between runs, with its 95 % interval."
+        blocks.append(Advice("What to write in the script", note, own_lines, "script-lines"))
+    return blocks
+
+
+def _lines(kept: Sequence[RungRow]) -> list[Line]:
+    """One line per kept rung whose change is still there at the top; a rung that it took the place of counts to it."""
+    lines, before = [], kept[0]
+    for row, _ in changes(kept):
+        ratio = gains_between(before, row, kept)
+        bounds = (ratio.interval.low, ratio.interval.high) if ratio.interval else None
+        low, high = (Cell(f"{end:.2f}", end) for end in bounds) if bounds else (None, None)
+        saves = change_of(before, row, "peak_gib", gib, "")
+        is_certain = bounds is not None and bounds[0] > 1
+        note = f"peak {saves}" if not is_certain and "→" in saves else ""
+        change = CHANGES.get(base_name(row)) or Change(row.rung, "a change of the ladder’s own")
+        gain = Cell(f"{ratio.value:.2f}×", ratio.value, "gain", low, high, note=note)
+        lines.append(Line(row.rung, change.code, change.where, gain))
+        before = row
+    return lines
+
+
+def _script_line(row: ScriptRungRow) -> Line:
+    change = CHANGES.get(row.rung) or Change(row.lines or row.rung, "")
+    return Line(row.rung, change.code, change.where, ratio_cell(row, "gain"))

@@ -1,0 +1,212 @@
+"""Tables in a browser: sorted by a click or a key, never clipped; and the page on paper."""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report import sample
+from tests.report.browsing import complaints, open_page, set_scheme
+from trainstep.kinds import ParallelRow
+from trainstep.records import Row, Times
+from trainstep.report.page import write_html
+from trainstep.report.subjects.ladder_findings import kept_rungs
+
+COLUMN = "const cells = [...document.querySelectorAll('table[data-table=ladder] tbody tr')]"
+
+
+@pytest.fixture(scope="module")
+def page(page_folder: Path) -> str:
+    path = page_folder / "tables.html"
+    write_html([*sample.h200_analysis(), *wide_table()], path)
+    return path.as_uri()
+
+
+def ladder(browser: Any, column: str) -> list[float | None]:
+    """The raw values of a column, from above; None where a rung has none."""
+    found = browser.execute_script(
+        f"{COLUMN}.map((row) => row.querySelector(`[data-column=${{arguments[0]}}]`)?.dataset.value ?? null);"
+        "return cells",
+        column,
+    )
+    return [None if each is None else float(each) for each in found]
+
+
+def sorts(browser: Any, table: str) -> list[str | None]:
+    return list(
+        browser.execute_script(
+            "return [...document.querySelectorAll(`table[data-table=${arguments[0]}] thead th`)]"
+            ".map((title) => title.getAttribute('aria-sort'))",
+            table,
+        )
+    )
+
+
+@pytest.mark.browser
+def test_a_click_on_a_title_sorts_by_numbers_and_a_third_restores(browser: Any, page: str) -> None:
+    open_page(browser, page)
+    written = ladder(browser, "step_ms")
+    known = sorted(each for each in written if each is not None)
+    assert known[0] < 100 < known[-1], "as texts they have another order"
+    place = next(
+        index for index, title in enumerate(browser.find_elements("css selector", "table[data-table=ladder] thead th"))
+        if title.text.startswith("step (ms)")
+    )  # fmt: skip
+    button = browser.find_elements("css selector", "table[data-table=ladder] thead button")[place]
+    lacking = [None] * (len(written) - len(known))
+
+    button.click()
+    assert ladder(browser, "step_ms") == [*known, *lacking], "what has no value stays last"
+    assert sorts(browser, "ladder")[place] == "ascending"
+    button.send_keys("\n")  # by the keyboard
+    assert ladder(browser, "step_ms") == [*reversed(known), *lacking]
+    assert sorts(browser, "ladder")[place] == "descending"
+    button.send_keys(" ")
+    assert ladder(browser, "step_ms") == written
+    assert set(sorts(browser, "ladder")) == {None}
+    assert complaints(browser) == []
+
+
+@pytest.mark.browser
+def test_small_numbers_sort_by_their_size(browser: Any, page: str) -> None:
+    """1e-06 is less than 0.0003, in raw values and in texts."""
+    open_page(browser, page)
+    titles = browser.find_elements("css selector", "table[data-table=errors] thead button")
+    next(title for title in titles if title.text == "Loss").click()
+    shown = browser.execute_script(
+        "return [...document.querySelectorAll('table[data-table=errors] [data-column=loss_error]')]"
+        ".map((cell) => cell.dataset.value)"
+    )
+    assert any("e-" in each for each in shown)
+    assert [float(each) for each in shown] == sorted(map(float, shown))
+
+
+def natural(name: str) -> list[tuple[float, str]]:
+    """Words as words, numbers in them as numbers."""
+    return [(float(part), "") if part.isdigit() else (-1.0, part.casefold()) for part in re.split(r"(\d+)", name)]
+
+
+@pytest.mark.browser
+def test_one_column_is_sorted_by_and_words_sort_as_words(browser: Any, page: str) -> None:
+    open_page(browser, page)
+    buttons = browser.find_elements("css selector", "table[data-table=ladder] thead button")
+    buttons[1].click()
+    buttons[0].click()
+    names = browser.execute_script(f"{COLUMN}.map((row) => row.dataset.row); return cells")
+    assert names == sorted(names, key=natural)
+    assert names.index("FP8 matmuls") < names.index("fp16 autocast"), "numbers in words count too"
+    assert sorts(browser, "ladder")[:2] == ["ascending", None]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_no_table_is_clipped(browser: Any, page: str, width: int) -> None:
+    """What is wider than its box scrolls inside of it, and no cell hides a part of its text."""
+    open_page(browser, page, width=width)
+    found = browser.execute_script(
+        """
+        const boxes = [...document.querySelectorAll(".table")];
+        return {
+          tables: boxes.length,
+          outside: boxes.filter((box) => box.getBoundingClientRect().right > innerWidth + 1).length,
+          stuck: boxes.filter((box) => box.scrollWidth > box.clientWidth
+            && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)).length,
+          beyond: boxes.filter((box) => box.firstElementChild.getBoundingClientRect().width > box.scrollWidth + 1).length,
+          cut: [...document.querySelectorAll("main th, main td")].filter((cell) => cell.scrollWidth > cell.clientWidth + 1
+            && getComputedStyle(cell).overflow !== "visible").length,
+          wide: boxes.filter((box) => box.scrollWidth > box.clientWidth).length,
+        };
+        """  # noqa: E501
+    )
+    assert found.pop("tables") > 5
+    assert found.pop("wide") > 0, "something to scroll"
+    assert set(found.values()) == {0}, found
+
+
+def wide_table() -> list[Row]:
+    """Schemes with more columns than a sheet has room for in one size."""
+    names = ("start", "before_step", "after_step")
+    held = {f"{name}_{what}": 12.7 for name in names for what in ("weights_gib", "gradients_gib", "gib")}
+    held |= {f"predicted_{name}_gib": 12.7 for name in names} | {f"{name}_optimizer_state_gib": 1.5 for name in names}
+    return [
+        ParallelRow(workload="m", scheme=scheme, world_size=2, times={"step": Times(5.0 + size, 4.0, 9.0)},
+                    exposed_ms=size, tokens_per_s=26236.0, collectives=275, sent_gib=12.7, sent_floor_gib=12.7,
+                    peak_gib=41.4, loss_error=1e-4, loss_allowed=0.1, update_error=0.1, update_allowed=size, **held)
+        for size, scheme in enumerate(("ddp", "sharded-optimizer", "fsdp"), start=1)
+    ]  # fmt: skip
+
+
+def texts(pdf: bytes) -> int:
+    """Operators that show text, over all pages."""
+    streams = re.findall(rb"stream\r?\n(.*?)\r?\nendstream", pdf, re.DOTALL)
+    return sum(len(re.findall(rb"T[jJ]\b", inflated)) for stream in streams if (inflated := _inflated(stream)))
+
+
+def _inflated(stream: bytes) -> bytes:
+    try:
+        return zlib.decompress(stream)
+    except zlib.error:
+        return b""  # not compressed: a font, an image
+
+
+@pytest.mark.browser
+def test_on_paper_everything_is_open_and_nothing_is_cut(browser: Any, page: str) -> None:
+    open_page(browser, page)
+    printed = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True}
+    pdf = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", printed)["data"])
+    pages = len(re.findall(rb"/Type\s*/Page\b", pdf))
+    assert 3 <= pages <= 15
+    assert texts(pdf) > 500, "tables and findings"
+    assert browser.execute_script("return document.querySelector('details').open") is False, "closed again"
+
+    inches = 8.27 - 2 * 12 / 25.4
+    size = {"width": round(inches * 96), "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        found = browser.execute_script(
+            """
+            const shown = (selector) => [...document.querySelectorAll(selector)].filter((el) => el.checkVisibility()
+              && el.getBoundingClientRect().height > 0).length;
+            return {
+              chrome: shown("nav, button[data-copy]"),
+              sentences: shown(".findings dd"),
+              charts: shown(".chart"),
+              drawn: document.querySelectorAll(".chart").length,
+              wider: [...document.querySelectorAll("main table, main .stack, main .chart, main pre")]
+                .filter((el) => el.getBoundingClientRect().right > innerWidth + 1).map((el) => el.outerHTML.slice(0, 80)),
+              scrolling: [...document.querySelectorAll(".table")].filter((el) => getComputedStyle(el).overflowX !== "visible").length,
+            };
+            """  # noqa: E501
+        )
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+        set_scheme(browser, "light")
+    assert found["chrome"] == 0
+    assert found["charts"] == found["drawn"] > 9
+    assert found["sentences"] > 3, "folded on the screen, open on paper"
+    assert found["wider"] == []
+    assert found["scrolling"] == 0
+
+
+@pytest.mark.browser
+def test_the_bar_is_drawn_without_a_script(browser: Any, page: str) -> None:
+    """It is there on first paint: parts as long as their share, phases side by side over the whole width."""
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(page)
+        size = browser.execute_cdp_cmd("DOM.getDocument", {"depth": -1})["root"]
+        bars = browser.execute_cdp_cmd("DOM.querySelectorAll", {"nodeId": size["nodeId"], "selector": ".stack"})
+        widths = [
+            browser.execute_cdp_cmd("DOM.getBoxModel", {"nodeId": bar})["model"]["width"] for bar in bars["nodeIds"]
+        ]
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    plain, *_, best = (rung.step_ms for rung in kept_rungs(sample.h200_analysis()))
+    assert len(widths) == 2
+    assert widths[1] / widths[0] == pytest.approx(best / plain, rel=0.02)

@@ -1,0 +1,361 @@
+"""The first screen: the bar of modules by phases, cards ranked by what is at stake, confidence, and lines of code."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.report import sample
+from tests.report.page import Page
+from tests.report.subjects.test_kernels import gpu_profile
+from tests.report.subjects.test_kernels import records as profiled
+from tests.report.subjects.test_script_ladder import BASELINE as SCRIPT
+from tests.report.subjects.test_script_ladder import FUSED, TOP, ratio, row
+from trainstep.config import CHANGES, PHASES
+from trainstep.kinds import AttentionRow, ControlRow, KernelRow, ParallelRow, PeakRow, ProfileRow, RungRow, ScriptRow
+from trainstep.records import Times, of_kind
+from trainstep.report.blocks import Advice, Breakdown, Cards, Finding, Headline, Section, Sentences
+from trainstep.report.breakdown import BESIDE, IDLE, OTHERS, UNPLACED, breakdown
+from trainstep.report.cards import CLAIMS, MOST, alarms, cards
+from trainstep.report.numbers import gib
+from trainstep.report.page import render
+from trainstep.report.subjects import SECTIONS, findings
+from trainstep.report.subjects.ladder_findings import kept_rungs
+from trainstep.report.summary import summary
+from trainstep.run.rungs import RUNGS
+
+PROFILE = ProfileRow(
+    workload="m",
+    precision="fp32",
+    times={"step": Times(20.0), "forward": Times(8.0), "backward": Times(10.0), "optimizer": Times(2.0)},
+    kernels_ms=15.0,
+    n=10,
+)  # fmt: skip
+
+
+def profile(**busy):
+    """A profile whose phases have kernels for so long."""
+    times = {f"{phase}{end}": Times(ms) for phase, ms in busy.items() for end in ("_kernels", "_busy")}
+    return replace(PROFILE, times=PROFILE.times | times)
+
+
+def kernel(phase, module, ms):
+    return KernelRow(workload="m", precision="fp32", phase=phase, module=module, kernel=f"k of {module}", ms=ms)
+
+
+def summarised(rows):
+    sections = [section for make in SECTIONS if (section := make(rows)) is not None]
+    made = summary(rows, findings(rows), sections)
+    assert made is not None
+    return made
+
+
+def first(rows, kind):
+    return next((block for block in summarised(rows).blocks if isinstance(block, kind)), None)
+
+
+def drawn(rows, bar=0):
+    """Phase → part → ms of a bar."""
+    stack = breakdown(rows).stacks[bar]
+    return {phase: {part.name: part.ms for part in parts} for phase, parts in stack.phases.items()}
+
+
+# ---- the bar
+
+
+def test_kernels_are_drawn_by_module_and_phase_with_what_the_device_idles():
+    rows = [
+        profile(forward=6.0, backward=7.0, optimizer=2.0),
+        kernel("forward", "blocks.*.attention.query", 1.0),
+        kernel("forward", "blocks.*.attention", 2.0),
+        kernel("forward", "blocks.*.mlp.up", 3.0),
+        kernel("backward", "blocks.*.attention", 4.0),
+        kernel("backward", "blocks.*.mlp.up", 3.0),
+        kernel("optimizer", "(optimizer)", 2.0),
+    ]
+    assert drawn(rows) == {
+        "forward": {"attention": 3.0, "mlp": 3.0, IDLE: 2.0},
+        "backward": {"attention": 4.0, "mlp": 3.0, IDLE: 3.0},
+        "optimizer": {"optimizer": 2.0},
+    }
+    made = breakdown(rows)
+    assert made.stacks[0].total == 20.0
+    assert made.costs == [
+        ("4.00 ms", "backward of attention", "20%"),
+        ("3.00 ms", "forward of attention", "15%"),
+        ("3.00 ms", "forward of mlp", "15%"),
+    ]
+    roles = {part.name: part.role for parts in made.stacks[0].phases.values() for part in parts}
+    assert len(set(roles.values())) == len(roles), "a colour each, the same in every phase"
+
+
+def test_what_no_row_lists_is_not_given_to_a_module():
+    """Rows of short kernels may be left out of a file; the profile knows their sum."""
+    rows = [profile(forward=6.0), kernel("forward", "blocks.*.mlp", 4.0)]
+    assert drawn(rows) == {"forward": {"mlp": 4.0, UNPLACED: 2.0, IDLE: 2.0}}
+    on_cpu = [replace(rows[0], on_cpu=True), *rows[1:]]
+    assert drawn(on_cpu) == {"forward": {"mlp": 4.0, UNPLACED: 2.0, BESIDE: 2.0}}, "a CPU is not idle there"
+
+
+def test_many_modules_are_few_colours():
+    rows = [profile(), *(kernel("forward", f"m{index}", 10.0 - index) for index in range(10))]
+    parts = drawn(rows)["forward"]
+    assert list(parts) == ["m0", "m1", "m2", "m3", "m4", "m5", OTHERS]
+    assert sum(parts.values()) == pytest.approx(55.0)
+
+
+def test_modules_of_two_towers_keep_their_paths():
+    rows = [profile(), kernel("forward", "encoder.*.mlp", 2.0), kernel("forward", "decoder.*.mlp", 1.0)]
+    assert drawn(rows) == {"forward": {"encoder.*.mlp": 2.0, "decoder.*.mlp": 1.0}}
+
+
+def test_without_kernels_a_bar_has_phases_alone_and_the_recommended_step_beside_it():
+    rows = sample.h200_analysis()
+    base, top = kept_rungs(rows)[0], kept_rungs(rows)[-1]
+    for bar, rung in enumerate((base, top)):
+        assert drawn(rows, bar) == {name: {name: rung.times[name].median} for name in PHASES}
+    assert len(breakdown(rows).stacks) == 2
+    html = render(rows)
+    label = r'role="img" aria-label="recommended: bf16[^"]+ forward [\d.]+ ms;[^"]* optimizer [\d.]+ ms"'
+    assert re.search(label, html), "the same in words"
+
+
+def test_a_disputed_ladder_recommends_no_bar_and_no_lines():
+    rows = [row for row in sample.h200_analysis() if not isinstance(row, ControlRow)]
+    top = kept_rungs(rows)[-1]
+    settings = {name: value for name, value in top.case.items() if name != "rung"}
+    rows.append(ControlRow(**settings, speedup=1.1, speedup_low=1.0, speedup_high=1.2))
+    assert len(breakdown(rows).stacks) == 1
+    assert first(rows, Advice) is None
+    assert "In turns at the end 1.10×" in first(rows, Headline).confidence
+
+
+def test_a_script_s_bar_has_its_own_phases():
+    times = {"step": Times(10.0), "data": Times(4.0), "forward": Times(5.0)}
+    rows = [ScriptRow(workload="train.py", times=times, n=9)]
+    assert drawn(rows) == {
+        "waiting for data": {"waiting for data": 4.0},
+        "forward": {"forward": 5.0},
+    }, "what no phase has is no part: medians need not add up"
+    assert breakdown(rows).caption.endswith("the phases’ together are 9.00 ms.")
+
+
+def test_rows_without_phases_have_no_bar():
+    assert breakdown([PeakRow(workload="m", peak_gib=2.0)]) is None
+    assert breakdown([replace(PROFILE, status="failed"), kernel("forward", "m", 1.0)]) is None
+
+
+# ---- the cards
+
+
+def test_cards_are_ranked_by_what_is_at_stake_and_lead_to_their_evidence():
+    rows = profiled(gpu_profile())
+    found = first(rows, Cards)
+    stakes = [float(card.figure.removesuffix(" ms")) for card in found.cards]
+    assert len(stakes) >= 3
+    assert stakes == sorted(stakes, reverse=True)
+    page = Page(render(rows))
+    for card in found.cards:
+        assert card.evidence[0] in page.ids, card.claim
+        assert card.sentence in [each.sentence for each in findings(rows)]
+    idle = next(card for card in found.cards if "idle" in card.claim)
+    assert (idle.figure, idle.share) == ("0.300 ms", "15% of the step")
+
+
+def finding(id, **figures):
+    return Finding(id.partition(".")[0], f"{id} said", id, figures)
+
+
+def test_time_comes_before_memory_and_memory_is_not_left_out():
+    told = [finding("waits.line", line=f"l{index}", ms=float(index)) for index in range(1, 9)]
+    told.append(finding("memory.cache", gib=3.0))
+    found = cards([PROFILE], told, []).cards
+    assert [card.figure for card in found] == ["8.00 ms", "7.00 ms", "6.00 ms", "5.00 ms", "3.00 GiB"]
+    assert len(found) == MOST
+    assert found[0].share == "40% of the step"
+
+
+def test_a_claim_is_made_once_of_its_largest_stake():
+    told = [finding("waits.line", line="l", ms=2.0), finding("waits.line", line="m", ms=5.0),
+            finding("waits.line", line="l", ms=9.0)]  # fmt: skip
+    found = cards([], told, []).cards
+    assert [(card.claim[-2:], card.figure) for card in found] == [(" l", "9.00 ms"), (" m", "5.00 ms")]
+
+
+def test_phases_that_fit_together_are_a_card_only_where_there_is_little_else():
+    longest = {"first": "backward", "first_ms": 9.0, "first_share": 0.6}
+    odd = {"backward_over_forward": 9.0, "expected_backward_over_forward": 2.0, "is_odd": True}
+    waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
+    assert len(cards([], [*waits, finding("phases.longest", **longest)], []).cards) == 3
+    (first_of_all, *_), few = (cards([], [*these, finding("phases.longest", **longest | more)], []).cards
+                               for these, more in ((waits, odd), ([], {})))  # fmt: skip
+    assert first_of_all.claim == "Backward takes 9.0× forward, 2× expected"
+    assert [card.claim for card in few] == ["The longest phase is backward, 60% of the step"]
+
+
+def test_a_rule_that_fills_is_told_only_where_there_is_little_else():
+    filler = finding("warm-up.needed", excess=0.5, step_ms=20.0)
+    waits = [finding("waits.line", line=f"l{index}", ms=1.0) for index in range(3)]
+    assert len(cards([], [filler, *waits[:2]], []).cards) == 3
+    assert [card.claim for card in cards([], [filler, *waits], []).cards if "warm-up" in card.claim] == []
+
+
+def test_nothing_at_stake_is_no_card():
+    assert cards([], [finding("kernels.idle", idle_ms=0.0, idle_share=0.0)], []) is None
+    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.19)], []) is None, "below 1 % of the step"
+    assert cards([PROFILE], [finding("waits.line", line="l", ms=0.21)], []) is not None
+    assert cards([], [finding("kernels.unfused", share=0.5)], []) is None, "of kernels that were not measured"
+    assert cards([], [finding("gain.faster", speedup=2.0, rungs=("a",))], []) is None, "of times that are not known"
+
+
+def test_what_makes_the_rest_worthless_comes_first():
+    rows = [RungRow(workload="m", rung="baseline", verdict="failed", status="failed", reason="no loss")]
+    blocks = summarised(rows).blocks
+    assert isinstance(blocks[0], Cards)
+    assert blocks[0].is_alarm
+    assert "The baseline failed (failed): no loss" in blocks[0].cards[0].sentence
+    assert alarms([finding("kernels.idle", idle_ms=1.0, idle_share=0.5)], []) is None
+
+
+def test_the_action_is_what_a_ladder_found_best_of_what_it_kept():
+    said = finding("utilisation.high", share=0.5, **{"gain of TF32 matmuls": 3.0, "gain of bf16 autocast": 1.2})
+    assert cards([PROFILE], [said], []).cards[0].action == CHANGES["TF32 matmuls"].code
+    kept = [row for row in sample.h200_analysis() if isinstance(row, RungRow)]
+    assert cards([*kept, PROFILE], [said], []).cards[0].action == CHANGES["bf16 autocast"].code, "TF32 is no more"
+    slower = finding("kernels.unfused", share=0.5, **{"gain of compiled blocks": 0.8})
+    assert cards([PROFILE], [slower], []).cards[0].action == "", "it was tried, and did not help"
+
+
+def test_every_claim_is_of_a_rule_that_there_is(request):
+    """An id is written where its finding is made, whole or up to what is put in."""
+    folder = request.config.rootpath / "src/trainstep/report/subjects"
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    beginnings = re.findall(r'found\(\s*f?"([a-z-]+\.[a-z_-]*)', text) + re.findall(r'"(formulas|residuals)\.', text)
+    for id in CLAIMS:
+        assert id in beginnings or any(id.startswith(each) and each.endswith((".", "-")) for each in beginnings), id
+    assert "nothing.here" not in beginnings
+
+
+def test_all_findings_are_there_folded_below_the_cards():
+    rows = profiled(gpu_profile())
+    sentences = first(rows, Sentences)
+    assert sentences.is_folded
+    assert sentences.count == len(findings(rows))
+    assert f"<summary>All findings ({sentences.count})</summary>" in render(rows)
+    noisy = [AttentionRow(**SHAPE, impl="sdpa", times={"both": Times(1.0, 0.5, 1.5)})]
+    assert not first(noisy, Sentences).is_folded, "nothing stands above them"
+
+
+# ---- confidence and the other headlines
+
+
+def test_confidence_names_interval_samples_control_and_noise():
+    rows = sample.h200_analysis()
+    told = first(rows, Headline).confidence
+    assert told.startswith("95 % interval within this run ")
+    assert "one process, 10 steps" in told
+    assert told.count("control: ") == 2
+    assert "the GPU was slowed in 8 of 8 rungs" in told
+    uncontrolled = [row for row in rows if not isinstance(row, ControlRow)]
+    assert "no control was measured" in first(uncontrolled, Headline).confidence
+
+
+def test_a_control_that_fails_is_said_beside_the_headline():
+    rows = [row for row in sample.cpu_analysis() if not isinstance(row, ControlRow)]
+    case = {name: value for name, value in kept_rungs(rows)[0].case.items() if name != "rung"}
+    rows.append(ControlRow(**case, first_ms=1.0, again_ms=1.3, ratio=1.3, ratio_low=1.2, ratio_high=1.4))
+    told = first(rows, Headline).confidence
+    assert "again at the end took 1.30× [1.20–1.40] its first time, so the machine changed" in told
+
+
+SHAPE = {"batch": 8, "heads": 1, "seq": 1024, "head_dim": 64, "causal": "yes", "dtype": "bf16"}
+
+
+def test_attention_s_headline_is_the_fastest_of_the_largest_case():
+    rows = [
+        AttentionRow(**SHAPE, impl=impl, times={"both": Times(ms)}, n=9)
+        for impl, ms in {"eager": 4.0, "sdpa": 2.0, "flex": 3.0}.items()
+    ]
+    small = {**SHAPE, "seq": 128}
+    rows += [AttentionRow(**small, impl=impl, times={"both": Times(0.1)}) for impl in ("eager", "flex")]
+    rows += [AttentionRow(**{**SHAPE, "seq": 4096}, impl="eager", times={"both": Times(64.0)})]
+    made = first(rows, Headline)
+    assert (made.figure.value, made.says) == (2.0, "forward and backward with sdpa, the fastest of 3 implementations")
+    assert "seq 1024" in made.detail
+    assert made.stats == [("flex", "3.00 ms", "1.50× the time"), ("eager", "4.00 ms", "2.00× the time")]
+
+
+def test_schemes_and_peaks_have_a_headline_of_their_own():
+    schemes = [
+        ParallelRow(workload="m", scheme=name, world_size=2, times={"step": Times(ms)}, n=9)
+        for name, ms in {"single": 5.0, "ddp": 8.0, "fsdp": 9.0}.items()
+    ]
+    assert first(schemes, Headline).says == "per step with ddp, the fastest of 2 schemes"
+    peaks = [
+        PeakRow(workload="m", mode="step", context=512, peak_gib=3.0),
+        PeakRow(workload="m", context=64, peak_gib=1.0),
+    ]
+    assert first(peaks, Headline).figure.text == "3.00 GiB"
+
+
+def test_a_profile_s_headline_is_its_step_without_the_profiler():
+    made = first(profiled(gpu_profile()), Headline)
+    assert made.figure.value == 2.0
+    assert ("Device idle", "15%", "without the profiler") in made.stats
+
+
+# ---- advice
+
+
+def test_kept_rungs_are_lines_with_the_gain_that_was_measured():
+    rows = sample.h200_analysis()
+    lines = {line.rung: line for line in first(rows, Advice).lines}
+    kept = {rung.rung: rung for rung in kept_rungs(rows)}
+    assert list(lines) == ["bf16 autocast", "fused attention", "fused optimizer", "compiled blocks"]
+    for name in ("fused attention", "fused optimizer", "compiled blocks"):
+        gain = kept[name]
+        assert lines[name].code == CHANGES[name].code
+        shown = [each.value for each in (lines[name].gain, lines[name].gain.low, lines[name].gain.high)]
+        assert shown == pytest.approx([gain.gain, gain.gain_low, gain.gain_high])
+    together = kept["TF32 matmuls"].gain * kept["bf16 autocast"].gain
+    assert lines["bf16 autocast"].gain.value == pytest.approx(together), "TF32 is gone from the top, its gain is not"
+    total = 1.0
+    for line in lines.values():
+        total *= line.gain.value
+    assert total == pytest.approx(kept_rungs(rows)[-1].speedup, rel=0.01)
+
+
+def test_a_rung_kept_for_its_memory_says_what_it_saves():
+    base, top = kept_rungs(sample.cpu_analysis())[:2]
+    smaller = replace(top, peak_gib=0.1, gain=1.0, gain_low=0.99, gain_high=1.01)
+    (line,) = first([base, smaller], Advice).lines
+    assert line.gain.note == f"peak {gib(base.peak_gib).removesuffix(' MiB')} → 102 MiB"
+
+
+def test_a_script_s_ladder_has_its_lines_and_its_headline():
+    rows = [SCRIPT, replace(FUSED, **ratio("gain", 2.0)), TOP]
+    (line,) = first(rows, Advice).lines
+    assert (line.rung, line.code, line.gain.value) == ("fused optimizer", CHANGES["fused optimizer"].code, 2.0)
+    assert first(rows, Headline).figure.value == 2.5
+    assert "between runs 2.45–2.55×" in first(rows, Headline).confidence
+    other = row("its own", 5.0, **ratio("gain", 1.5), verdict="faster", kept=True, lines="do(this)")
+    assert first([SCRIPT, other], Advice).lines[0].code == "do(this)", "as the row has it"
+
+
+def test_both_ladders_name_the_same_lines():
+    assert {rung.name: rung.lines for rung in RUNGS} == {rung.name: CHANGES[rung.name].text for rung in RUNGS}
+    rungs = {each.rung for each in of_kind([*sample.cpu_analysis(), *sample.h200_analysis()], RungRow)}
+    pretended = {"baseline", "fp16 autocast", "batch of 64", "FP8 matmuls"}
+    assert rungs - pretended <= set(CHANGES)
+
+
+def test_two_ladders_have_ids_of_their_own():
+    rows = sample.cpu_analysis()
+    page = Page(render([*rows, *(replace(row, workload="other") for row in rows if isinstance(row, RungRow))]))
+    assert {"lines", "lines-1", "flags", "flags-1"} <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+
+
+def test_a_breakdown_needs_no_section():
+    assert isinstance(summary([], [], []), Section | type(None))
+    assert isinstance(first(sample.cpu_analysis(), Breakdown), Breakdown)
