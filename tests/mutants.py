@@ -51,7 +51,7 @@ JUDGES = {
         f"tests/bench/check/test_{name}.py" for name in ("reference", "reproducible", "step")
     ),
     "bench/check/rounding.py": ("tests/bench/check/test_rounding.py",),
-    "bench/check/step.py": ("tests/bench/check/test_step.py",),
+    "bench/check/step.py": ("tests/bench/check/test_reproducible.py", "tests/bench/check/test_step.py"),
     "bench/check/updates.py": ("tests/bench/check/test_updates.py",),
     "bench/parallel/check.py": ("tests/bench/parallel/test_check_little.py", "tests/bench/parallel/test_check.py"),
     "report/compare.py": ("tests/report/test_compare.py",),

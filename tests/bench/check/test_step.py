@@ -235,13 +235,21 @@ def test_a_verdict_s_columns():
     own, exact = deviation(0.5), deviation(0.25)
     alone = Verdict(own, UPDATED).columns()
     assert (alone["gradient_error"], alone["float32_error"], alone["float32_allowed"]) == (0.005, 0.005, 0.01)
-    assert (alone["not_in_float32"], alone["compared"]) == (None, None)
+    assert (alone["not_in_float32"], alone["compared"], alone["not_checked"], alone["batches"]) == (None,) * 4
     both = Verdict(own, UPDATED, exact, compared="without dropout").columns()
     assert (both["gradient_error"], both["float32_error"], both["compared"]) == (0.005, 0.0025, "without dropout")
     assert (both["update_error"], both["update_allowed"], both["worst_parameter"]) == (1e-6, 2e-6, "w")
     none = Verdict(own, UPDATED, None, "out of memory: no room").columns()
     assert (none["float32_error"], none["float32_allowed"]) == (None, None)
     assert none["not_in_float32"] == "out of memory: no room"
+
+
+def test_what_is_within_a_budget_that_says_nothing_is_not_told():
+    vague = Verdict(dataclasses.replace(deviation(0.5), gradient_allowed=0.567), UPDATED)
+    assert vague.not_told == "rounding alone takes its gradients off by so much that 0.57 would be allowed"
+    assert vague.columns()["not_checked"] == vague.not_told
+    assert Verdict(dataclasses.replace(deviation(200), gradient_allowed=0.567), UPDATED).not_told == "", "it is wrong"
+    assert Verdict(deviation(0.5), UPDATED).not_told == Verdict(deviation(200), UPDATED).not_told == ""
 
 
 def test_the_plain_form_trains_alike_by_the_plainest_means():
