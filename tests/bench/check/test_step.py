@@ -231,6 +231,26 @@ def test_a_verdict_says_each_part_that_is_wrong_and_no_other(verdict, said):
     assert str(verdict) == said
 
 
+def test_where_only_16_bits_fit_it_is_said_why_nothing_was_judged_in_float32():
+    def build(step):
+        if step.precision != "bf16-pure":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return PLAIN.build(step)
+
+    judge, narrow = StepCheck(WorkloadSource("big", build), BASE), dataclasses.replace(BASE, precision="bf16-pure")
+    for _ in range(2):
+        verdict = judge.judge(narrow)
+        assert verdict.is_right
+        assert verdict.not_in_float32 == "out of memory: CUDA out of memory"
+
+
+def test_how_random_numbers_were_compared_is_told_of_both_precisions():
+    """In float32 it draws as the plain step does, in bf16 it does not."""
+    config = StepConfig(device="cpu", precision="bf16")
+    _, verdict = StepCheck(source_of(lambda: dropped(OtherDropout)), StepConfig(device="cpu")).start(config)
+    assert verdict.compared == "without dropout"
+
+
 def test_a_verdict_s_columns():
     own, exact = deviation(0.5), deviation(0.25)
     alone = Verdict(own, UPDATED).columns()
