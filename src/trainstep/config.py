@@ -264,18 +264,20 @@ class Change:
 CHANGES: Mapping[str, Change] = {
     "TF32 matmuls": Change('torch.set_float32_matmul_precision("high")', "once, before the first step"),
     "bf16 autocast": Change(
-        "with torch.autocast(device, torch.bfloat16):", "around the model's call; .float() on what it returns"
+        "with torch.autocast(device.type, torch.bfloat16):", "around the model's call; .float() on what it returns"
     ),
     "fused attention": Change(
-        "F.scaled_dot_product_attention(q, k, v, is_causal=True)", "in place of attention that is written out"
+        "F.scaled_dot_product_attention(q, k, v, is_causal=…)",
+        "in place of attention that is written out; is_causal as your model has it",
     ),
     "our FlashAttention": Change(
-        "trainstep.attention.flash_attention(q, k, v, is_causal=True)", "in place of scaled_dot_product_attention"
+        "trainstep.attention.flash_attention(q, k, v, is_causal=…)",
+        "in place of scaled_dot_product_attention, after import trainstep.attention",
     ),
     "fused optimizer": Change(
         "torch.optim.AdamW(model.parameters(), …, fused=True)", "Adam, SGD and Adagrad take the argument too"
     ),
-    "compiled blocks": Change("for block in model.blocks: block.compile()", "of the model's own list of blocks"),
+    "compiled blocks": Change("for block in blocks: block.compile()", "the model's own list of blocks"),
     "compiled model": Change("model.compile()", "after the model is on its device"),
     "chunked loss": Change(
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",

@@ -12,7 +12,7 @@ from tests.report import sample
 from tests.report.page import HOSTILE, Page, as_numbers, expected_ladder, hostile_records
 from trainstep.errors import UsageError
 from trainstep.kinds import PlanMachineRow, RungRow, StepRow
-from trainstep.records import Row, of_kind
+from trainstep.records import Row, of_kind, read_records
 from trainstep.report.blocks import fact
 from trainstep.report.columns import Cell
 from trainstep.report.numbers import number
@@ -192,3 +192,11 @@ def test_only_a_page_with_measured_times_explains_medians() -> None:
     assert "Times are medians" not in footer([machine])
     assert "1 GiB = 2<sup>30</sup> bytes" in footer([machine])
     assert "Times are medians" in footer([machine, *sample.cpu_analysis()])
+
+
+@pytest.mark.parametrize("name", ["h200-tour", "cpu-tour"])
+def test_rows_kept_for_their_figures_alone_have_no_charts(name: str) -> None:
+    """These files keep no series: their timelines were a KeyError."""
+    records = read_records(Path(__file__).parents[2] / "docs" / "results" / f"{name}.jsonl")
+
+    assert "allocations" in {link.removeprefix("#") for link in Page(render(records)).anchors}

@@ -120,6 +120,27 @@ def test_without_kernels_a_bar_has_phases_alone_and_the_recommended_step_beside_
     assert re.search(label, html), "the same in words"
 
 
+def test_the_recommended_bar_has_no_colour_of_a_module_s():
+    """Two bars under one legend: blue was attention in one and forward in the other."""
+    rows = [*sample.h200_analysis()]
+    step = next(each for each in of_kind(rows, RungRow))
+    busy = {f"{phase}_{part}": Times(3.0) for phase in ("forward", "backward") for part in ("kernels", "busy")}
+    times = {phase: Times(4.0) for phase in ("step", "forward", "backward")} | busy
+    case = {name: value for name, value in step.case.items() if name != "rung"}
+    profiled_step = ProfileRow(**case, times=times, kernels_ms=6.0, n=10)
+    kernels = [
+        KernelRow(**case, phase=phase, module="blocks.*.mlp", kernel=phase, ms=3.0) for phase in ("forward", "backward")
+    ]
+    both = breakdown([*rows, profiled_step, *kernels])
+    assert len(both.stacks) == 2
+    of_modules, recommended = (
+        {part.role for parts in stack.phases.values() for part in parts} for stack in both.stacks
+    )
+    assert "neutral" not in of_modules
+    assert recommended == {"neutral"}
+    assert {part.role for parts in breakdown(rows).stacks[1].phases.values() for part in parts} > {"kind-1", "kind-2"}
+
+
 def test_a_disputed_ladder_recommends_no_bar_and_no_lines():
     rows = [row for row in sample.h200_analysis() if not isinstance(row, ControlRow)]
     top = kept_rungs(rows)[-1]
@@ -325,6 +346,61 @@ def test_kept_rungs_are_lines_with_the_gain_that_was_measured():
     assert total == pytest.approx(kept_rungs(rows)[-1].speedup, rel=0.01)
 
 
+def rung(name, gain, speedup, **case):
+    low, high = {"gain_low": 0.99 * gain, "gain_high": 1.01 * gain}, {"speedup_low": speedup, "speedup_high": speedup}
+    return RungRow(
+        workload="m", rung=name, gain=gain, speedup=speedup, kept=True, verdict="faster", gradient_error=0.0,
+        error_budget=1.0, times={"step": Times(100 / speedup)}, **low, **high, **case,
+    )  # fmt: skip
+
+
+def test_a_gain_counts_to_what_took_the_place_of_its_line_and_to_no_neighbour():
+    eager = {"precision": "fp32", "attention": "eager", "optimizer": "adamw-foreach"}
+    low, fused = eager | {"precision": "bf16"}, {"precision": "bf16", "attention": "sdpa"}
+    rows = [
+        replace(rung("baseline", 1.0, 1.0, **eager), verdict="baseline"),
+        rung("bf16 autocast", 2.0, 2.0, **low),
+        rung("fused attention", 1.5, 3.0, **low | fused),
+        rung("fused optimizer", 1.25, 3.75, **low | fused | {"optimizer": "adamw-fused"}),
+        rung("our FlashAttention, on the top", 1.2, 4.5,
+             **low | {"attention": "flash-triton", "optimizer": "adamw-fused"}),
+    ]  # fmt: skip
+    lines = {line.rung: line.gain.value for line in first(rows, Advice).lines}
+    assert list(lines) == ["bf16 autocast", "fused optimizer", "our FlashAttention, on the top"]
+    assert list(lines.values()) == pytest.approx([2.0, 1.25, 1.5 * 1.2])
+
+
+def test_the_first_rung_that_fits_is_a_line_too():
+    """Without it the script would still be too large."""
+    case = {"precision": "fp32", "attention": "eager"}
+    too_large = RungRow(workload="m", rung="baseline", status="out of memory", reason="40 GiB", **case)
+    fits = replace(rung("bf16 autocast", 1.0, 1.0, precision="bf16", attention="eager"), verdict="first that fits")
+    (line,) = first([too_large, fits], Advice).lines
+    assert (line.code, line.gain.text, line.gain.note) == (
+        CHANGES["bf16 autocast"].code, "fits", "the baseline does not",
+    )  # fmt: skip
+    second = rung("fused attention", 1.5, 1.5, precision="bf16", attention="sdpa")
+    assert [line.rung for line in first([too_large, fits, second], Advice).lines] == [
+        "bf16 autocast",
+        "fused attention",
+    ]
+
+
+def test_a_disputed_ladder_advises_nothing_on_cards_either():
+    rows = sample.h200_analysis()
+    top = kept_rungs(rows)[-1]
+    control = next(row for row in of_kind(rows, ControlRow))
+    against = replace(
+        control, precision=top.precision, attention=top.attention, compile=top.compile, optimizer=top.optimizer,
+        loss=top.loss, speedup=1.0, speedup_low=0.9, speedup_high=1.1,
+    )  # fmt: skip
+    disputed = [*rows, against]
+    assert first(rows, Advice) is not None
+    assert first(disputed, Advice) is None
+    assert "On the ladder" in " ".join(finding.sentence for finding in findings(rows))
+    assert "On the ladder" not in " ".join(finding.sentence for finding in findings(disputed))
+
+
 def test_a_rung_kept_for_its_memory_says_what_it_saves():
     base, top = kept_rungs(sample.cpu_analysis())[:2]
     smaller = replace(top, peak_gib=0.1, gain=1.0, gain_low=0.99, gain_high=1.01)
@@ -333,13 +409,38 @@ def test_a_rung_kept_for_its_memory_says_what_it_saves():
 
 
 def test_a_script_s_ladder_has_its_lines_and_its_headline():
-    rows = [SCRIPT, replace(FUSED, **ratio("gain", 2.0)), TOP]
+    lines = CHANGES["fused optimizer"].text
+    rows = [SCRIPT, replace(FUSED, **ratio("gain", 2.0), lines=lines), replace(TOP, lines=lines)]
     (line,) = first(rows, Advice).lines
     assert (line.rung, line.code, line.gain.value) == ("fused optimizer", CHANGES["fused optimizer"].code, 2.0)
     assert first(rows, Headline).figure.value == 2.5
     assert "between runs 2.45–2.55×" in first(rows, Headline).confidence
-    other = row("its own", 5.0, **ratio("gain", 1.5), verdict="faster", kept=True, lines="do(this)")
+    proven = ratio("gain", 1.5) | ratio("speedup", 1.5)
+    other = row("its own", 5.0, **proven, verdict="faster", kept=True, lines="do(this)")
     assert first([SCRIPT, other], Advice).lines[0].code == "do(this)", "as the row has it"
+
+
+def test_a_script_s_line_that_another_took_the_place_of_is_not_advised():
+    kept = {"verdict": "faster", "kept": True}
+    blocks = row("compiled blocks", 8.0, **ratio("gain", 1.25), **kept, lines=CHANGES["compiled blocks"].text)
+    model = row("compiled model", 7.0, **ratio("gain", 1.14), **kept, lines=CHANGES["compiled model"].text)
+    rows = [SCRIPT, blocks, model, replace(TOP, lines=model.lines)]
+    advice = first(rows, Advice)
+    assert [line.rung for line in advice.lines] == ["compiled model"]
+    assert "compiled blocks had brought 1.25×" in advice.note
+    assert next(each for each in findings(rows) if each.id == "gain.script").figures["rungs"] == ("compiled model",)
+    uncertain = replace(TOP, lines=model.lines, speedup_low=0.9)
+    assert first([SCRIPT, blocks, model, uncertain], Advice) is None, "together nothing was certain"
+
+
+def test_a_script_s_line_reads_as_its_row_has_it():
+    old = row(
+        "loader workers", 5.0, **ratio("gain", 1.5), verdict="faster", kept=True, lines="DataLoader(num_workers=8)"
+    )
+    line = first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).lines[0]
+    assert (line.code, line.where) == ("DataLoader(num_workers=8)", "")
+    assert first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).to_copy.startswith("# loader workers: 1.50×")
+    assert ", \n" not in first([SCRIPT, old, replace(TOP, lines=old.lines)], Advice).to_copy
 
 
 def test_both_ladders_name_the_same_lines():

@@ -88,7 +88,9 @@ class Advice:
     @property
     def to_copy(self) -> str:
         """The lines, each below a comment that says what it is."""
-        return "\n".join(f"# {each.rung}: {each.gain.plain}, {each.where}\n{each.code}" for each in self.lines)
+        heads = [", ".join(filter(None, (each.gain.plain, each.where))) for each in self.lines]
+        pairs = zip(self.lines, heads, strict=True)
+        return "\n".join(f"# {each.rung}: {head}\n{each.code}" for each, head in pairs)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from trainstep.config import PHASES
 from trainstep.kinds import KernelRow, ParallelRow, ProfileRow, RungRow
@@ -36,11 +37,12 @@ _TOP = 3
 def breakdown(rows: Sequence[Row]) -> Breakdown | None:
     """The bar of the step that was taken apart, and below it that of the recommended one; None where no row has
     phases."""
-    first = _profiled(rows) or _timed(rows)
+    profiled = _profiled(rows)
+    first = profiled or _timed(rows)
     if first is None:
         return None
     stack, caption = first
-    best = _recommended(rows)
+    best = _recommended(rows, role=None if profiled is None else "neutral")
     stacks = [stack, *([best] if best is not None else [])]
     sums = Counter[str]()
     roles: dict[str, str] = {}
@@ -115,7 +117,7 @@ def _of_kernels(profile: ProfileRow, kernels: Sequence[KernelRow], name: str) ->
         if phase in PHASES or merged.total() >= SEEN * total:
             name_of_phase = phase.strip("()")
             phases[name_of_phase] = [Part(each, merged[each], roles[each]) for each in roles if merged.get(each)]
-    caption = "Kernels of one profiled step, by the module whose forward made them"
+    caption = "Kernels of a profiled step, by the module whose forward made them"
     caption += f"; {empty} is what phases take beyond them, without the profiler." if idle >= SMALL * total else "."
     if profile.has_steps is False:
         caption = "Kernels of the whole trace, by the module whose forward made them."
@@ -166,13 +168,21 @@ def _timed(rows: Sequence[Row]) -> tuple[Stack, str] | None:
     return None
 
 
-def _recommended(rows: Sequence[Row]) -> Stack | None:
-    """The phases of the one ladder's top, if it is another step than the first, and its speed-up is not disputed."""
+def _recommended(rows: Sequence[Row], role: str | None) -> Stack | None:
+    """The phases of the one ladder's top, if it is another step than the first, and its speed-up is not disputed.
+
+    Args:
+        role: of all its parts, where colours stand for modules in the bar above.
+    """
     every = list(climbs(rows).values())
     kept = kept_rungs(every[0]) if len(every) == 1 else []
     if len(kept) < 2 or disputing(kept, with_controls(every[0], rows)) is not None:
         return None
-    return _of_phases(kept[-1], f"recommended: {_settings(kept[-1], kept[0])}")
+    stack = _of_phases(kept[-1], f"recommended: {_settings(kept[-1], kept[0])}")
+    if stack is None or role is None:
+        return stack
+    phases = {phase: [replace(part, role=role) for part in parts] for phase, parts in stack.phases.items()}
+    return replace(stack, phases=phases)
 
 
 def _of_phases(row: Timed, name: str, words: Mapping[str, str] | None = None) -> Stack | None:

@@ -48,8 +48,11 @@
     });
   }
 
-  const folded = document.querySelectorAll("details:not([open])");
-  addEventListener("beforeprint", () => { for (const each of folded) each.open = true; });
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const each of folded) each.open = true;
+  });
   addEventListener("afterprint", () => { for (const each of folded) each.open = false; });
 
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));

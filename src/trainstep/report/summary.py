@@ -7,21 +7,9 @@ import re
 from collections.abc import Sequence
 
 from trainstep.config import CHANGES, Change
-from trainstep.kinds import (
-    RungRow,
-    ScriptRungRow,
-)
+from trainstep.kinds import RungRow, ScriptRungRow
 from trainstep.records import Row
-from trainstep.report.blocks import (
-    TOPICS,
-    Advice,
-    Block,
-    Finding,
-    Flags,
-    Line,
-    Section,
-    Sentences,
-)
+from trainstep.report.blocks import TOPICS, Advice, Block, Finding, Flags, Line, Section, Sentences
 from trainstep.report.breakdown import breakdown
 from trainstep.report.cards import alarms, cards
 from trainstep.report.columns import Cell, ratio_cell
@@ -29,11 +17,11 @@ from trainstep.report.headlines import change_of, headlines
 from trainstep.report.numbers import gib
 from trainstep.report.subjects import script_ladder
 from trainstep.report.subjects.ladder_findings import (
+    BASELINE,
     base_name,
-    changes,
     climbs,
+    credited,
     disputing,
-    gains_between,
     kept_rungs,
     recommended_flags,
     with_controls,
@@ -72,38 +60,47 @@ def _advice(records: Sequence[Row]) -> list[Block]:
     for place, (name, climb) in enumerate(climbs(records).items()):
         own, suffix = with_controls(climb, records), f"-{place}" if place else ""
         whose, kept = f" ({name})" if name else "", kept_rungs(climb)
-        if len(kept) > 1 and disputing(kept, own) is None and (lines := _lines(kept)):
-            note = f"Each gain is over the lines above it, {WITHIN_RUN}, with its 95 % interval."
+        if kept and disputing(kept, own) is None and (lines := _lines(kept)):
+            note = f"Each gain is over the lines above it, {WITHIN_RUN}, with its 95 % interval; {_TEMPLATE}"
             blocks.append(Advice(f"What to write in your own script{whose}", note, lines, f"lines{suffix}"))
         if flags := recommended_flags(own):
             says = f"For trainstep’s own commands, add these flags{whose}"
             blocks.append(Flags(re.split(r" (?=--)", flags), says, f"flags{suffix}"))
-    climbed = script_ladder.rungs(records)
-    kept_here = [row for row in climbed if row.kept and row.verdict != "baseline"]
-    if kept_here and climbed[0].status == "ok":
-        own_lines = [_script_line(row) for row in kept_here]
-        note = "Each gain is over the lines above it, between runs, with its 95 % interval."
-        blocks.append(Advice("What to write in the script", note, own_lines, "script-lines"))
+    last = script_ladder.top(records)
+    if last is not None and last.speedup_low is not None and last.speedup_low > 1:
+        there, gone = script_ladder.kept_lines(records)
+        note = f"Each gain is over the lines above it, between runs, with its 95 % interval; {_TEMPLATE}"
+        for row in gone:
+            note += f" {row.rung} had brought {ratio_cell(row, 'gain').plain} before another line took its place."
+        blocks.append(Advice("What to write in the script", note, [_script_line(row) for row in there], "script-lines"))
     return blocks
 
 
+_TEMPLATE = "names and … stand for what your script has."
+
+
 def _lines(kept: Sequence[RungRow]) -> list[Line]:
-    """One line per kept rung whose change is still there at the top; a rung that it took the place of counts to it."""
-    lines, before = [], kept[0]
-    for row, _ in changes(kept):
-        ratio = gains_between(before, row, kept)
+    """One line per kept rung whose change is still there at the top; before them the first rung that fitted."""
+    lines = []
+    if kept[0].rung != BASELINE:
+        change = _change(kept[0])
+        lines.append(Line(kept[0].rung, change.code, change.where, Cell("fits", note="the baseline does not")))
+    for before, row, ratio in credited(kept):
         bounds = (ratio.interval.low, ratio.interval.high) if ratio.interval else None
         low, high = (Cell(f"{end:.2f}", end) for end in bounds) if bounds else (None, None)
         saves = change_of(before, row, "peak_gib", gib, "")
         is_certain = bounds is not None and bounds[0] > 1
         note = f"peak {saves}" if not is_certain and "→" in saves else ""
-        change = CHANGES.get(base_name(row)) or Change(row.rung, "a change of the ladder’s own")
-        gain = Cell(f"{ratio.value:.2f}×", ratio.value, "gain", low, high, note=note)
+        change, gain = _change(row), Cell(f"{ratio.value:.2f}×", ratio.value, "gain", low, high, note=note)
         lines.append(Line(row.rung, change.code, change.where, gain))
-        before = row
     return lines
 
 
+def _change(row: RungRow) -> Change:
+    return CHANGES.get(base_name(row)) or Change(row.rung, "a change of the ladder’s own")
+
+
 def _script_line(row: ScriptRungRow) -> Line:
-    change = CHANGES.get(row.rung) or Change(row.lines or row.rung, "")
+    known = CHANGES.get(row.rung)
+    change = known if known is not None and row.lines in (None, known.text) else Change(row.lines or row.rung, "")
     return Line(row.rung, change.code, change.where, ratio_cell(row, "gain"))

@@ -117,8 +117,8 @@ def allocations(records: Sequence[Row]) -> Section | None:
         owners, largest = belonging(records, OwnerRow, row), belonging(records, AllocationRow, row)
         owners_of = replace(OWNERS, caption=f"Who owns the peak: {title}")
         largest_of = replace(LARGEST, caption=f"The largest allocations: {title}")
+        blocks += [Charts([_chart(row, title, place)])] if row.series else []  # a file may keep the figures alone
         blocks += [
-            Charts([_chart(row, title, place)]),
             make_table(owners_of, owners, "page", name=f"owners-{place}"),
             make_table(largest_of, largest, "page", name=f"largest-{place}"),
         ]
@@ -127,7 +127,8 @@ def allocations(records: Sequence[Row]) -> Section | None:
         "hover for an allocation’s size and the line of code that made it. What always stays is drawn as one at first; "
         "the slider shows more."
     )
-    return Section("allocations", "Allocations", "Every allocation of the step", lead, blocks)
+    is_drawn = any(isinstance(block, Charts) for block in blocks)
+    return Section("allocations", "Allocations", "Every allocation of the step", lead if is_drawn else "", blocks)
 
 
 SECTIONS = (allocations,)

@@ -197,7 +197,7 @@ def _blocks(records: Sequence[Row], profile: ProfileRow, title: str, suffix: str
     if roof := _roofline_chart(profile, ceilings, rows, title, suffix):
         charts.append(roof)
     found: list[Block] = [Facts(_facts(profile), name=f"profile{suffix}"), Charts(charts)]
-    if lines := belonging(records, TimelineRow, profile):
+    if lines := [row for row in belonging(records, TimelineRow, profile) if row.series]:
         found.append(Charts([_timeline_chart(lines[0], title, suffix)]))
     if sums := _phase_table(profile, title, suffix):
         found.append(sums)

@@ -95,9 +95,18 @@ def changes(kept: Sequence[RungRow]) -> list[tuple[RungRow, list[str]]]:
 
 
 def tried(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> tuple[str, dict[str, Scalar]]:
-    """What ladders of this workload measured of such changes, in words and as `gain of RUNG`; empty where none did."""
+    """What ladders of this workload measured of such changes, in words and as `gain of RUNG`; empty where none did.
+
+    A ladder whose speed-up is disputed says nothing.
+    """
     told, gains = [], dict[str, Scalar]()
-    own = [row for row in of_kind(rows, RungRow) if base_name(row) in names and row.workload in (None, workload)]
+    own = [
+        row
+        for climb in climbs(rows).values()
+        if not ((kept := kept_rungs(climb)) and disputing(kept, with_controls(climb, rows)))
+        for row in climb
+        if base_name(row) in names and row.workload in (None, workload)
+    ]
     for row in {base_name(row): row for row in own}.values():  # the last try of each
         if row.status != "ok":
             told.append(f"{row.rung} could not be used ({row.status})")
@@ -215,11 +224,22 @@ def after(row: RungRow, kept: Sequence[RungRow]) -> Ratio:
     return product([_gain_of(each) for each in later])
 
 
-def gains_between(before: RungRow, row: RungRow, kept: Sequence[RungRow]) -> Ratio:
-    """The speed-up that the rungs kept after `before` brought together, up to `row`."""
-    later = itertools.islice(itertools.dropwhile(lambda each: each is not before, kept), 1, None)
-    until = itertools.takewhile(lambda each: each is not row, later)
-    return product([*map(_gain_of, until), _gain_of(row)])
+def credited(kept: Sequence[RungRow]) -> list[tuple[RungRow, RungRow, Ratio]]:
+    """Of each change that is there at the top: the rung kept before it, its own, and what it brought.
+
+    The gain of a rung that another took the place of, as bf16 does of TF32, counts to that other.
+    """
+    steps = [
+        (before, rung, {name for name in SETTINGS if rung.case.get(name) != before.case.get(name)})
+        for before, rung in itertools.pairwise(kept)
+    ]
+    there = {id(rung) for rung, _ in changes(kept)}
+    gone = [(rung, names) for _, rung, names in steps if id(rung) not in there]
+    return [
+        (before, rung, product([_gain_of(each) for each in (*(each for each, own in gone if own & names), rung)]))
+        for before, rung, names in steps
+        if id(rung) in there
+    ]
 
 
 def _gain_of(row: RungRow) -> Ratio:

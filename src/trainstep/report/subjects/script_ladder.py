@@ -88,16 +88,32 @@ def rungs(rows: Sequence[Row]) -> list[ScriptRungRow]:
     return [row for row in of_kind(rows, ScriptRungRow) if row.rung not in (TOP, PATCHED)]
 
 
-def proven(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What was kept, what it brings together, and the lines to add for it."""
+def top(rows: Sequence[Row]) -> ScriptRungRow | None:
+    """All that was kept, together: measured once more, or else the last rung that was kept; None where nothing was."""
     climbed = rungs(rows)
     kept = [row for row in climbed if row.kept and row.verdict != "baseline"]
+    if not kept or climbed[0].status != "ok":
+        return None
+    return next((row for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), kept[-1])
+
+
+def kept_lines(rows: Sequence[Row]) -> tuple[list[ScriptRungRow], list[ScriptRungRow]]:
+    """The kept rungs whose lines are there at the top, and those that a later one took the place of."""
+    kept = [row for row in rungs(rows) if row.kept and row.verdict != "baseline"]
+    together = next((row.lines for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), None)
+    there = [row for row in kept if not together or not row.lines or row.lines in together]
+    return there, [row for row in kept if row not in there]
+
+
+def proven(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What was kept, what it brings together, and the lines to add for it."""
+    climbed, (kept, _) = rungs(rows), kept_lines(rows)
     if not climbed or climbed[0].status != "ok":
         return
-    if not kept:
+    last = top(rows)
+    if last is None:
         yield found("gain.script_none", "No change from outside made the script faster: it is the best found.")
         return
-    last = next((row for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), kept[-1])
     names = tuple(row.rung for row in kept)
     if last.speedup_low is not None and last.speedup_low > 1:
         figures: dict[str, Scalar] = {"speedup": last.speedup, "low": last.speedup_low, "high": last.speedup_high}
