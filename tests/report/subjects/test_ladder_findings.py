@@ -7,7 +7,7 @@ import pytest
 from tests.report.test_findings import SETTINGS, bf16, found, rung
 from trainstep.kinds import ControlRow
 from trainstep.records import make_row
-from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs, disputing
+from trainstep.report.subjects.ladder_findings import after, after_precision, changes, climbs, disputing, times_agree
 
 BASELINE = rung("baseline", "baseline", step_ms=1000.0)
 
@@ -45,6 +45,17 @@ def test_what_came_after_a_rung_is_the_product_of_the_gains_kept_since():
     assert 1.9 * 1.4 < found.interval.low < 1.4 * 2 < 3.0 < 1.6 * 2 < found.interval.high < 2.1 * 1.6
     assert after(three, [one, two, three]).value == 1.0
     assert after(one, [one, two, replace(three, gain_low=None)]).interval is None
+
+
+@pytest.mark.parametrize(("ms", "agree"), [(480.0, True), (1100.0, False), (200.0, False)])
+def test_times_that_belie_the_speed_up_are_said_to_be_of_different_moments(ms, agree):
+    """Twice as fast in turns: 1,000 ms → 1,100 ms beside it would be absurd."""
+    top = bf16(step_ms=ms, speedup=2.0, speedup_low=1.9, speedup_high=2.1)
+    assert times_agree([BASELINE, top]) is agree
+    (told,) = found([BASELINE, top], "gain")
+    assert (f": 1,000 ms → {ms:,.0f} ms" in told.sentence) is agree
+    moved = f"the machine changed: the first took 1,000 ms when it was tried, the last {ms:,.0f} ms), with loss"
+    assert (moved in told.sentence) is not agree
 
 
 def failed_baseline(case=None, reason="no such file"):

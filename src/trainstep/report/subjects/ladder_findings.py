@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from trainstep.kinds import ControlRow, RungRow
@@ -192,8 +193,8 @@ def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
         said = f": {said}" + (": peak memory {peak_before_gib:gib} → {peak_after_gib:gib}" if both else "")
     else:
         called = "faster"
-        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}: {{before_ms:ms}} → "
-        said += "{after_ms:ms}"
+        said = f" {'makes' if is_one else 'make'} the step {{speedup:.2f}}× faster {interval}"
+        said += ": {before_ms:ms} → {after_ms:ms}" if times_agree(kept) else _MOVED
         if (later := after_precision(kept)) is not None:
             said += " ({after_precision:.2f}× of it after {precision_rung})"
             figures |= later
@@ -208,6 +209,25 @@ def _gain(kept: Sequence[RungRow], whose: str) -> Finding:
     figures |= {"before_ms": first.step_ms, "after_ms": last.step_ms}
     figures |= {"peak_before_gib": first.peak_gib, "peak_after_gib": last.peak_gib}
     return found(f"gain.{called}", whose + said, rungs=named, unchecked=unchecked, **figures)
+
+
+_MOVED = (
+    ", each change in turns with what was kept before it (between rungs the machine changed: the first took "
+    "{before_ms:ms} when it was tried, the last {after_ms:ms})"
+)
+
+
+def times_agree(kept: Sequence[RungRow]) -> bool:
+    """Whether the first rung's time over the last's is within the interval of the speed-up.
+
+    Rungs are timed at different moments, and the speed-up is of pairs: where the machine changed in between, the two
+    times beside it would belie it.
+    """
+    first, last = kept[0], kept[-1]
+    if not (first.step_ms and last.step_ms):
+        return True
+    ratio = first.step_ms / last.step_ms
+    return (last.speedup_low or 0.0) <= ratio <= (last.speedup_high or math.inf)
 
 
 def after_precision(kept: Sequence[RungRow]) -> dict[str, Scalar] | None:
