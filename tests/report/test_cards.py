@@ -1,5 +1,6 @@
 """What the first screen claims agrees with the rows: cards with their sentences, headlines with what was measured."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from trainstep.kinds import (
 )
 from trainstep.records import Times
 from trainstep.report.blocks import Cards, Headline
-from trainstep.report.cards import cards
+from trainstep.report.cards import CLAIMS, cards
 from trainstep.report.headlines import headlines
 from trainstep.report.subjects import findings
 
@@ -100,6 +101,39 @@ def test_what_a_ladder_found_no_gain_in_is_not_advised_whatever_the_sentence_say
         assert one_card(told, [PROFILE, rung]).action == ""
         other = replace(rung, workload="another")
         assert one_card(told, [PROFILE, other]).action == CHANGES["compiled blocks"].code
+
+
+MADE_UP = {
+    "checkpointing.best": ('found(f"checkpointing.{id}"', 'id, said = "best"'),
+    "formulas.attention-not-fused": ('found(f"formulas.{form}"', '("attention-not-fused", '),
+    "formulas.attention-written-out": ('found(f"formulas.{form}"', '("attention-written-out", '),
+    "gain.faster": ('found(f"gain.{called}"', 'called = "faster"'),
+    "kernels.top-of-step": ('found(f"kernels.top-of-{where}"', '_top(profile, "step"'),
+    "residuals.block": ('found(f"residuals.{id}"', 'kept("block"'),
+    "utilisation.high": ('found(f"utilisation.{judgement}"', 'judgement, judged = "high"'),
+    "utilisation.low": ('found(f"utilisation.{judgement}"', 'judgement, judged = "low"'),
+}
+"""Id that is put together where its finding is made → what stands there: the template, and what is put in."""
+
+
+@pytest.fixture
+def rules(request):
+    """The text of all rules, on one line."""
+    folder = request.config.rootpath / "src/trainstep/report/subjects"
+    text = " ".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    return re.sub(r"\(\s+", "(", text)
+
+
+def test_every_claim_is_of_a_rule_that_there_is(rules):
+    whole = set(re.findall(r'found\("([a-z-]+\.[a-z0-9_-]+)"', rules))
+    assert set(CLAIMS) - whole == set(MADE_UP)
+    for id, parts in MADE_UP.items():
+        assert all(part in rules for part in parts), id
+
+
+def test_every_change_that_a_claim_names_is_one_of_a_ladder():
+    assert {name for claim in CLAIMS.values() for name in claim.rungs} <= set(CHANGES)
+    assert not [id for id, claim in CLAIMS.items() if claim.rungs and claim.action]
 
 
 # ---- stakes
@@ -246,4 +280,8 @@ def test_what_is_not_known_is_left_out_of_headlines():
         made = first(rows, Headline)
         told = [made.detail, made.confidence, *(text for stat in made.stats for text in stat)]
         assert not [text for text in told if "– " in text or text == "–"], told
+    assert [first([replace(STEP, n=n)], Headline).detail for n in (9, None)] == [
+        "median of 9 steps: 5.00 ms",
+        "median: 5.00 ms",
+    ]
     assert "profiler" in first([replace(profile, profiled_n=3)], Headline).confidence

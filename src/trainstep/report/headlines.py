@@ -190,7 +190,7 @@ def _step(step: StepRow, found: Sequence[Finding]) -> Headline:
     return Headline(
         Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
         "per training step",
-        f"median {_of_many(step.n)}{span(step, 'step')}",
+        f"{_median(step.n)}: {span(step, 'step')}",
         [stat for stat in stats if stat[1] != NONE],
         _sentence([", ".join(["one process", *_steps(step.n)]), *_noise(found, "steps"), *_quiet([step])]),
     )
@@ -212,7 +212,7 @@ def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
     told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
     profiled = [] if profile.profiled_n is None else [f"{number(profile.profiled_n)} steps under the profiler"]
     cost = [] if profile.profiler_cost is None else [f"the profiler cost {profile.profiler_cost:.0%} of the step"]
-    steps = f"median {_of_many(profile.n)}without the profiler, {span(profile, 'step')}"
+    steps = f"{_median(profile.n)} without the profiler, {span(profile, 'step')}"
     return Headline(
         Cell(f"{number(profile.step_ms)} ms", profile.step_ms, "step_ms"),
         "per training step",
@@ -226,8 +226,8 @@ def _steps(n: int | None) -> list[str]:
     return [] if n is None else [f"{number(n)} steps"]
 
 
-def _of_many(n: int | None) -> str:
-    return "" if n is None else f"of {number(n)} steps "
+def _median(n: int | None) -> str:
+    return " of ".join(["median", *_steps(n)])
 
 
 def _script(records: Sequence[Row]) -> Headline | None:
