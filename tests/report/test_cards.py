@@ -89,6 +89,7 @@ def test_what_the_script_s_ladder_did_not_keep_is_not_advised(claim, name):
     kept = script_rung(name, 8.0, verdict="faster", gain=1.2, gain_low=1.1, gain_high=1.3, kept=True)
     assert card([LAUNCHES, SCRIPT], claim).action == CHANGES[name].code
     assert card([LAUNCHES, SCRIPT, left], claim).action == ""
+    assert card([STEP, LAUNCHES, SCRIPT, left], claim).action == "", "beside a step of another workload"
     assert card([LAUNCHES, SCRIPT, replace(left, status="wrong", verdict="wrong")], claim).action == ""
     assert card([LAUNCHES, SCRIPT, kept], claim).action == CHANGES[name].code
 

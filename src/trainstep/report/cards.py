@@ -314,7 +314,7 @@ def _card(
 
 def _action(each: Finding, claim: Claim, whole: Whole, there: Collection[str], tried: Mapping[str, bool]) -> str:
     """The code of the rung that brought most where a ladder tried some, of those that the top still has where there
-    are; none where none helped."""
+    are; none where none helped, or where the step has the change already."""
     gains = {
         name.removeprefix(GAIN): as_float(gain) or 0 for name, gain in each.figures.items() if name.startswith(GAIN)
     }
@@ -330,9 +330,8 @@ def _action(each: Finding, claim: Claim, whole: Whole, there: Collection[str], t
 
 
 def _tried(rows: Sequence[Row]) -> dict[str, bool]:
-    """Change that a ladder of the measured workload tried → whether its last try was kept as faster."""
-    own = next((row for row in _measured(rows) if row is not None), None)
-    of = (None, own.workload) if own is not None else ()
+    """Change that a ladder of a measured workload tried → whether its last try was kept as faster."""
+    of = {None, *(row.workload for row in _measured(rows) if row is not None)}
     ladder = {
         base_name(row): row.kept and row.verdict == "faster" for row in of_kind(rows, RungRow) if row.workload in of
     }
