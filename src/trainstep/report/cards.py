@@ -1,7 +1,9 @@
 """The findings that most is at stake in, as cards: a claim, its figure, where it is seen, and what to do.
 
-At stake is the time, or the memory, that a finding is about: no mend saves more. Findings are made elsewhere; here
-stands for each rule how its finding is claimed in few words, and which of its figures is at stake.
+At stake is the time, or the memory, that a finding is about. Where that is part of the step or of its peak, no mend
+saves more, and its share is told; what was saved already, was predicted, or belongs to another step has a figure and no
+share. Findings are made elsewhere; here stands for each rule how its finding is claimed in few words, and which of its
+figures is at stake.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainstep.config import CHANGES
-from trainstep.kinds import PieceRow, ProfileRow, RungRow, ScriptRow
+from trainstep.kinds import PieceRow, ProfileRow, RungRow, ScriptRow, ScriptRungRow, StepRow
+from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
@@ -34,6 +37,7 @@ class Whole:
     kernels_ms: float | None
     softmax_ms: float | None
     peak_gib: float | None
+    precision: str | None = None  # of the step whose kernels these are
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ class Claim:
     at_stake: Callable[[Figures, Whole], float | None] | None  # None: it comes before all else
     evidence: tuple[str, ...]  # names of tables or sections, the first that the page has
     in_gib: bool = False
-    action: str = ""  # code, or a command; what a ladder measured takes its place
+    is_part: bool = True  # whether the stake is part of the step's time or of its peak
+    rungs: tuple[str, ...] = ()  # changes that would mend it, the usual one first; what a ladder measured chooses
+    is_mended: Callable[[Figures, Whole], bool] = lambda figures, whole: False  # whether the step has them already
+    action: str = ""  # code, where no rung is that change
     fills: bool = False  # whether it is told only where there is little else
 
 
@@ -52,20 +59,41 @@ def _figure(name: str) -> Callable[[Figures, Whole], float | None]:
     return lambda figures, whole: as_float(figures.get(name))
 
 
-def _times(share: float | None, of: float | None) -> float | None:
+def _product(share: float | None, of: float | None) -> float | None:
     return None if share is None or of is None else share * of
 
 
+def _softmax(figures: Figures, whole: Whole) -> float | None:
+    return whole.softmax_ms if "is_memory_bound" in figures else None  # elsewhere it is not slow
+
+
+def _backward(figures: Figures, whole: Whole) -> float | None:
+    """Backward's time, where it or forward is among the two longest phases."""
+    second = _product(as_float(figures.get("second_share")), as_float(figures.get("total_ms")))
+    known = {figures.get("first"): as_float(figures.get("first_ms")), figures.get("second"): second}
+    ratio = as_float(figures.get("backward_over_forward"))
+    return known["backward"] if "backward" in known else _product(ratio, known.get("forward"))
+
+
+def _is_on_tensor_cores(figures: Figures, whole: Whole) -> bool:
+    entry = PRECISIONS.get(whole.precision or "fp32")  # None for one that only another version knows
+    return entry is None or entry.rate != "fp32"
+
+
+def _is_compiled(figures: Figures, whole: Whole) -> bool:
+    return bool(figures.get("is_compiled"))
+
+
 def _of_kernels(figures: Figures, whole: Whole) -> float | None:
-    return _times(as_float(figures.get("share")), whole.kernels_ms)
+    return _product(as_float(figures.get("share")), whole.kernels_ms)
 
 
 def _of_step(figures: Figures, whole: Whole) -> float | None:
-    return _times(as_float(figures.get("share")), whole.step_ms)
+    return _product(as_float(figures.get("share")), whole.step_ms)
 
 
 def _exposed(figures: Figures, whole: Whole) -> float | None:
-    return _times(1 - (as_float(figures.get("overlapped_share")) or 0.0), as_float(figures.get("ms")))
+    return _product(1 - (as_float(figures.get("overlapped_share")) or 0.0), as_float(figures.get("ms")))
 
 
 def _less(more: str, less: str) -> Callable[[Figures, Whole], float | None]:
@@ -78,11 +106,11 @@ def _less(more: str, less: str) -> Callable[[Figures, Whole], float | None]:
 
 def _saved(figures: Figures, whole: Whole) -> float | None:
     speedup = as_float(figures.get("speedup"))
-    return _times(1 - 1 / speedup, whole.step_ms) if speedup else None
+    return _product(1 - 1 / speedup, whole.step_ms) if speedup else None
 
 
 def _largest_owner(figures: Figures, whole: Whole) -> float | None:
-    return _times(max(_owners(figures).values(), default=None), as_float(figures.get("peak_gib")))
+    return _product(max(_owners(figures).values(), default=None), as_float(figures.get("peak_gib")))
 
 
 def _owners(figures: Figures) -> dict[str, float]:
@@ -94,35 +122,41 @@ def _owners(figures: Figures) -> dict[str, float]:
     }
 
 
-_SDPA, _COMPILED, _FUSED = (CHANGES[name].code for name in ("fused attention", "compiled blocks", "fused optimizer"))
+_ATTENTION, _COMPILED = ("fused attention", "our FlashAttention"), ("compiled blocks", "compiled model")
 _KERNELS = ("families", "kernels")
 
 CLAIMS: Mapping[str, Claim] = {
     "gain.no-baseline": Claim("The baseline failed: nothing can be compared", None, ("ladder",)),
     "loss.not-finite": Claim("The loss is not finite from step {step} on", None, ("phases", "correctness", "ladder")),
-    "data.bound": Claim(
-        "Steps wait for their batch", _figure("data_ms"), ("script",), action=CHANGES["loader workers"].code
-    ),
+    "data.bound": Claim("Steps wait for their batch", _figure("data_ms"), ("script",), rungs=("loader workers",)),
     "waits.line": Claim("The host waits for the device at {line}", _figure("ms"), ("wait", "waits")),
     "ranks.late": Claim("Rank {rank} is late", _figure("excess_ms"), ("script",)),
     "launches.bound": Claim(
-        "Launches set the pace of forward, not the GPU", _figure("forward_issue_ms"), ("phases",), action=_COMPILED
+        "Launches set the pace of forward, not the GPU",
+        _figure("forward_issue_ms"),
+        ("phases",),
+        rungs=_COMPILED,
+        is_mended=_is_compiled,
     ),
     "launches.script": Claim(
-        "Launches set the step’s pace, not the GPU", _figure("issue_ms"), ("script",), action="model.compile()"
+        "Launches set the step’s pace, not the GPU", _figure("issue_ms"), ("script",), rungs=_COMPILED[::-1]
     ),
     "utilisation.low": Claim(
         "Most of the step is not matrix products at full speed",
-        lambda figures, whole: _times(1 - (as_float(figures.get("share")) or 0.0), whole.step_ms),
+        lambda figures, whole: _product(1 - (as_float(figures.get("share")) or 0.0), whole.step_ms),
         ("ceilings", "phases"),
         fills=True,
     ),
     "utilisation.high": Claim("Matrix products set the pace", _of_step, ("ceilings", "phases")),
     "gain.faster": Claim(
-        "{speedup:.2f}× faster with {rungs:list}", _less("before_ms", "after_ms"), ("ladder",), fills=True
+        "{speedup:.2f}× faster with {rungs:list}",
+        _less("before_ms", "after_ms"),
+        ("ladder",),
+        is_part=False,
+        fills=True,
     ),
     "gain.script": Claim(
-        "{speedup:.2f}× faster with {rungs:list}", _saved, ("script-rung", "script-ladder"), fills=True
+        "{speedup:.2f}× faster with {rungs:list}", _saved, ("script-rung", "script-ladder"), is_part=False, fills=True
     ),
     "phases.longest": Claim(
         "The longest phase is {first}, {first_share:.0%} of the step", _figure("first_ms"), ("phases",), fills=True
@@ -130,19 +164,23 @@ CLAIMS: Mapping[str, Claim] = {
     "kernels.idle": Claim(
         "The device is idle for {idle_share:share} of the step", _figure("idle_ms"), ("phase-sums", "kernels")
     ),
-    "kernels.unfused": Claim("Small kernels read and write whole tensors", _of_kernels, _KERNELS, action=_COMPILED),
+    "kernels.unfused": Claim("Small kernels read and write whole tensors", _of_kernels, _KERNELS, rungs=_COMPILED),
     "kernels.unfused-though-compiled": Claim("Small kernels are left though it is compiled", _of_kernels, _KERNELS),
-    "kernels.optimizer-unfused": Claim("The optimizer is not fused", _of_kernels, _KERNELS, action=_FUSED),
+    "kernels.optimizer-unfused": Claim("The optimizer is not fused", _of_kernels, _KERNELS, rungs=("fused optimizer",)),
     "kernels.optimizer": Claim("The optimizer takes {share:share} of the kernel time", _of_kernels, _KERNELS),
-    "kernels.softmax": Claim(
-        "Softmax takes long for its arithmetic", lambda figures, whole: whole.softmax_ms, ("pieces",), action=_SDPA
-    ),
+    "kernels.softmax": Claim("Softmax takes long for its arithmetic", _softmax, ("pieces",), rungs=_ATTENTION),
     "kernels.float32-products": Claim(
-        "Products run in float32, off the tensor cores", _of_kernels, _KERNELS, action=CHANGES["TF32 matmuls"].code
+        "Products run in float32, off the tensor cores",
+        _of_kernels,
+        _KERNELS,
+        rungs=("TF32 matmuls", "bf16 autocast"),
+        is_mended=_is_on_tensor_cores,
     ),
     "kernels.transfers": Claim("Kernels wait for copies between host and device", _exposed, ("profile", "kernels")),
-    "kernels.communication": Claim("Communication is not hidden by compute", _exposed, ("profile", "kernels")),
-    "formulas.attention-written-out": Claim("Attention is written out", _of_kernels, _KERNELS, action=_SDPA),
+    "kernels.communication": Claim(
+        "{overlapped_share:.0%} of communication is hidden by compute", _exposed, ("profile", "kernels")
+    ),
+    "formulas.attention-written-out": Claim("Attention is written out", _of_kernels, _KERNELS, rungs=_ATTENTION),
     "formulas.attention-not-fused": Claim("Attention runs in its math form", _of_kernels, _KERNELS),
     "formulas.cross-entropy-written-out": Claim(
         "Cross-entropy is written out",
@@ -154,6 +192,7 @@ CLAIMS: Mapping[str, Claim] = {
         "With {least}, {least_hidden_share:.0%} of communication is hidden; with {most}, {most_hidden_share:.0%}",
         _figure("least_exposed_ms"),
         ("parallel-trace", "parallel"),
+        is_part=False,
     ),
     "memory.owners": Claim("At the memory’s peak: {largest}", _largest_owner, ("allocations", "memory"), in_gib=True),
     "memory.peak": Claim(
@@ -169,22 +208,28 @@ CLAIMS: Mapping[str, Claim] = {
         in_gib=True,
         action="model.config.use_cache = False",
     ),
-    "memory.does-not-fit": Claim("A {mode} does not fit", _figure("predicted_gib"), ("peak", "peaks"), in_gib=True),
+    "memory.does-not-fit": Claim(
+        "A {mode} does not fit", _figure("predicted_gib"), ("peak", "peaks"), in_gib=True, is_part=False
+    ),
     "checkpointing.best": Claim(
         "A checkpoint every {best:list} blocks needs least",
         _less("without_gib", "peak_gib"),
         ("checkpointing",),
         in_gib=True,
+        is_part=False,
     ),
     "residuals.block": Claim(
-        "What one block keeps for backward", _figure("gib"), ("residuals",), in_gib=True, fills=True
+        "What one block keeps for backward", _figure("gib"), ("residuals",), in_gib=True, is_part=False, fills=True
     ),
-    "plan.nothing-fits": Claim("Predicted: nothing fits", _figure("peak_gib"), ("plan",), in_gib=True),
-    "plan.fastest": Claim("Predicted: {strategy} is fastest of what fits", _figure("step_ms"), ("plan",)),
+    "plan.nothing-fits": Claim("Predicted: nothing fits", _figure("peak_gib"), ("plan",), in_gib=True, is_part=False),
+    "plan.fastest": Claim(
+        "Predicted: {strategy} is fastest of what fits", _figure("step_ms"), ("plan",), is_part=False
+    ),
     "warm-up.needed": Claim(
         "Without warm-up the mean would be {excess:.0%} too high",
-        lambda figures, whole: _times(as_float(figures.get("excess")), as_float(figures.get("step_ms"))),
+        lambda figures, whole: _product(as_float(figures.get("excess")), as_float(figures.get("step_ms"))),
         ("warmup", "warm-up"),
+        is_part=False,
         fills=True,
     ),
     "kernels.top-of-step": Claim(
@@ -196,7 +241,7 @@ CLAIMS: Mapping[str, Claim] = {
 
 ODD_PHASES = Claim(
     "Backward takes {backward_over_forward:.1f}× forward, {expected_backward_over_forward:.2g}× expected",
-    _figure("first_ms"),
+    _backward,
     ("phases",),
 )
 """Of the longest phases, where they do not fit together."""
@@ -213,6 +258,7 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
     """The largest stakes in time, then those in memory: at most `MOST`."""
     whole, kept = _whole(rows), [kept_rungs(climb) for climb in climbs(rows).values()]
     there = {base_name(rung) for each in kept if each for rung, _ in changes(each)}
+    tried = _tried(rows)
     staked, told = list[_Staked](), {each.id for each in findings}
     for each in findings:
         claim = ODD_PHASES if each.figures.get("is_odd") else CLAIMS.get(each.id)
@@ -221,9 +267,10 @@ def cards(rows: Sequence[Row], findings: Sequence[Finding], sections: Sequence[S
         if claim is None or claim.at_stake is None:
             continue
         stake = claim.at_stake(each.figures, whole)
-        of = whole.peak_gib if claim.in_gib else whole.step_ms
+        of = None if not claim.is_part else whole.peak_gib if claim.in_gib else whole.step_ms
         if stake is not None and stake > LEAST * (of or 0.0):
-            card = _card(each, claim, stake, of, sections, there)
+            action = _action(each, claim, whole, there, tried)
+            card = _card(each, claim, stake, of, sections, action)
             staked.append(_Staked(stake, claim, card))
     once: dict[str, _Staked] = {}
     for one in sorted(staked, key=lambda one: (one.claim.in_gib, -one.stake)):
@@ -251,7 +298,7 @@ def _card(
     stake: float | None,
     whole: float | None,
     sections: Sequence[Section],
-    there: Collection[str] = (),
+    action: str = "",
 ) -> Card:
     figures = dict(each.figures)
     if each.id == "memory.owners":
@@ -262,20 +309,34 @@ def _card(
     share = "" if not (stake and whole) else f"{percent(stake / whole)} of {'the peak' if claim.in_gib else 'the step'}"
     figure = "" if stake is None else in_gib(stake) if claim.in_gib else in_ms(stake)
     said = found(each.id, claim.said, **figures).sentence
-    return Card(said, figure, share, each.sentence, _evidence(claim, sections), _action(each, claim, there))
+    return Card(said, figure, share, each.sentence, _evidence(claim, sections), action)
 
 
-def _action(each: Finding, claim: Claim, there: Collection[str]) -> str:
+def _action(each: Finding, claim: Claim, whole: Whole, there: Collection[str], tried: Mapping[str, bool]) -> str:
     """The code of the rung that brought most where a ladder tried some, of those that the top still has where there
-    are; none where none helped."""
+    are; none where none helped, or where the step has the change already."""
     gains = {
         name.removeprefix(GAIN): as_float(gain) or 0 for name, gain in each.figures.items() if name.startswith(GAIN)
     }
-    if not gains:
-        return claim.action if "On the ladder" not in each.sentence else ""
-    helped = [name for name, gain in gains.items() if gain > 1]
-    best = max([name for name in helped if name in there] or helped or gains, key=gains.__getitem__)
-    return CHANGES[best].code if gains[best] > 1 and best in CHANGES else ""
+    if gains:
+        helped = [name for name, gain in gains.items() if gain > 1]
+        best = max([name for name in helped if name in there] or helped or gains, key=gains.__getitem__)
+        return CHANGES[best].code if gains[best] > 1 and best in CHANGES else ""
+    if not claim.rungs or claim.is_mended(each.figures, whole):
+        return claim.action
+    known = [name for name in claim.rungs if name in tried]
+    left = [name for name in known if tried[name]] if known else claim.rungs
+    return CHANGES[left[0]].code if left else ""
+
+
+def _tried(rows: Sequence[Row]) -> dict[str, bool]:
+    """Change that a ladder of a measured workload tried → whether its last try was kept as faster."""
+    of = {None, *(row.workload for row in _measured(rows) if row is not None)}
+    ladder = {
+        base_name(row): row.kept and row.verdict == "faster" for row in of_kind(rows, RungRow) if row.workload in of
+    }
+    script = (row for row in of_kind(rows, ScriptRungRow) if row.workload in of)
+    return ladder | {row.rung: row.kept and row.verdict == "faster" for row in script}
 
 
 def _evidence(claim: Claim, sections: Sequence[Section]) -> tuple[str, str]:
@@ -296,10 +357,15 @@ def _evidence(claim: Claim, sections: Sequence[Section]) -> tuple[str, str]:
     return "", ""
 
 
-def _whole(rows: Sequence[Row]) -> Whole:
-    step = analysed_step(rows)
+def _measured(rows: Sequence[Row]) -> tuple[StepRow | None, ProfileRow | None, ScriptRow | None]:
+    """The step, the profile and the script that findings are about."""
     profile = next((row for row in of_kind(rows, ProfileRow) if row.status == "ok"), None)
     script = next((row for row in of_kind(rows, ScriptRow) if row.step_ms), None)
+    return analysed_step(rows), profile, script
+
+
+def _whole(rows: Sequence[Row]) -> Whole:
+    step, profile, script = _measured(rows)
     rung = next((row for row in of_kind(rows, RungRow) if row.step_ms), None)
     timed = next((row.step_ms for row in (step, profile, script, rung) if row is not None and row.step_ms), None)
     pieces = belonging(rows, PieceRow, profile) if profile is not None else []
@@ -310,4 +376,5 @@ def _whole(rows: Sequence[Row]) -> Whole:
         profile.kernels_ms if profile is not None else None,
         sum(softmax) or None,
         next((peak for peak in peaks if peak is not None), None),
+        profile.precision if profile is not None else None,
     )

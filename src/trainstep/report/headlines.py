@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from trainstep.kinds import (
@@ -14,18 +15,13 @@ from trainstep.kinds import (
     ProfileRow,
     RatioRow,
     RungRow,
+    ScriptRow,
     ScriptRungRow,
     StepRow,
 )
 from trainstep.kinds.row import Timed
-from trainstep.records import Row, Scalar, of_kind
-from trainstep.report.blocks import (
-    Finding,
-    Headline,
-    listed,
-    span,
-    told_apart,
-)
+from trainstep.records import Row, Scalar, Times, of_kind
+from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.numbers import NONE, as_float, gib, number
 from trainstep.report.subjects import run, script_ladder
@@ -36,9 +32,10 @@ from trainstep.report.subjects.ladder_findings import (
     control_name,
     disputing,
     kept_rungs,
+    times_agree,
     with_controls,
 )
-from trainstep.report.subjects.noise import TIMED
+from trainstep.report.subjects.noise import NOISY_INTERVAL, TIMED, same_step_twice, throttled, unsteady
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.stats import WITHIN_RUN
 
@@ -54,8 +51,9 @@ def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline
         own = with_controls(climb, records)
         if kept := kept_rungs(climb):
             again = disputing(kept, own)
-            told.append(_disputed(kept, again, name) if again is not None else _gain(kept, own, name, found))
-    step, script = analysed_step(records), run.headline(records)
+            noise = _noise_of(climb, records)
+            told.append(_disputed(kept, again, name) if again is not None else _gain(kept, own, name, noise))
+    step, script = analysed_step(records), _script(records)
     if not told and step is not None:
         told.append(_step(step, found))
     told += [each for each in (_script_gain(records), script) if each is not None][:1]
@@ -83,8 +81,9 @@ def _disputed(kept: Sequence[RungRow], again: ControlRow, name: str) -> Headline
 def _gain(kept: Sequence[RungRow], own: Sequence[Row], name: str, found: Sequence[Finding]) -> Headline:
     first, last = kept[0], kept[-1]
     speedup = ratio_cell(last, "speedup")
+    apart = "" if times_agree(kept) else "; the machine changed between them"
     stats = [
-        ("Step", change_of(first, last, "step_ms", number, "ms"), f"median, from {first.precision}"),
+        ("Step", change_of(first, last, "step_ms", number, "ms"), f"median, from {first.precision}{apart}"),
         ("Throughput", change_of(first, last, "tokens_per_s", number, ""), "tokens/s"),
         ("Achieved", change_of(first, last, "achieved_tflops", number, ""), "TFLOP/s" + _of_peak(last)),
         ("Peak memory", change_of(first, last, "peak_gib", gib, "") or UNMEASURED, "of one step"),
@@ -102,7 +101,7 @@ def _gain(kept: Sequence[RungRow], own: Sequence[Row], name: str, found: Sequenc
     is_faster = speedup.low is not None and (as_float(speedup.low.value) or 0) > 1
     checked = "loss and gradients" if last.update_error is None else "loss, gradients and updates"
     says = f"faster, {checked} within their budgets" if is_faster else "the baseline’s speed, in less memory"
-    detail = f"{change_of(first, last, 'step_ms', number, 'ms')} per step"
+    detail = f"{change_of(first, last, 'step_ms', number, 'ms')} per step{apart}"
     if (later := after_precision(kept)) is not None:
         detail += f"; {later['after_precision']:.2f}× of it after {later['precision_rung']}"
     return Headline(speedup, says, f"{name}: {detail}" if name else detail, stats, confidence)
@@ -121,28 +120,28 @@ def _of_ladder(kept: Sequence[RungRow], own: Sequence[Row], found: Sequence[Find
     parts.append(f"one process{f', {samples}' if samples else ''}")
     controls = [row for row in of_kind(own, ControlRow) if row.status == "ok" and row.ratio is not None]
     for row in controls:
-        cell = ratio_cell(row, "ratio")
-        is_same = row.ratio_low is None or row.ratio_high is None or row.ratio_low <= 1 <= row.ratio_high
+        cell, ends = ratio_cell(row, "ratio"), (row.ratio_low, row.ratio_high)
         which = f"control: {control_name(row, own)} again at the end took {cell.plain} its first time"
-        parts.append(
-            which
-            + (
-                ", as it should"
-                if is_same and row.ratio_low is not None
-                else ""
-                if is_same
-                else ", so the machine changed"
-            )
-        )
+        if ends[0] is not None and ends[1] is not None:
+            which += ", as it should" if ends[0] <= 1 <= ends[1] else ", so the machine changed"
+        parts.append(which)
         if row.speedup is not None:
             parts.append(f"in turns with the first rung {ratio_cell(row, 'speedup').plain}")
     parts += [] if controls else ["no control was measured"]
-    return _sentence([*parts, *_noise(found, "rungs"), *_quiet(kept)])
+    return _sentence([*parts, *_noise(found, "rungs"), *_quiet(of_kind(own, RungRow))])
 
 
 def _quiet(rows: Sequence[RungRow | StepRow]) -> list[str]:
-    known = [row.throttled_by for row in rows if row.throttled_by is not None]
-    return ["the GPU was not slowed"] if known and set(known) == {"nothing"} else []
+    """That the GPU was not slowed, where each of the rows that were measured says so."""
+    limits = {row.throttled_by for row in rows if row.status == "ok"}
+    return ["the GPU was not slowed"] if limits == {"nothing"} else []
+
+
+def _noise_of(climb: Sequence[RungRow], records: Sequence[Row]) -> list[Finding]:
+    """What the rules about noise find without the rungs of other ladders."""
+    own = {id(row) for row in climb}
+    rows = [row for row in records if not isinstance(row, RungRow) or id(row) in own]
+    return [*unsteady(rows), *throttled(rows), *same_step_twice(rows)]
 
 
 def _noise(found: Sequence[Finding], *many: str) -> list[str]:
@@ -193,33 +192,58 @@ def _step(step: StepRow, found: Sequence[Finding]) -> Headline:
     return Headline(
         Cell(f"{number(step.step_ms)} ms", step.step_ms, "step_ms"),
         "per training step",
-        f"median of {number(step.n)} steps: {span(step, 'step')}",
+        f"{_median(step.n)}: {span(step, 'step')}",
         [stat for stat in stats if stat[1] != NONE],
-        _sentence([f"one process, {number(step.n)} steps", *_noise(found, "steps"), *_quiet([step])]),
+        _sentence([", ".join(["one process", *_steps(step.n)]), *_noise(found, "steps"), *_quiet([step])]),
     )
 
 
 def _profile(profile: ProfileRow, records: Sequence[Row]) -> Headline:
     """The profiled step, as it was without the profiler."""
     profiles = of_kind(records, ProfileRow)
-    stats = [
-        ("Kernels", number(profile.kernels), "per step" if profile.has_steps is not False else "in the trace"),
-        ("Device busy", f"{number(profile.busy_ms)} ms", "in a kernel or a transfer"),
-    ]
+    stats = list[tuple[str, str, str]]()
+    if profile.kernels is not None:
+        per = "in the trace" if profile.has_steps is False else "per step"
+        stats.append(("Kernels", number(profile.kernels), per))
+    if profile.busy_ms is not None:
+        stats.append(("Device busy", f"{number(profile.busy_ms)} ms", "in a kernel or a transfer"))
     if profile.idle_share is not None:
         stats.append(("Device idle", f"{profile.idle_share:.0%}", "without the profiler"))
     if profile.matmul_share_step is not None:
         stats.append(("Matrix products", f"{profile.matmul_share_step:.0%}", "of the kernel time"))
     told = f"{told_apart(profile, profiles)}: " if len(profiles) > 1 else ""
-    cost = "" if profile.profiler_cost is None else f"; the profiler cost {profile.profiler_cost:.0%} of it"
-    steps = f"median of {number(profile.n)} steps without the profiler, {span(profile, 'step')}"
+    profiled = [] if profile.profiled_n is None else [f"{number(profile.profiled_n)} steps under the profiler"]
+    cost = [] if profile.profiler_cost is None else [f"the profiler cost {profile.profiler_cost:.0%} of the step"]
+    steps = f"{_median(profile.n)} without the profiler, {span(profile, 'step')}"
     return Headline(
         Cell(f"{number(profile.step_ms)} ms", profile.step_ms, "step_ms"),
         "per training step",
         told + steps,
         stats,
-        _sentence([f"one process, {number(profile.profiled_n)} steps under the profiler{cost}"]),
+        _sentence([", ".join(["one process", *profiled]), *cost]),
     )
+
+
+def _steps(n: int | None) -> list[str]:
+    return [] if n is None else [f"{number(n)} steps"]
+
+
+def _median(n: int | None) -> str:
+    return " of ".join(["median", *_steps(n)])
+
+
+def _script(records: Sequence[Row]) -> Headline | None:
+    """A script's step, and how far its median can be believed."""
+    made, row = run.headline(records), next(iter(run.first_rank(records)), None)
+    return None if made is None or row is None else replace(made, confidence=_of_script(row))
+
+
+def _of_script(row: ScriptRow) -> str:
+    processes = "one process" if (row.world_size or 1) == 1 else f"one of {number(row.world_size)} processes"
+    left = [f"the first {number(row.left_out)} left out"] if row.left_out else []
+    step = row.times["step"]
+    is_wide = step.low is not None and step.high is not None and step.high - step.low > NOISY_INTERVAL * step.median
+    return _sentence([", ".join([processes, *_steps(row.n), *left]), *(["times are unsteady"] if is_wide else [])])
 
 
 def _script_gain(records: Sequence[Row]) -> Headline | None:
@@ -253,20 +277,23 @@ def _pair(row: RatioRow) -> Headline:
     speedup = ratio_cell(row, "speedup")
     old, new = (each if row.flag == "nothing" else f"--{row.flag} {each}" for each in (row.old, row.new))
     says = f"as fast: {new} against {old}" if row.verdict != "inconclusive" else f"no difference found: {new}, {old}"
-    stats = [("Step", f"{number(row.old_ms)} → {number(row.new_ms)} ms", "medians of the runs’ medians")]
-    bounds = _between_runs(speedup)
-    return Headline(speedup, says, "", stats, _sentence([bounds, f"{number(row.runs)} processes each"]))
+    is_timed = row.old_ms is not None and row.new_ms is not None
+    step = ("Step", f"{number(row.old_ms)} → {number(row.new_ms)} ms", "medians of the runs’ medians")
+    runs = [] if row.runs is None else [f"{number(row.runs)} processes each"]
+    parts = [part for part in (_between_runs(speedup), *runs) if part]
+    return Headline(speedup, says, "", [step] if is_timed else [], _sentence(parts))
 
 
 def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
-    """The fastest implementation of attention in the largest case, or the fastest scheme on the most ranks; and those
-    that come next."""
-    attention, words = of_kind(records, AttentionRow), "forward and backward with {}, the fastest of {} implementations"
-    if timed := [row for row in attention if row.status == "ok" and "both" in row.times]:
+    """The fastest implementation of attention in the largest case, or the fastest scheme on the most ranks, by their
+    medians; and those that come next."""
+    if timed := [row for row in of_kind(records, AttentionRow) if row.status == "ok" and "both" in row.times]:
+        words = "forward and backward with {}, the fastest median of {} implementations"
         return _first_of(timed, "impl", "both", lambda row: row.seq**2 * row.batch * row.head_dim, words, found)
-    words = "per step with {}, the fastest of {} schemes"
-    if schemes := [row for row in of_kind(records, ParallelRow) if row.step_ms and row.scheme != "single"]:
-        return _first_of(schemes, "scheme", "step", lambda row: row.world_size, words, found)
+    schemes = [row for row in of_kind(records, ParallelRow) if row.status == "ok" and row.scheme != "single"]
+    if timed_schemes := [row for row in schemes if row.step_ms]:
+        words = "per step with {} on {world_size} ranks, the fastest median of {} schemes"
+        return _first_of(timed_schemes, "scheme", "step", lambda row: row.world_size, words, found)
     return None
 
 
@@ -287,34 +314,44 @@ def _first_of(
         return None
     case, own = max(compared, key=lambda each: (size(next(iter(each[1].values()))), len(each[1])))
     order = sorted(own, key=lambda each: own[each].times[time].median)
-    best = own[order[0]].times[time].median
-    stats = [
-        (each, f"{number(own[each].times[time].median)} ms", f"{own[each].times[time].median / best:.2f}× the time")
-        for each in order[1:6]
-    ]
+    first = own[order[0]]
+    best = first.times[time]
+    others = [(name, own[name].times[time]) for name in order[1:6]]
+    stats = [(name, f"{number(other.median)} ms", _beside(best, other)) for name, other in others]
+    samples = [] if first.n is None else [f"{number(first.n)} samples in one run"]
     told = ", ".join(f"{key} {value}" for key, value in case if key not in ("seed", "workload"))
     return Headline(
-        Cell(f"{number(best)} ms", best, f"{time}_ms"),
-        words.format(order[0], len(order)),
-        f"{told}; median {span(own[order[0]], time)}",
+        Cell(f"{number(best.median)} ms", best.median, f"{time}_ms"),
+        words.format(order[0], len(order), **dict(case)),
+        f"{told}; median {span(first, time)}",
         stats,
-        _sentence([f"{number(own[order[0]].n)} samples in one run", *_noise(found)]),
+        _sentence([*samples, *_noise(found)]),
     )
+
+
+def _beside(best: Times, other: Times) -> str:
+    """How much longer another median is, and whether the intervals tell the two apart."""
+    overlap = best.high is not None and other.low is not None and other.low <= best.high
+    return f"{other.median / best.median:.2f}× the median{', intervals overlap' if overlap else ''}"
 
 
 def _peak(records: Sequence[Row]) -> Headline | None:
     """The largest peak that was measured, and how many cases did not fit."""
     rows = of_kind(records, PeakRow)
-    largest = max((row for row in rows if row.peak_gib), key=lambda row: row.peak_gib or 0.0, default=None)
+    measured = [row for row in rows if row.status == "ok" and row.peak_gib]
+    largest = max(measured, key=lambda row: row.peak_gib or 0.0, default=None)
     if largest is None:
         return None
     told = ", ".join(
         f"{name} {largest.case[name]}" for name in ("mode", "context", "precision") if name in largest.case
     )
-    failed = sum(row.status == "out of memory" for row in rows)
-    stats = [("Measured", number(len(rows) - failed), "peaks"), ("Do not fit", number(failed), "cases")]
+    too_large = sum(row.status == "out of memory" for row in rows)
+    failed = sum(row.status not in ("ok", "out of memory") for row in rows)
+    stats = [("Measured", number(len(measured)), "peaks")]
+    without = {"Do not fit": too_large, "Failed": failed}
+    stats += [(says, number(cases), "cases") for says, cases in without.items() if cases]
     figure = Cell(gib(largest.peak_gib), largest.peak_gib, "peak_gib")
-    return Headline(figure, "the largest peak of memory measured", told, stats if failed else stats[:1])
+    return Headline(figure, "the largest peak of memory measured", told, stats)
 
 
 def _counted(records: Sequence[Row], found: Sequence[Finding]) -> Headline | None:
@@ -327,5 +364,7 @@ def _counted(records: Sequence[Row], found: Sequence[Finding]) -> Headline | Non
     failed = Counter(row.status for row in own if row.status != "ok")
     outcomes = [f"{number(times)} {status}" for status, times in failed.items()]
     detail = f"{number(count - failed.total())} ran{f', {listed(outcomes)}' if outcomes else ''}"
-    stats = [(TIMED[each].capitalize(), number(times), "") for each, times in counts.items() if each is not kind]
-    return Headline(Cell(number(count)), f"{TIMED[kind]} measured", detail, stats, _sentence(_noise(found)))
+    words = {**TIMED, StepRow: "cases of a step"}  # a row of steps is one case of many
+    stats = [(words[each].capitalize(), number(times), "") for each, times in counts.items() if each is not kind]
+    says = f"{words[kind]} {'tried' if failed else 'measured'}"
+    return Headline(Cell(number(count)), says, detail, stats, _sentence(_noise(found)))
