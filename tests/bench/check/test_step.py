@@ -175,6 +175,8 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
     for change in ({"attention": "sdpa"}, {"attention": "sdpa", "optimizer": "adamw-fused"}):
         assert judge.judge(dataclasses.replace(BASE, **change)).is_right
     assert judge.reference.config.attention == "sdpa"
+    half = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
+    assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
 
 
 def test_a_form_in_float32_that_does_not_fit_is_said():
