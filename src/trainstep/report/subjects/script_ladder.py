@@ -88,20 +88,25 @@ def rungs(rows: Sequence[Row]) -> list[ScriptRungRow]:
     return [row for row in of_kind(rows, ScriptRungRow) if row.rung not in (TOP, PATCHED)]
 
 
+def _kept(rows: Sequence[Row]) -> list[ScriptRungRow]:
+    return [row for row in rungs(rows) if row.kept and row.verdict != "baseline"]
+
+
+def _together(rows: Sequence[Row]) -> ScriptRungRow | None:
+    return next((row for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), None)
+
+
 def top(rows: Sequence[Row]) -> ScriptRungRow | None:
     """All that was kept, together: measured once more, or else the last rung that was kept; None where nothing was."""
-    climbed = rungs(rows)
-    kept = [row for row in climbed if row.kept and row.verdict != "baseline"]
-    if not kept or climbed[0].status != "ok":
-        return None
-    return next((row for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), kept[-1])
+    kept = _kept(rows)
+    return (_together(rows) or kept[-1]) if kept and rungs(rows)[0].status == "ok" else None
 
 
 def kept_lines(rows: Sequence[Row]) -> tuple[list[ScriptRungRow], list[ScriptRungRow]]:
     """The kept rungs whose lines are there at the top, and those that a later one took the place of."""
-    kept = [row for row in rungs(rows) if row.kept and row.verdict != "baseline"]
-    together = next((row.lines for row in of_kind(rows, ScriptRungRow) if row.rung == TOP), None)
-    there = [row for row in kept if not together or not row.lines or row.lines in together]
+    kept, together = _kept(rows), _together(rows)
+    lines = together.lines if together is not None else None
+    there = [row for row in kept if not lines or not row.lines or row.lines in lines]
     return there, [row for row in kept if row not in there]
 
 
