@@ -17,14 +17,13 @@ from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, belonging, of_kind
 from trainstep.report.blocks import Card, Cards, Finding, Section, found, in_gib, in_ms, percent
 from trainstep.report.numbers import as_float
-from trainstep.report.subjects.ladder_findings import base_name, changes, climbs, kept_rungs
+from trainstep.report.subjects.ladder_findings import GAIN, base_name, changes, climbs, kept_rungs
 from trainstep.report.subjects.steps import analysed_step
 from trainstep.report.tables import Table
 
 LEAST = 0.01  # share of the step or of the peak from which something is a card
 MOST, FEWEST = 5, 3  # cards; fewer where there is less to say
 MOST_OF_MEMORY = 2  # of them, where others are about time
-GAIN = "gain of "  # begins the figure of a finding that says what a ladder measured of a rung
 
 Figures = Mapping[str, Scalar]
 

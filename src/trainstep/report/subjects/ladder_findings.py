@@ -95,6 +95,10 @@ def changes(kept: Sequence[RungRow]) -> list[tuple[RungRow, list[str]]]:
     return [(rung, names) for rung, names in every if not names or any(top.get(n) == rung.case.get(n) for n in names)]
 
 
+GAIN = "gain of "
+"""Begins the figure of a finding that says what a ladder measured of a rung."""
+
+
 def tried(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> tuple[str, dict[str, Scalar]]:
     """What ladders of this workload measured of such changes, in words and as `gain of RUNG`; empty where none did.
 
@@ -114,7 +118,7 @@ def tried(rows: Sequence[Row], names: Sequence[str], workload: str | None) -> tu
         elif row.verdict in ("faster", "slower") and row.gain is not None:
             factor = row.gain if row.verdict == "faster" else 1 / row.gain
             told.append(f"{row.rung} made the step {factor:.2f}× {row.verdict}")
-            gains[f"gain of {base_name(row)}"] = row.gain
+            gains[GAIN + base_name(row)] = row.gain
         elif row.verdict == "inconclusive":
             told.append(f"{row.rung} made no difference that the samples can show")
     return literal(f" On the ladder, {listed(told)}." if told else ""), gains
