@@ -152,7 +152,8 @@ def of_values(rng: random.Random, value: Any) -> Any:
             case 2 if isinstance(holder, list) and holder:
                 holder *= rng.choice((1, 2, 50))
             case 3 if isinstance(holder, dict):
-                holder[rng.choice(list(holder))] = holder.pop(key)
+                other = rng.choice(list(holder))
+                holder[other] = holder.pop(key)
             case 4 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
                 holder[key] = rng.choice((-1, 2, 1e3, 1e9)) * holder[key]
             case _:
