@@ -29,11 +29,12 @@ class Compare(Common):
     """Columns in which the rows may differ: workload,precision compares a model with its rewritten form in bf16."""
 
     def run(self) -> int:
-        from trainstep.records import read_records
+        from trainstep.records import collection_paused, read_records
         from trainstep.report.compare import compare, comparison_table
 
         if not 0 <= self.spread < math.inf:
             raise UsageError(f"spread is {self.spread}; expected a share of 0 or more, as 0.03 for 3 %")
-        comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
-        show_table(console_for_output(), comparison_table(comparisons, f"{self.old} → {self.new}"))
+        with collection_paused():
+            comparisons = compare(read_records(self.old), read_records(self.new), self.spread, self.across)
+            show_table(console_for_output(), comparison_table(comparisons, f"{self.old} → {self.new}"))
         return 0

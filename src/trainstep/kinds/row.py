@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import cache, cached_property, lru_cache
+from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from trainstep.stats import Summary
@@ -156,26 +157,47 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     Raises:
         ValueError: a column that the kind does not have, or one that is missing.
     """
-    plain, times_field, open_fields = _layout(kind)  # type: ignore[arg-type]  # classes are hashable
-    found: dict[str, Any] = {name: {} for name in open_fields.values()}
-    timed: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {name: {} for name in _layout(kind)[2].values()}  # type: ignore[arg-type]
     for section, columns in (("case", case), ("values", values)):
-        for name, value in columns.items():
-            if plain.get(name) == section:
-                found[name] = tuple(value) if isinstance(value, list) else value
-                continue
-            part = _part_of_times(name) if times_field is not None and section == "values" else None
-            if part is not None and (part[1] == "median" or f"{part[0]}_ms" in columns):
-                timed.setdefault(part[0], {})[part[1]] = value
-            elif section in open_fields:
-                found[open_fields[section]][name] = value
-            else:
-                raise ValueError(f"a row of kind {kind.kind!r} has no {name!r} among its {section}")
-    if times_field is not None:
-        found[times_field] = {phase: Times(**parts) for phase, parts in timed.items() if parts["median"] is not None}
+        places = _places(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
+        found |= {name: tuple(value) if type(value := columns[name]) is list else value for name in places.plain}
+        found |= {field: {name: columns[name] for name in names} for field, names in places.open.items()}
+        for name, phases in places.times.items():
+            parts: dict[str, list[Any]] = {phase: list(map(columns.get, every)) for phase, every in phases.items()}
+            found[name] = {phase: Times(*each) for phase, each in parts.items() if each[0] is not None}
     if missing := [name for name in _required(kind) if name not in found]:  # type: ignore[arg-type]
         raise ValueError(f"a row of kind {kind.kind!r} lacks {missing[0]!r} in its case")
     return kind(**found, **rest)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the columns of a section go: rows of one command have the same columns, so it is looked up once."""
+
+    plain: Sequence[str]
+    """Columns that are fields."""
+    open: Mapping[str, Sequence[str]]
+    """Field → the columns it takes in."""
+    times: Mapping[str, Mapping[str, Sequence[str]]]
+    """Field → phase → its columns in the order of `Times`, some of which may not be there."""
+
+
+@lru_cache(4096)
+def _places(kind: type[Row], section: str, names: tuple[str, ...]) -> _Places:
+    plain, times_field, open_fields = _layout(kind)  # type: ignore[arg-type]  # classes are hashable
+    own, further, phases = list[str](), list[str](), dict[str, Sequence[str]]()
+    for name in names:
+        part = _part_of_times(name) if times_field is not None and section == "values" else None
+        if plain.get(name) == section:
+            own.append(name)
+        elif part is not None and f"{part[0]}_ms" in names:
+            phases[part[0]] = [f"{part[0]}_{_TIME_COLUMNS[each.name]}" for each in dataclasses.fields(Times)]
+        elif section in open_fields:
+            further.append(name)
+        else:
+            raise ValueError(f"a row of kind {kind.kind!r} has no {name!r} among its {section}")
+    opened = {open_fields[section]: further} if section in open_fields else {}
+    return _Places(own, opened, {times_field: phases} if times_field is not None and section == "values" else {})
 
 
 _LARGEST = 2**64  # of a whole number: no size, count or address is larger
@@ -185,19 +207,28 @@ def check_columns(
     columns: Mapping[str, Any], samples: Mapping[str, Any], series: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> None:
     """Raise `ValueError` unless these are values as rows have them: finite numbers, words, and lists of either."""
-    for name, value in columns.items():
-        is_list = isinstance(value, (list, tuple)) and all(map(_is_scalar, value))
-        if not _is_scalar(value) and not is_list:
-            raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
-    for name, value in environment.items():
-        if not _is_scalar(value):
-            raise ValueError(f"in the environment {name} is {_shown(value)}, which is no finite number and no text")
+    if not _are_all(columns.values(), _is_scalar):
+        for name, value in columns.items():
+            is_list = isinstance(value, (list, tuple)) and all(map(_is_scalar, value))
+            if not _is_scalar(value) and not is_list:
+                raise ValueError(f"{name} is {_shown(value)}, which is no finite number and no text")
+    if not _are_all(environment.values(), _is_scalar):
+        name, value = next((name, value) for name, value in environment.items() if not _is_scalar(value))
+        raise ValueError(f"in the environment {name} is {_shown(value)}, which is no finite number and no text")
     for name, column in samples.items():
-        if not isinstance(column, (list, tuple)) or not all(map(_is_number, column)):
+        if not isinstance(column, (list, tuple)) or not _are_all(column, _is_number):
             raise ValueError(f"the samples of {name} are no list of finite numbers")
     for name, column in series.items():
-        if not isinstance(column, (list, tuple)) or not all(map(_is_scalar, column)):
+        if not isinstance(column, (list, tuple)) or not _are_all(column, _is_scalar):
             raise ValueError(f"the series {name} is no list of finite numbers and texts")
+
+
+def _are_all(values: Collection[object], is_one: Callable[[object], bool]) -> bool:
+    """Whether `is_one`, `_is_number` or `_is_scalar`, is true of all; of floats at once, as a finite sum has finite
+    terms."""
+    floats = [value for value in values if type(value) is float]
+    others = () if len(floats) == len(values) else [value for value in values if type(value) is not float]
+    return all(map(is_one, others)) and (math.isfinite(sum(floats)) or all(map(math.isfinite, floats)))
 
 
 def _is_number(value: object) -> bool:
@@ -221,16 +252,27 @@ def _shown(value: object) -> str:
 
 def check_types(kind: type[Row], case: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Raise `ValueError` where a column is not of its field's type; `check_columns` has passed."""
+    for section, columns in (("case", case), ("values", values)):
+        expected = _expected(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
+        if not all(map(isinstance, columns.values(), expected)):
+            (name, value), allowed = next(
+                each for each in zip(columns.items(), expected, strict=True) if not isinstance(each[0][1], each[1])
+            )
+            names = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in allowed if each in _TYPE_NAMES))
+            raise ValueError(f"{name} is {_shown(value)}, expected {names}")
+
+
+@lru_cache(4096)
+def _expected(kind: type[Row], section: str, names: tuple[str, ...]) -> list[tuple[type, ...]]:
+    """The types that each of a section's columns may have; any, of columns that are no field."""
     types = _types(kind)  # type: ignore[arg-type]  # classes are hashable
-    times = _layout(kind)[1] is not None  # type: ignore[arg-type]
-    for columns in (case, values):
-        for name, value in columns.items():
-            expected = types.get(name)
-            if expected is None and times and columns is values and _part_of_times(name) is not None:
-                expected = _NUMBERS
-            if expected is not None and value is not None and not isinstance(value, expected):
-                names = " or ".join(dict.fromkeys(_TYPE_NAMES[each] for each in expected))
-                raise ValueError(f"{name} is {_shown(value)}, expected {names}")
+    has_times = section == "values" and _layout(kind)[1] is not None  # type: ignore[arg-type]
+    return [
+        (*found, NoneType)
+        if (found := types.get(name) or (_NUMBERS if has_times and _part_of_times(name) is not None else ()))
+        else (object,)
+        for name in names
+    ]
 
 
 _NUMBERS: tuple[type, ...] = (float, int)

@@ -108,13 +108,14 @@ def _passes(records: Iterable[Row]) -> dict[CaseKey, list[Row]]:
     for record in records:
         if record.kind in MATCHED_BY and record.status == "ok" and record.samples.get("step"):
             if bad := [x for x in record.samples["step"] if x is None or not 0 < x < math.inf]:
-                case = ", ".join(f"{name} {number(value)}" for name, value in record.case.items())
+                told = ", ".join(f"{name} {number(value)}" for name, value in record.case.items())
                 raise UsageError(
-                    f"the {record.kind} row of {case} has samples that are no times: {bad[0]}; expected milliseconds "
+                    f"the {record.kind} row of {told} has samples that are no times: {bad[0]}; expected milliseconds "
                     "above 0"
                 )
-            names = MATCHED_BY[record.kind] or sorted(record.case)
-            key = (("kind", record.kind), *((name, record.case.get(name)) for name in names))
+            case = record.case
+            names = MATCHED_BY[record.kind] or sorted(case)
+            key = (("kind", record.kind), *zip(names, map(case.get, names), strict=True))
             found.setdefault(key, []).append(record)
     return found
 
