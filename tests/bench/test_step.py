@@ -6,6 +6,7 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torch._inductor.exc import InductorError
 
 from trainstep.bench import step as bench_step
 from trainstep.bench.outcome import Failure, attempt
@@ -94,12 +95,14 @@ def test_failures_are_rows_and_the_rest_goes_on():
         failing_source("too big", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")),
         failing_source("not here", UnsupportedError("tf32 needs a GPU")),
         failing_source("broken", ZeroDivisionError("division by zero")),
+        failing_source("not compiled", InductorError(TypeError("no truth value of s5 < 32\nmore"), None)),
         SOURCE,
     ]
     records = list(run_cases(step_cases(sources, SMALL, steps=1, warmups=(0,))))
-    assert [record.status for record in records] == ["out of memory", "unsupported", "failed", "ok"]
+    assert [record.status for record in records] == ["out of memory", "unsupported", "failed", "unsupported", "ok"]
     assert records[0].reason == "CUDA out of memory. Tried to allocate 20.00 GiB."
     assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_step.py:\d+\)", records[2].reason)
+    assert records[3].reason == "torch.compile cannot compile it: TypeError: no truth value of s5 < 32"
     assert all(record.case["context"] == 32 for record in records)
 
 

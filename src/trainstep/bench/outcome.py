@@ -78,6 +78,8 @@ def classify(error: Exception) -> Failure:
         return Failure("out of memory", text)  # the CPU's allocator raises a plain RuntimeError
     if "InvalidCxxCompiler" in f"{type(error).__name__}: {error}":
         return Failure("unsupported", "torch.compile on a CPU needs a C++ compiler, and none was found; install g++")
+    if any(each.__name__ == "BackendCompilerFailed" for each in type(error).__mro__):  # InductorError is one
+        return Failure("unsupported", f"torch.compile cannot compile it: {text}")
     logging.getLogger(__name__).debug("a case failed", exc_info=error)  # shown by --debug
     return Failure("failed", f"{type(error).__name__}: {text}{place_of(error)}")
 
