@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from render import TABLES, render
-from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, refuse_dirty, results, where
+from tables import KEPT_THOUGH_DIRTY, RESULTS, DirtyError, load, refuse_dirty, results, where
 from trainstep.commands.run import split_script
-from trainstep.kinds import AttentionRow, ParallelRow, StepRow
+from trainstep.kinds import AttentionRow, ParallelRow, RungRow, StepRow
+from trainstep.records import of_kind
 from trainstep.report.subjects.parallel import alone_ms
-from trainstep.stats import WITHIN_RUN
+from trainstep.stats import WITHIN_RUN, verdict
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -189,3 +190,16 @@ def test_commands_in_the_documents_parse(page):
         assert found.returncode == 0, f"{page.name}: {line}"
         missing = [flag for flag in flags if flag not in found.stdout]
         assert not missing, f"{page.name}: {line}: no flag {missing}"
+
+
+def test_a_ladder_beside_other_work_says_what_the_same_ladder_says_alone():
+    """Times one after the other said 86× of BERT's."""
+    pairs = load.all_pairs()
+    assert len(pairs) >= 10
+    assert all(len(of_kind(rows, RungRow)) >= 3 for pair in pairs for rows in (pair.alone, pair.beside))
+    rungs = list(load.rungs_of(pairs))
+    assert len(rungs) >= 25
+    apart = [each for each in rungs if load.are_apart(each.alone, each.beside)]
+    assert len(apart) <= 0.05 * len(rungs), apart
+    opposite = [each for each in rungs if {verdict(each.alone), verdict(each.beside)} == {"faster", "slower"}]
+    assert opposite == []
