@@ -33,3 +33,9 @@ def from_seed(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
         finally:
             random.setstate(own)
             np.random.set_state(numpys)
+
+
+def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
+    """Where torch's generators are, on the CPU and on these devices."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in devices if each.type == "cuda")]
+    return [state.numpy().tobytes() for state in states]

@@ -55,6 +55,9 @@ MODELS = {
 }
 """Factory → the package it needs."""
 
+LEAVES_OUT_LAYERS = {"wav2vec2"}
+"""At random, in training: two steps of one model need not take the same memory."""
+
 VOCAB, BATCH, SEQ, WIDTH = 256, 4, 32, 64
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 

@@ -10,6 +10,7 @@ import pytest
 
 import measure_models
 from measure_models import outcome, peaks_disagree, run_cell
+from trainstep.bench.check.reference import OWN_ARITHMETIC
 from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.records import Row, Status
 
@@ -34,6 +35,11 @@ def wrong(scheme: str) -> ParallelRow:
             [ParallelRow(scheme="torch-fsdp2", world_size=2, status="wrong", reason="by 2")],
             "limit",
             ["torch-fsdp2: by 2"],
+        ),
+        (
+            [step("wrong", f"by 2 (so is the plain step in bf16, {OWN_ARITHMETIC})")],
+            "limit",
+            [f"by 2 (so is the plain step in bf16, {OWN_ARITHMETIC})"],
         ),
         ([step(not_checked="out of memory: 3 GiB")], "not checked", ["out of memory: 3 GiB"]),
         ([PeakRow(prediction_error=0.04)], "right", []),

@@ -13,7 +13,7 @@ import trainstep.bench.check.reference as reference_module
 from tests.bench.check import source_of, verdict_of
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Gradients, compare
-from trainstep.bench.check.reference import DRAWS, MORE_DRAWS, Reference, gradients_at
+from trainstep.bench.check.reference import DRAWS, MORE_DRAWS, OWN_ARITHMETIC, Reference, gradients_at
 from trainstep.bench.check.reproducible import fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.casting import cast_parameters
@@ -71,6 +71,40 @@ def test_weights_that_are_gathered_in_16_bits_round_more_than_autocast(make):
     assert reference.compare(found, 0, "bf16", narrow_weights=True).is_right
     wrong = Gradients(found.loss, {name: 3 * each for name, each in found.by_name.items()})
     assert not reference.compare(wrong, 0, "bf16", narrow_weights=True).is_right
+
+
+class SumsInBf16(torch.autograd.Function):
+    """A bias whose gradient is summed in the dtype of what arrives, as torch does for layer norms on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = torch.zeros_like(grad[0])
+        for row in grad:
+            total += row
+        return grad, total.float()
+
+
+class Shifted(nn.Linear):
+    def forward(self, x):
+        return SumsInBf16.apply(super().forward(x.repeat(256, 1)), self.bias)
+
+
+def test_a_precision_whose_plain_step_is_off_by_more_than_roundings_is_said_to_be():
+    """Not the change is wrong then, but what any step in that precision computes."""
+    source = source_of(lambda: Shifted(32, 32))
+    of_the_plain = verdict_of(source, precision="bf16")
+    assert not of_the_plain.is_right
+    assert "bias off by" in str(of_the_plain)
+    assert f"(so is the plain step in bf16, {OWN_ARITHMETIC})" in str(of_the_plain)
+    other = source_of(lambda: Shifted(32, 32), scale=lambda step: 1.0 if step.optimizer == "adamw-foreach" else 1.3)
+    assert OWN_ARITHMETIC not in str(verdict_of(other, precision="bf16", optimizer="sgd"))
+    in_float32 = verdict_of(other, optimizer="sgd")
+    assert not in_float32.is_right
+    assert "plain step" not in str(in_float32)
 
 
 def test_sizes_are_those_of_the_initial_weights():

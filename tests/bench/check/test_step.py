@@ -153,6 +153,36 @@ def test_dropout_is_compared_as_closely_as_its_random_numbers_allow(without_comp
     assert not verdict_of(wrong, **change).is_right
 
 
+class OwnRandom(nn.Linear):
+    """Leaves out rows that it draws itself; compiled it draws others, unless it is told to draw eager code's."""
+
+    def forward(self, x):
+        if getattr(self, "is_compiled", False) and not inductor.fallback_random:
+            torch.rand(1)
+        return super().forward(x) * (torch.rand(len(x), 1) > 0.3)
+
+
+class OtherCompiled(nn.Linear):
+    """Draws nothing, and is wrong where it is compiled as it is timed."""
+
+    def forward(self, x):
+        is_wrong = getattr(self, "is_compiled", False) and not inductor.fallback_random
+        return super().forward(x) * (1.1 if is_wrong else 1.0)
+
+
+def in_blocks(kind):
+    return nn.Sequential(nn.Sequential(*(Block(kind(32, 32)) for _ in range(2))))
+
+
+def test_what_a_compiled_model_draws_by_itself_is_compared_with_eager_code_s_numbers(without_compiler):
+    source = source_of(lambda: in_blocks(OwnRandom))
+    found = verdict_of(source, compile="blocks")
+    assert (found.is_right, found.compared) == (True, "with eager code's random numbers"), found
+    wrong = source_of(lambda: in_blocks(OwnRandom), scale=lambda step: 1.0 if is_plain(step) else 1.3)
+    assert not verdict_of(wrong, compile="blocks").is_right
+    assert not verdict_of(source_of(lambda: in_blocks(OtherCompiled)), compile="blocks").is_right, "it draws nothing"
+
+
 def is_plain(step):
     return (step.precision, step.compile, step.optimizer) == ("fp32", "off", StepConfig().optimizer)
 

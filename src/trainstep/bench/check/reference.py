@@ -30,7 +30,7 @@ from trainstep.bench.outcome import attempt
 from trainstep.casting import autocast_dtype, cast_parameters
 from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
-from trainstep.randomness import from_seed
+from trainstep.randomness import from_seed, generator_states
 from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, map_tensors
 
@@ -157,6 +157,16 @@ class Reference:
         return found
 
     @cached_property
+    def draws_numbers(self) -> bool:
+        """Whether a step of the model draws from torch's generators."""
+        step = build_step(self.source, self.config)
+        batch = step.place(self.places[0].batch)
+        with from_seed(step.config.seed, [step.device]):
+            before = generator_states([step.device])
+            step.gradients(batch)
+            return generator_states([step.device]) != before
+
+    @cached_property
     def updates(self) -> Mapping[str, Tensor]:
         """How far each parameter moves in updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
@@ -197,11 +207,23 @@ class Reference:
         if form not in self._measured:
             self._measured[form] = self._measure(*form)
         known = self._measured[form]
-        while True:
-            deviation = self._within(found, place, precision, known[place].most)
-            if deviation.is_right or known[place].draws >= MORE_DRAWS:
-                return deviation
+        while not (deviation := self._within(found, place, precision, known[place].most)).is_right:
+            if known[place].draws >= MORE_DRAWS:
+                is_other = precision != self.config.precision
+                return self._with_plain(deviation, found, place, form, known[place]) if is_other else deviation
             known[place] = self._draw(self._rounded_step(*form), self.places[place], known[place])
+        return deviation
+
+    def _with_plain(
+        self, deviation: Deviation, found: Gradients, place: int, form: tuple[PrecisionName, bool], known: _Measured
+    ) -> Deviation:
+        """What is wrong, and whether the plain step in this precision has it too, within its own roundings."""
+        step = self._rounded_step(*form)
+        load(step.module, self.places[place].state)
+        plain = self._differentiate(step, step.place(self.places[place].batch))
+        if not compare(found, plain, known.random, one_rounding(form[0])).is_right:
+            return deviation
+        return dataclasses.replace(deviation, alike=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
 
     def _measure(self, precision: PrecisionName, narrow_weights: bool) -> list[_Measured]:
         """What this precision's rounding does in each place, by a few drawings."""
@@ -254,6 +276,9 @@ class Reference:
             found.append(Rounding.between(self._differentiate(step, step.place(place.batch)), place.gradients))
         return found
 
+
+OWN_ARITHMETIC = "with nothing else changed: by the model's own arithmetic there, or torch's"
+"""Ends what is said of a precision that takes a plain step further than its roundings."""
 
 FLOAT32_LOSES = 4.0
 """Tensor cores multiply float32 as three products of TF32, as fused attention does on a GPU; two bits are lost so."""
