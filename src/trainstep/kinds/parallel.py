@@ -43,6 +43,7 @@ class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
 
     scheme: str = setting()
     world_size: int = setting()
+    replicas: int | None = setting(None)  # of a hybrid scheme
     rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
@@ -92,6 +93,7 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     scheme: str = setting()
     peer: str = setting()
     world_size: int = setting()
+    replicas: int | None = setting(None)
     peer_setting: str | None = None  # the peer's fastest scheme
     rounds: int | None = None
     ratio: float | None = None  # of the steps' times, below 1 where ours is faster, with its interval within this run
@@ -105,6 +107,7 @@ class ParallelTraceRow(StepSettings, kind="parallel trace"):
 
     scheme: str = setting()
     world_size: int = setting()
+    replicas: int | None = setting(None)  # of a hybrid scheme
     on_cpu: bool | None = None
     step_ms: float | None = None  # median without the profiler, on the slowest rank
     profiled_step_ms: float | None = None
@@ -127,6 +130,7 @@ class TrainRow(StepSettings, Timed, kind="train"):
 
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
+    replicas: int | None = setting(None)  # of a hybrid scheme
     global_batch: int | None = setting(None)
     steps: int | None = setting(None)
     tokens_per_s: float | None = None

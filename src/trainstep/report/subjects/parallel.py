@@ -69,7 +69,8 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     """What a scheme's step would take without communication, from the same run's step on one rank.
 
     A rank that keeps a part of the optimizer's state updates that part alone: of the one rank's optimizer time, 1/N is
-    counted then. Nothing is taken off for weights that a rank keeps a part of, whose casts it may divide too.
+    counted then, N being the ranks of a replica. Nothing is taken off for weights that a rank keeps a part of, whose
+    casts it may divide too.
     """
     same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
     single = next((each for each in same if "step" in each.times), None)
@@ -78,13 +79,14 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     scheme = SCHEMES_BY_NAME.get(row.scheme)
     if scheme is None or scheme.planned_as in (None, "ddp"):
         return single.times["step"].median
+    parts = row.world_size // (row.replicas or 1)
     update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
-    return single.times["step"].median - update * (1 - 1 / row.world_size)
+    return single.times["step"].median - update * (1 - 1 / parts)
 
 
 def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
     """Whether both are of the same training on as many ranks."""
-    return all(single.case.get(name) == value for name, value in row.case.items() if name != "scheme")
+    return all(single.case.get(name) == value for name, value in row.case.items() if name not in ("scheme", "replicas"))
 
 
 def beyond_alone(rows: Sequence[ParallelRow]) -> tuple[Column, Column]:
