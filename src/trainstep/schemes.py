@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,6 +52,11 @@ class Scheme:
     is_planned: bool = False  # its time is predicted; rows of kind "plan check" hold that against measurements
 
     @property
+    def label(self) -> str:
+        """The name, with the number of replicas if there are any."""
+        return self.name if self.replicas is None else f"{self.name}-{self.replicas}"
+
+    @property
     def communicates(self) -> bool:
         return self.wrapper != "none"
 
@@ -73,6 +78,10 @@ class Scheme:
     def on(self, ranks: int, hosts: int, replicas: int | None = None) -> Scheme:
         """The scheme with its number of replicas, if it has any: the one given, else `usual_replicas`."""
         return dataclasses.replace(self, replicas=replicas or usual_replicas(ranks, hosts)) if self.is_hybrid else self
+
+    def choices(self, replicas: Sequence[int]) -> Sequence[int | None]:
+        """Of these numbers of replicas, those it is to be tried with; None: the usual one."""
+        return tuple(dict.fromkeys(replicas)) if self.is_hybrid and replicas else (None,)
 
     def check(self, step: StepConfig, ranks: int = 1) -> None:
         """Raise `UnsupportedError` where a step reads weights outside of the modules that have them, or where the ranks

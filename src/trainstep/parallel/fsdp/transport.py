@@ -33,11 +33,11 @@ _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
 
 # Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
-# their payload, to whoever watches (measure/collectives.py, or a profile).
+# their payload and how many ranks make them, to whoever watches (measure/collectives.py, or a profile).
 _library = torch.library.Library("trainstep_peer_copies", "DEF")
 for _name in ("all_gather", "all_to_all"):
-    _library.define(f"{_name}(Tensor[] payload) -> ()")
-    _library.impl(_name, lambda payload: None, "CompositeExplicitAutograd")
+    _library.define(f"{_name}(Tensor[] payload, int ranks) -> ()")
+    _library.impl(_name, lambda payload, ranks: None, "CompositeExplicitAutograd")
 
 
 Start = Callable[[], Waitable | None]
@@ -155,7 +155,7 @@ class PeerCopies:
             return list(zip([outbox[place] for place in places], slices, strict=True))
 
         def start() -> None:
-            torch.ops.trainstep_peer_copies.all_gather(tensors)
+            torch.ops.trainstep_peer_copies.all_gather(tensors, self._ranks)
             for outbox, mine in pairs(self._rank):
                 outbox.copy_(mine)
             self._memory.barrier(_GATHER)
@@ -170,7 +170,7 @@ class PeerCopies:
         return self._inbox_of(self._rank, send)
 
     def exchange(self, receive: Tensor, send: Tensor) -> None:
-        torch.ops.trainstep_peer_copies.all_to_all([send])
+        torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
         self._memory.barrier(_EXCHANGE)
         receive[self._rank].copy_(send[self._rank])
         for rank in self._others:

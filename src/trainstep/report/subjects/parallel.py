@@ -27,7 +27,7 @@ from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
-_RANKS = columns.case("ranks", "world_size")
+_RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _SCHEME = columns.word("scheme", "scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
 _COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
@@ -116,6 +116,7 @@ _COLUMNS = (
     *columns.SETTINGS,
     _RANKS,
     columns.case("scheme", "scheme"),
+    _REPLICAS,
     _COUNT,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
@@ -153,6 +154,7 @@ TRACES = define(
     *columns.SETTINGS,
     _RANKS,
     _SCHEME,
+    _REPLICAS,
     *columns.values({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
     *columns.values({"computation": "computation_ms", "communication": "communication_ms"}),
     columns.value("hidden communication", "hidden_communication_ms"),
@@ -167,6 +169,7 @@ RATIOS = define(
     *columns.SETTINGS,
     _RANKS,
     _SCHEME,
+    _REPLICAS,
     columns.word("beside", "peer_setting"),
     columns.ratio("time, ours over torch’s", "ratio"),
     columns.value("peak memory, ours over torch’s", "peak_ratio"),
@@ -180,6 +183,7 @@ RUNS = define(
     _RANKS,
     *columns.cases({"global batch": "global_batch", "updates": "steps"}),
     _SCHEME,
+    _REPLICAS,
     _COUNT,
     *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
     columns.value("validation loss", "validation_loss", digits=5),
