@@ -18,7 +18,7 @@ from trainstep.report.subjects.parallel import alone_ms
 from trainstep.schemes import SCHEMES, usual_replicas
 from trainstep.workload import builtin_source
 
-MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=2, num_heads=2, max_context=16)
+MODEL = ModelConfig(vocab_size=256, d_model=32, d_ff=64, num_layers=1, num_heads=2, max_context=16)
 CONFIG = StepConfig(context=16, batch=2, device="cpu")
 
 
