@@ -78,6 +78,21 @@ def test_what_goes_between_nodes_hides_beside_what_goes_within_them():
     assert one.exposed_s - two.exposed_s == pytest.approx(links, rel=1e-3), "all of it is exposed there"
 
 
+def test_gradients_in_half_precision_are_exchanged_between_nodes_one_by_one():
+    """By its own connection each GPU sends every other node's GPUs their rows; in float32 rings add up on the way."""
+    parameters, network = MODEL.num_parameters, 1e9
+    quick = {"link": Link(1e-9, 1e15), "interference": 0.0}
+    narrow, wide = (
+        strategy_plan(
+            MODEL, dataclasses.replace(STEP, precision=each), cluster(8, 2, network, **quick), Layout("fsdp", 16)
+        )
+        for each in ("bf16", "fp32")
+    )
+    gathered = 2 * 15 / 16 * parameters / (8 * network)
+    assert narrow.communication_s == pytest.approx(2 * gathered + 2 * parameters * 8 / 16 / network, rel=0.01)
+    assert wide.communication_s == pytest.approx(3 * 2 * gathered, rel=0.01)
+
+
 def test_tensor_parallelism_sends_activations():
     """Ten collectives a block and four around embedding and head, of the group's tokens in bfloat16."""
     plan = strategy_plan(MODEL, STEP, cluster(), Layout("fsdp + tp", 1, 8))

@@ -10,8 +10,9 @@ gradients of weights, each of the group's tokens · D · e bytes. Nothing hides 
 Data parallel communication hides behind computation as far as `sticking_out_s` says: gradients behind backward in
 buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. Between replicas
 (hsdp) each group's part of the gradients follows: over the network beside what goes on within nodes, and within a node
-after it, over the same connections. What is hidden
-slows the computation that hides it, by `Machine.interference` of its own time.
+after it, over the same connections. FSDP's gradients in half precision are exchanged, an all-to-all: every GPU sends to
+each one of the other nodes, by its own connection. What is hidden slows the computation that hides it, by
+`Machine.interference` of its own time.
 
 Imports no torch.
 """
@@ -151,6 +152,9 @@ def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
         part, gather_s, scatter_s = (n - 1) / n, gather.overhead_s, scatter.overhead_s
         gathered = part * exchange.gathered / gather.bus_bytes_per_s
         reduced = part * exchange.reduced / scatter.bus_bytes_per_s
+        here = max(1, min(n, cluster.gpus_per_node // stride))
+        if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
+            reduced = max(reduced, (n - here) / n * exchange.reduced / cluster.network_bytes_per_s)
     if replicas > 1:
         reduce = cluster.group_link("all-reduce", replicas, stride * n)
         reduce_s = reduce.overhead_s
