@@ -79,9 +79,8 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     scheme = SCHEMES_BY_NAME.get(row.scheme)
     if scheme is None or scheme.planned_as in (None, "ddp"):
         return single.times["step"].median
-    parts = row.world_size // (row.replicas or 1)
     update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
-    return single.times["step"].median - update * (1 - 1 / parts)
+    return single.times["step"].median - update * (1 - (row.replicas or 1) / row.world_size)
 
 
 def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
@@ -206,7 +205,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
         said += f"{{{which}_hidden_share:.0%}} with {{{which}}} "
         said += f"({{{which}_exposed_ms:n}} of {{{which}_communication_ms:n}} ms"
         said += ")" if which == "least" else " are exposed)"
-        figures |= {which: row.scheme, f"{which}_hidden_share": row.hidden_share}
+        figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
     return [found("parallel.hidden", f"{said}.", **figures)]
@@ -328,31 +327,31 @@ def _step_ms(row: ParallelRow) -> float | None:
 def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
     step = _step_ms(row)
     if step is None:
-        return Bar(row.scheme, None, row.status, f"{row.status}: {row.reason}")
+        return Bar(row.label, None, row.status, f"{row.status}: {row.reason}")
     tip = f"{number(step)} ms"
     if alone is not None and row.scheme != "single":
         tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
     base = step if row.scheme == "single" else min(alone or 0, step)
     times = row.times["step"]
-    return Bar(row.scheme, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
+    return Bar(row.label, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
 
 def _memory_bar(row: ParallelRow) -> Bar:
     peak = row.peak_gib
     if peak is None:
-        return Bar(row.scheme, None, NONE, row.reason or "not measured")
+        return Bar(row.label, None, NONE, row.reason or "not measured")
     kept = {
         "weights": row.before_step_weights_gib or 0,
         "gradients": row.before_step_gradients_gib or 0,
         "optimizer state": row.before_step_optimizer_state_gib or 0,
     }
     tip = "\n".join([f"peak {number(peak)} GiB", *(f"{kind} {number(size)}" for kind, size in kept.items())])
-    return Bar(row.scheme, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
+    return Bar(row.label, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
     """Steps below one another, a figure for each workload and number of ranks; and their sums."""
-    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme")
+    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme", "replicas")
     charts = [
         Chart(
             f"parallel-trace{f'-{place}' if place else ''}",
