@@ -53,9 +53,9 @@ class Ranks:
         return None if self.given is None else (self.given.device_type, self.given.mesh.tolist())
 
 
-def placements(mesh: DeviceMesh) -> list[Placement]:
-    """Of a tensor cut by rows along the last dimension of `Ranks.mesh`."""
-    return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+def placements(mesh: DeviceMesh, *, cut: bool) -> list[Placement]:
+    """Of a tensor cut by rows along the last dimension of `Ranks.mesh`, or of one that is whole on every rank."""
+    return [*[Replicate()] * (mesh.ndim - 1), Shard(0) if cut else Replicate()]
 
 
 def ranks_of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Ranks:

@@ -72,11 +72,10 @@ class ShardedParameter:
         return self.shard.dtype if dtype is None or not self.shard.is_floating_point() else dtype
 
     def as_saved(self, mesh: DeviceMesh) -> Tensor:
-        """The shard as the part of a whole that it is, a DTensor; what is replicated, as it is. It shares memory."""
-        if self.rows is None:
-            return self.shard.detach()
+        """The shard as the part of a whole that it is, a DTensor, as is what is replicated. It shares memory."""
         stride, own = torch.empty(self.shape, device="meta").stride(), self.shard.detach()
-        return DTensor.from_local(own, mesh, placements(mesh), run_check=False, shape=self.shape, stride=stride)
+        where = placements(mesh, cut=self.rows is not None)
+        return DTensor.from_local(own, mesh, where, run_check=False, shape=self.shape, stride=stride)
 
     def fits(self, value: Any) -> bool:
         """Whether it is a plain tensor of the full parameter's shape."""
@@ -84,13 +83,12 @@ class ShardedParameter:
 
     def load(self, value: Tensor, mesh: DeviceMesh | None) -> None:
         """Copy a value of the full parameter's shape into the shard: a plain tensor or, with the mesh, a DTensor."""
-        if isinstance(value, DTensor):
-            if self.rows is not None and value.device_mesh == mesh:
-                value = value.redistribute(mesh, placements(mesh)).to_local()
-            else:
-                value = value.full_tensor() if self.rows is None else value.full_tensor()[self.rows]
-        elif self.rows is not None:
-            value = value[self.rows]
+        if isinstance(value, DTensor) and mesh is not None and value.device_mesh == mesh:
+            value = value.redistribute(mesh, placements(mesh, cut=self.rows is not None)).to_local()
+        else:
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            value = value if self.rows is None else value[self.rows]
         self.shard.copy_(value)
 
     def install_full(self) -> None:

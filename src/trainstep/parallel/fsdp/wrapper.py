@@ -232,9 +232,10 @@ class FullyShardedDataParallel(nn.Module):
                 yield start + name, parameter.shard
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Parameters and buffers by their names in `module`, sharded parameters as DTensors that share their memory.
+        """Parameters and buffers by their names in `module`; parameters are DTensors that share the shards' memory.
 
-        For torch.distributed.checkpoint; see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
+        A module under torch's fully_shard loads it, and this one loads that one's. For torch.distributed.checkpoint;
+        see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
         """
         by_name, mesh = self._by_name(), self._mesh()
         return {
@@ -245,6 +246,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
 
+        All ranks call it, as DTensors cut another way, or on another mesh, have to be put together for it.
+
         Raises:
             UsageError: `strict`, and names are missing or unknown; or a shape is wrong.
         """
@@ -254,7 +257,7 @@ class FullyShardedDataParallel(nn.Module):
             lists = (", ".join(names) or "none" for names in (missing, unknown))
             raise UsageError("the state does not fit: missing are {}; unknown are {}".format(*lists))
         with torch.no_grad():
-            for name in own.keys() & state_dict.keys():
+            for name in (each for each in own if each in state_dict):  # on every rank in one order
                 value = state_dict[name]
                 if not isinstance(value, Tensor):
                     continue
