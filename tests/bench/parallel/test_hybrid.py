@@ -13,6 +13,7 @@ from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.kinds import ParallelRatioRow, ParallelRow
 from trainstep.measure.memory import GIB
+from trainstep.parallel.fsdp.group import Sending
 from trainstep.records import SoFar, make_row, of_kind
 from trainstep.report.subjects.parallel import alone_ms
 from trainstep.schemes import SCHEMES, usual_replicas
@@ -31,12 +32,30 @@ def _rows(process, named):
         return [row for row in run_cases(cases, process) if not isinstance(row, SoFar)]
 
 
+def _some_apart(process, named):
+    """The same, but four replicas' gradients are not averaged between them."""
+    start = Sending._start_between
+
+    def start_unless_four(sending):
+        if sending._replicate is not None and sending._replicate.size() < 4:
+            start(sending)
+
+    Sending._start_between = start_unless_four
+    try:
+        return _rows(process, named)
+    finally:
+        Sending._start_between = start
+
+
 @pytest.mark.distributed
 def test_replicas_agree_with_one_process_and_send_what_is_planned(four):
-    named = [("hsdp", None), ("torch-hsdp", None), ("hsdp", 3)]
-    rows, *nothing = four.run(_rows, named)
+    named = [("hsdp", None), ("torch-hsdp", None), ("hsdp", 3), ("hsdp", 4)]
+    rows, *nothing = four.run(_some_apart, named)
     assert nothing == [[]] * 3
-    *found, odd = of_kind(rows, ParallelRow)
+    *found, odd, apart = of_kind(rows, ParallelRow)
+    assert (apart.status, apart.step_ms) == ("wrong", None)
+    assert "its gradients in float32: the gradients off by" in apart.reason
+    assert "its ranks have different parameters" in apart.reason
     assert (odd.status, odd.reason.split(";")[0]) == ("unsupported", "4 ranks do not divide into 3 replicas")
     assert [(row.scheme, row.replicas) for row in found] == [("hsdp", 2), ("torch-hsdp", 2)]
     block = 4 * MODEL.d_model**2 + 3 * MODEL.d_model * MODEL.d_ff
