@@ -62,7 +62,7 @@ class FullyShardedDataParallel(nn.Module):
         uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
-        UsageError: torch.distributed is not initialised, the ranks disagree, the mesh is not one of ours, or an
+        UsageError: torch.distributed is not initialised, the ranks disagree, the mesh has other dimensions, or an
             argument is not what it should be.
         UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
     """
