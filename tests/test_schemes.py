@@ -18,7 +18,8 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 NOT_YET_MEASURED = {"torch-fsdp2-bf16-reduce", "torch-zero-1000", *(f"torch-ddp-{mb}" for mb in (1, 10, 100))}
-"""Peers' settings that docs/results/ has no rows of yet; empty when it has."""
+NOT_YET_MEASURED |= {"hsdp", "torch-hsdp"}
+"""Peers' settings, and schemes with theirs, that docs/results/ has no rows of yet; empty when it has."""
 
 
 def test_every_scheme_that_was_measured_is_in_the_list():
@@ -68,6 +69,8 @@ def test_a_peer_is_tuned_over_as_many_settings_as_ours():
     assert set(settings("torch-ddp")) == {each for each in settings("ddp") if each[0] in BUCKETS_MB}
     assert settings("torch-zero") == settings("sharded-optimizer")
     assert len(settings("torch-fsdp2")) == len(settings("fsdp"))
+    hybrid = [each.wrapper for each in SCHEMES.values() if each.is_hybrid]
+    assert hybrid == ["fsdp", "torch-fsdp2"]
     for each in SCHEMES.values():
         assert (each.peer is not None) == each.wrapper.startswith("torch-")
         if each.peer is not None:

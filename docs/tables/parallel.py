@@ -55,7 +55,7 @@ def planned_anew(row: Row) -> Row:
     """A scheme's row with what the plan says today; rows of other kinds as they are."""
     if not isinstance(row, ParallelRow):
         return row
-    model, scheme = SIZES[str(row.workload)], SCHEMES[row.scheme]
+    model, scheme = SIZES[str(row.workload)], dataclasses.replace(SCHEMES[row.scheme], replicas=row.replicas)
     settings = {"precision": row.precision, "optimizer": row.optimizer, "peer_copies": scheme.takes_peer_copies}
     plan = planned_bytes(scheme, model.num_parameters, row.world_size, model=model, **settings)
     return dataclasses.replace(row, **moments(plan))

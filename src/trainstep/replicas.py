@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
@@ -40,9 +41,9 @@ def build(
     gradient, as for `DistributedDataParallel`.
 
     Raises:
-        UnsupportedError: sharded weights with the chunked loss.
+        UnsupportedError: sharded weights with the chunked loss, or ranks that make no replicas.
     """
-    scheme.check(config)
+    scheme.check(config, process.world_size)
     group, dtype = process.group, autocast_dtype(config.precision)
     match scheme.wrapper:
         case "none":
@@ -62,9 +63,8 @@ def build(
                 clip = sharded.clip_grad_norm_
             return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)
         case "fsdp":  # weights are gathered in the dtype they compute in
-            fsdp = FullyShardedDataParallel(
-                module, compute_dtype=dtype, process_group=group, transport=scheme.transport
-            )
+            mesh = _mesh(scheme, process)
+            fsdp = FullyShardedDataParallel(module, compute_dtype=dtype, mesh=mesh, transport=scheme.transport)
             optimizer, finish = make_optimizer(fsdp.parameters()), fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
@@ -74,8 +74,16 @@ def build(
                 optimizer = zero_redundancy_optimizer(optimizer, process)
             return Replica(wrapped, optimizer)
         case "torch-fsdp2":
-            shard_fully(module, process, dtype, narrow_reduce=scheme.narrow_reduce, fixed_order=not allow_unused)
+            mesh, fixed_order = _mesh(scheme, process), not allow_unused
+            shard_fully(module, mesh, dtype, narrow_reduce=scheme.narrow_reduce, fixed_order=fixed_order)
             return Replica(module, make_optimizer(module.parameters()))
+
+
+def _mesh(scheme: Scheme, process: Process) -> DeviceMesh:
+    """Of a scheme that shards weights: over all ranks, or over those of each replica."""
+    if scheme.replicas is None:
+        return DeviceMesh.from_group(process.group, process.device.type)
+    return process.mesh(scheme.replicas)
 
 
 def full_parameters(replica: Replica, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

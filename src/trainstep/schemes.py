@@ -7,17 +7,18 @@ is there. A peer's settings, with their sources, are a file of `trainstep.peers`
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 
-DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp"]
+DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp"]
 """What a rank keeps, as the planner calls it: everything; a slice of the optimizer's state (ZeRO-1); of gradients too
-(ZeRO-2, planned only); of weights too (ZeRO-3)."""
+(ZeRO-2, planned only); of weights too (ZeRO-3); the same within a replica, of which there are several (hybrid)."""
 Strategy = Literal["single", DataParallel, "fsdp + tp"]
 """What the planner predicts; fsdp + tp has tensor parallelism beside FSDP and is planned only."""
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -25,7 +26,7 @@ Wrapper = Literal["none", "ddp", "sharded-optimizer", "fsdp", "torch-ddp", "torc
 """What a module and its optimizer are wrapped in. torch-*: PyTorch's own DistributedDataParallel, the same with
 ZeroRedundancyOptimizer, and fully_shard."""
 
-TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp"]
+TrainScheme = Literal["auto", "single", "ddp", "sharded-optimizer", "fsdp", "hsdp"]
 """What `train --scheme` takes: `auto`, and every scheme with `in_train`."""
 
 
@@ -42,10 +43,18 @@ class Scheme:
     """How shards travel: auto takes copies between GPUs of one host where it can (fsdp)."""
     narrow_reduce: bool = False
     """Whether gradients are summed in the 16 bits they are computed in, not in float32 (torch-fsdp2)."""
+    is_hybrid: bool = False
+    """Whether there are replicas, each sharded over some of the ranks: those of a host (fsdp, torch-fsdp2)."""
+    replicas: int | None = None  # how many, where that is known
     peer: str | None = None  # of torch's own: the scheme that this is another setting of, or itself
     in_bench: bool = True  # whether `bench parallel` compares it
     in_train: bool = False  # whether `train` offers it
     is_planned: bool = False  # its time is predicted; rows of kind "plan check" hold that against measurements
+
+    @property
+    def label(self) -> str:
+        """The name, with the number of replicas if there are any."""
+        return self.name if self.replicas is None else f"{self.name}-{self.replicas}"
 
     @property
     def communicates(self) -> bool:
@@ -66,10 +75,33 @@ class Scheme:
         """Whether gradients are copied into buckets that stay allocated, as in torch's DistributedDataParallel."""
         return self.wrapper in ("torch-ddp", "torch-zero")
 
-    def check(self, step: StepConfig) -> None:
-        """Raise `UnsupportedError` where a step reads weights outside of the modules that have them."""
+    def on(self, ranks: int, hosts: int, replicas: int | None = None) -> Scheme:
+        """The scheme with its number of replicas, if it has any: the one given, else `usual_replicas`."""
+        return dataclasses.replace(self, replicas=replicas or usual_replicas(ranks, hosts)) if self.is_hybrid else self
+
+    def choices(self, replicas: Sequence[int]) -> Sequence[int | None]:
+        """Of these numbers of replicas, those it is to be tried with; None: the usual one."""
+        return tuple(dict.fromkeys(replicas)) if self.is_hybrid and replicas else (None,)
+
+    def check(self, step: StepConfig, ranks: int = 1) -> None:
+        """Raise `UnsupportedError` where a step reads weights outside of the modules that have them, or where the ranks
+        make no replicas."""
+        if self.is_hybrid and self.replicas is None:
+            raise UnsupportedError(
+                f"{ranks} rank{'s' if ranks > 1 else ''} cannot be laid out as replicas of several ranks each: start 4 "
+                "or another even number on one host, or as many on every host; or say --replicas"
+            )
+        if self.replicas is not None and ranks % self.replicas:
+            raise UnsupportedError(f"{ranks} ranks do not divide into {self.replicas} replicas; choose --replicas anew")
         if self.shards_weights and step.loss == "chunked":
             raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+
+
+def usual_replicas(ranks: int, hosts: int) -> int | None:
+    """A replica for each host, or two on a single host where each has two ranks at least; None where neither goes."""
+    if hosts > 1:
+        return hosts if ranks % hosts == 0 else None
+    return 2 if ranks >= 4 and ranks % 2 == 0 else None
 
 
 BUCKETS_MB = (1, 10, 25, 100, 1000)
@@ -86,6 +118,7 @@ _ALL = (
     Scheme("sharded-optimizer-1000", "sharded-optimizer", "sharded optimizer", bucket_mb=1000, is_planned=True),
     Scheme("fsdp", "fsdp", "fsdp", in_train=True, is_planned=True),
     Scheme("fsdp-collectives", "fsdp", "fsdp", transport="collectives", is_planned=True),  # by NCCL, as between hosts
+    Scheme("hsdp", "fsdp", "hsdp", is_hybrid=True, in_train=True, is_planned=True),
     *(
         Scheme("torch-ddp" if mb == 25 else f"torch-ddp-{mb}", "torch-ddp", "ddp", bucket_mb=mb, peer="torch-ddp")
         for mb in BUCKETS_MB
@@ -94,6 +127,7 @@ _ALL = (
     Scheme("torch-zero-1000", "torch-zero", "sharded optimizer", bucket_mb=1000, peer="torch-zero"),
     Scheme("torch-fsdp2", "torch-fsdp2", "fsdp", peer="torch-fsdp2"),
     Scheme("torch-fsdp2-bf16-reduce", "torch-fsdp2", "fsdp", narrow_reduce=True, peer="torch-fsdp2-bf16-reduce"),
+    Scheme("torch-hsdp", "torch-fsdp2", "hsdp", is_hybrid=True, peer="torch-hsdp"),
 )
 
 SCHEMES: Mapping[str, Scheme] = {each.name: each for each in _ALL}  # by name, in the order of tables

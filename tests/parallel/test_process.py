@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,6 +154,53 @@ def test_a_rank_that_dies_is_an_error_on_every_rank(how):
         )
         assert not any(map(_alive, pids)), "no process is left"
         assert workers.run(_identity)[2] == (2, 3, "cpu", 6.0), "the next call has new workers"
+
+
+def _rows_and_columns(process):
+    """The members of this rank's row and column, in both layouts of four, and whether the groups are made once."""
+    found = []
+    for replicas in (2, 4):
+        mesh = process.mesh(replicas)
+        again = process.mesh(replicas)
+        members = [dist.get_process_group_ranks(group) for group in mesh.get_all_groups()]
+        timeouts = {group._get_backend(process.device).options._timeout for group in mesh.get_all_groups()}
+        found.append((mesh.mesh_dim_names, members, again is mesh, {each.total_seconds() for each in timeouts}))
+    return found
+
+
+def test_consecutive_ranks_are_a_replica(four):
+    for rank, (two_by_two, four_by_one) in enumerate(four.run(_rows_and_columns)):
+        row, column = rank // 2 * 2, rank % 2
+        names = ("replicate", "shard")
+        assert two_by_two == (names, [[column, column + 2], [row, row + 1]], True, {60.0}), "and waits as long"
+        assert four_by_one == (names, [[0, 1, 2, 3], [rank]], True, {60.0})
+
+
+def _die_beside_a_mesh(process):
+    groups = process.mesh(2).get_all_groups()
+    if process.rank == 1:
+        raise ArithmeticError("one rank's mistake")
+    for group in reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_rank_that_dies_is_an_error_in_every_group():
+    """Rank 0 waits in its row, rank 3 in its column, and rank 2 for rank 0."""
+    with Workers(4, timeout_s=20) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(_die_beside_a_mesh)
+    assert "one rank's mistake" in caught.value.failures[1]
+    assert all("all_reduce" in caught.value.failures[rank] for rank in (0, 2, 3))
+
+
+def test_torchrun_says_on_how_many_hosts_the_ranks_are(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in (variables | {"GROUP_WORLD_SIZE": 3}).items():
+        monkeypatch.setenv(name, str(value))
+    with join_group("cpu") as process:
+        assert (process.hosts, process.world_size) == (3, 1)
 
 
 def test_a_worker_that_was_killed_while_idle_is_an_error():

@@ -141,12 +141,12 @@ def test_the_best_bucket_without_knowledge_of_backward():
     assert best_bucket_bytes(1000.0, 2, link) == 1000.0, "a call costs more than sending everything"
 
 
-def walk(scheme, parameters, n, *, frozen=0, weight=4, gathered=4, on_the_way=4, scattered=True):
+def walk(scheme, parameters, n, *, replicas=1, frozen=0, weight=4, gathered=4, on_the_way=4, scattered=True):
     """Bytes that a rank keeps and sends, by walking over parameters and collectives one by one."""
     kept = {"weights": 0, "gradients": 0, "state": 0}
-    sent = 0
+    sent, between = 0, 0
     for first in range(0, parameters, n):  # n parameters at a time, of which each rank owns one
-        divided = {"ddp": 0, "sharded optimizer": 1, "zero-2": 2, "fsdp": 3}[scheme]
+        divided = {"ddp": 0, "sharded optimizer": 1, "zero-2": 2, "fsdp": 3, "hsdp": 3}[scheme]
         is_frozen = first < frozen
         for number, (name, size) in enumerate((("state", 8), ("gradients", weight), ("weights", weight)), 1):
             if name == "weights" or not is_frozen:
@@ -159,12 +159,14 @@ def walk(scheme, parameters, n, *, frozen=0, weight=4, gathered=4, on_the_way=4,
             ],
             "zero-2": [("reduce-scatter", on_the_way), ("all-gather", weight)],
             "fsdp": [("all-gather", gathered), ("all-gather", gathered), ("reduce-scatter", on_the_way)],
-        }[scheme]
+        }["fsdp" if scheme == "hsdp" else scheme]
         if is_frozen:
-            moves = [move for move in moves if scheme == "fsdp" and move[0] == "all-gather"]
+            moves = [move for move in moves if scheme in ("fsdp", "hsdp") and move[0] == "all-gather"]
+        elif replicas > 1:  # each rank's one of the n
+            between += sum(simulate("all-reduce", replicas, replicas).sent) * weight / replicas
         for collective, size in moves:
             sent += sum(simulate(collective, n, n).sent) * size
-    return kept["weights"], kept["gradients"], kept["state"], sent // n
+    return kept["weights"], kept["gradients"], kept["state"], sent // n + between / replicas
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -176,6 +178,20 @@ def test_each_scheme_keeps_and_sends_what_a_walk_through_it_finds(scheme, frozen
     expected = walk(scheme, 240, n, frozen=frozen, gathered=2, on_the_way=2, scattered=scattered)
     assert (found.weights, found.gradients, found.optimizer_state, found.sent) == expected
     assert found.before_step == sum(expected[:3])
+
+
+@pytest.mark.parametrize(("n", "replicas"), [(4, 2), (4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("frozen", [0, 80])
+def test_replicas_keep_and_send_what_a_walk_through_one_finds_and_their_parts_of_gradients(n, replicas, frozen):
+    settings = {"frozen": frozen, "replicas": replicas}
+    found = rank_bytes("hsdp", 240, n, compute_bytes=2, reduce_bytes=2, largest_group=40, **settings)
+    expected = walk("hsdp", 240, n // replicas, gathered=2, on_the_way=2, **settings)
+    assert (found.weights, found.gradients, found.optimizer_state, found.sent) == expected
+    one = rank_bytes("fsdp", 240, n // replicas, compute_bytes=2, reduce_bytes=2, largest_group=40)
+    assert found.buffers - one.buffers == (4 * 40 * replicas // n if replicas > 1 else 0), "a group's part between them"
+    copies = rank_bytes("hsdp", 240, n, compute_bytes=2, reduce_bytes=2, largest_group=40, peer_copies=True, **settings)
+    ranks = n // replicas
+    assert copies.staging == (2 * 40 // ranks + 2 * 40 if ranks > 1 else 0)
 
 
 def test_the_case_of_the_peers():
@@ -218,5 +234,8 @@ def test_what_makes_no_sense_is_refused():
         exposed_seconds(1.0, 0, 2, link)
     with pytest.raises(UsageError, match="expected a positive one"):
         best_bucket_bytes(1.0, 2, Link(0.0, 1e9))
+    for scheme, ranks, replicas in (("hsdp", 4, 3), ("hsdp", 4, 0), ("fsdp", 4, 2)):
+        with pytest.raises(UsageError, match=f"{ranks} ranks of {scheme} do not divide into {replicas}"):
+            rank_bytes(scheme, 1, ranks, replicas=replicas)
     with pytest.raises(UsageError, match="expected one of ddp"):
         rank_bytes("zero-9", 1, 1)

@@ -44,6 +44,55 @@ def test_bytes_sent_are_those_of_the_rings(n):
         assert plan.sent == pytest.approx(sent, rel=1e-6), strategy
 
 
+@pytest.mark.parametrize(("nodes", "replicas"), [(2, 2), (1, 4), (1, 8)])
+def test_replicas_send_what_their_ranks_do_and_parts_of_gradients(nodes, replicas):
+    plan = strategy_plan(MODEL, STEP, cluster(8, nodes), Layout("hsdp", 8 * nodes, replicas=replicas))
+    ranks = 8 * nodes // replicas
+    inside = strategy_plan(MODEL, STEP, cluster(ranks), Layout("fsdp", ranks))
+    between = ring_bytes("all-reduce", 4 * MODEL.num_parameters / ranks, replicas)
+    assert plan.sent == pytest.approx(inside.sent + between, rel=1e-6)
+    assert plan.compute.optimizer.total == inside.compute.optimizer.total
+
+
+def test_what_goes_between_nodes_hides_beside_what_goes_within_them():
+    """On one node it shares their links; between nodes the slower of the two decides, and the last group's follow."""
+    quick, wide = {"link": Link(1e-9, 1e15), "interference": 0.0}, dataclasses.replace(STEP, precision="fp32")
+    alone = strategy_plan(MODEL, wide, cluster(8, **quick), Layout("fsdp", 8))
+    for network in (1e8, 1e9, 1e10, 1e13):
+        plan = strategy_plan(MODEL, wide, cluster(8, 2, network, **quick), Layout("hsdp", 16, replicas=2))
+        transfer = 4 * MODEL.num_parameters / 8 / network  # 2 (r - 1) / r is 1
+        overhead = NETWORK_OVERHEAD_S + 2 * NETWORK_HOP_S
+        expected = run_through(transfer, overhead, plan.compute.backward.total, MODEL.num_layers + 2)
+        hops = 20 * LINK_HOP_S  # of the calls within, which are in one of the two alone
+        assert plan.exposed_s == pytest.approx(expected + alone.exposed_s, rel=1e-3, abs=hops), network
+    flat = strategy_plan(MODEL, STEP, cluster(8, 2, 1e10), Layout("fsdp", 16))
+    hybrid = strategy_plan(MODEL, STEP, cluster(8, 2, 1e10), Layout("hsdp", 16, replicas=2))
+    assert hybrid.exposed_s < flat.exposed_s, "a slow network carries an eighth of the gradients, and no weights"
+    one, two = (
+        strategy_plan(
+            MODEL, STEP, cluster(8, interference=0.0, link=Link(1e-9, 1e10)), Layout("hsdp", 8, replicas=each)
+        )
+        for each in (1, 2)
+    )
+    links = one.communication_s - two.communication_s
+    assert one.exposed_s - two.exposed_s == pytest.approx(links, rel=1e-3), "all of it is exposed there"
+
+
+def test_gradients_in_half_precision_are_exchanged_between_nodes_one_by_one():
+    """By its own connection each GPU sends every other node's GPUs their rows; in float32 rings add up on the way."""
+    parameters, network = MODEL.num_parameters, 1e9
+    quick = {"link": Link(1e-9, 1e15), "interference": 0.0}
+    narrow, wide = (
+        strategy_plan(
+            MODEL, dataclasses.replace(STEP, precision=each), cluster(8, 2, network, **quick), Layout("fsdp", 16)
+        )
+        for each in ("bf16", "fp32")
+    )
+    gathered = 2 * 15 / 16 * parameters / (8 * network)
+    assert narrow.communication_s == pytest.approx(2 * gathered + 2 * parameters * 8 / 16 / network, rel=0.01)
+    assert wide.communication_s == pytest.approx(3 * 2 * gathered, rel=0.01)
+
+
 def test_tensor_parallelism_sends_activations():
     """Ten collectives a block and four around embedding and head, of the group's tokens in bfloat16."""
     plan = strategy_plan(MODEL, STEP, cluster(), Layout("fsdp + tp", 1, 8))
@@ -98,7 +147,7 @@ def test_equal_work_and_utilisation():
 
 
 def test_one_rank_exchanges_nothing():
-    for strategy in ("single", "ddp", "sharded optimizer", "zero-2", "fsdp"):
+    for strategy in ("single", "ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp"):
         plan = strategy_plan(MODEL, STEP, cluster(1), Layout(strategy))
         assert plan.sent == plan.communication_s == plan.exposed_s == plan.memory.buffers == 0
 

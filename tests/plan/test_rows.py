@@ -113,8 +113,9 @@ def test_the_command_prints_and_writes_without_torch(planned):
     records = read_records(out / "results.jsonl")
     plans = of_kind(records, PlanRow)
     assert [row.case["strategy"] for row in plans] == [
-        "single", "ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"
+        "single", "ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp", "fsdp + tp"
     ]  # fmt: skip
+    assert [row.replicas for row in plans] == [None] * 5 + [2, None], "one on each node"
     for row in plans:
         kinds = ("weights", "gradients", "optimizer_state", "activations", "buffers")
         total = sum(float(row.values[f"{kind}_gib"]) for kind in kinds)
@@ -132,6 +133,22 @@ def test_the_command_prints_and_writes_without_torch(planned):
     most = {row.case["axis"]: row.values["most_gpus"] for row in limits if row.case["connection"] == "within a node"}
     assert all(isinstance(gpus, int) and gpus >= 1 for gpus in most.values()), most
     assert max(row.case["gpus"] for row in of_kind(records, PlanScalingRow)) == 16_384
+
+
+def test_replicas_are_one_a_node_or_two_or_as_many_as_are_asked_for():
+    def planned_replicas(gpus, nodes, asked=None):
+        machine, step = machine_of(require_device("H200")), StepConfig(precision="bf16", attention="sdpa")
+        request = PlanRequest("small", SIZES["small"], step, Cluster(machine, gpus, nodes, 4e10), replicas=asked)
+        records = list(plan_records(request))
+        scaled = {row.gpus for row in of_kind(records, PlanScalingRow) if row.strategy == "hsdp"}
+        return [row.replicas for row in of_kind(records, PlanRow) if row.strategy == "hsdp"], scaled
+
+    assert planned_replicas(2, 1) == ([], set()), "two GPUs of a node make one replica"
+    assert planned_replicas(8, 1)[0] == [2]
+    assert planned_replicas(8, 4)[0] == [4]
+    found, scaled = planned_replicas(8, 4, asked=16)
+    assert found == [16]
+    assert scaled == {1 << power for power in range(4, 15)}
 
 
 def test_the_page_marks_predictions_as_such(planned):
@@ -198,6 +215,7 @@ def test_no_limit_of_tensor_parallelism_where_the_model_cannot_be_divided():
     ("words", "says"),
     [
         (["--nodes", "0"], "nodes is 0"),
+        (["--replicas", "3"], "8 GPUs do not divide into 3 replicas"),
         (["--tensor-parallel", "5"], "a mesh with tensor parallelism of 5 is impossible"),
         (["--device", "TPU"], "'TPU' is not a known device"),
         (["--batch", "-1"], "batch is -1"),
@@ -265,13 +283,15 @@ def own_plan(folder, *words):
 def test_a_users_model_is_planned_from_a_traced_step(tmp_path, capsys):
     records = own_plan(tmp_path, "--gpus-per-node", "4", "--policies", "none,every-1")
     plans = of_kind(records, PlanRow)
-    assert [row.strategy for row in plans] == ["single", "ddp", "sharded optimizer", "zero-2", "fsdp"]
-    single, *others = plans
+    assert [row.strategy for row in plans] == ["single", "ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp"]
+    single, *others, hybrid = plans
+    assert (hybrid.gpus, hybrid.replicas) == (4, 2), "on one node two of two"
+    assert plans[-2].peak_gib < hybrid.peak_gib < plans[1].peak_gib
     assert (single.batch, single.context, single.attention, single.optimizer) == (None,) * 4
     assert single.precision == "bf16"
     assert all(row.fits and row.tokens_per_s > 0 and row.limit for row in plans)
     assert {row.gpus for row in others} == {4}
-    assert plans[-1].peak_gib < plans[1].peak_gib, "fsdp divides weights and state"
+    assert plans[-2].peak_gib < plans[1].peak_gib, "fsdp divides weights and state"
     memory = of_kind(records, PlanMemoryRow)
     assert len(memory) == 2 * len(plans)
     assert all(row.weights_gib > 0 and row.activations_gib > 0 for row in memory)

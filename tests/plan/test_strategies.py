@@ -19,8 +19,8 @@ CLUSTER = Cluster(machine_of(require_device("H200")), 8, 1, 4e10)
 
 def walked(layout, optimizer_moments=2):
     """(weights, state, all gradients) on a rank: each parameter's bytes, divided as the strategy divides it."""
-    n, t = layout.data, layout.tensor
-    divided = {"single": 0, "ddp": 0, "sharded optimizer": 1, "zero-2": 2, "fsdp": 3, "fsdp + tp": 3}[layout.strategy]
+    n, t = layout.data // layout.replicas, layout.tensor
+    divided = {"single": 0, "ddp": 0, "sharded optimizer": 1, "zero-2": 2}.get(layout.strategy, 3)
     weights = state = gradients = 0.0
     for parameter in build_transformer(MODEL, device="meta").parameters():
         bytes_ = parameter.numel() * 4 / t
@@ -31,9 +31,10 @@ def walked(layout, optimizer_moments=2):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("strategy", ["ddp", "sharded optimizer", "zero-2", "fsdp", "fsdp + tp"])
+@pytest.mark.parametrize("strategy", ["ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp", "fsdp + tp"])
 def test_what_lasts_is_what_a_walk_over_the_parameters_finds(strategy, ranks):
-    layout = Layout(strategy, ranks, 2 if strategy == "fsdp + tp" else 1)
+    replicas = 2 if strategy == "hsdp" else 1
+    layout = Layout(strategy, ranks * replicas, 2 if strategy == "fsdp + tp" else 1, replicas)
     many = dataclasses.replace(STEP, batch=1, context=8, optimizer="adamw-fused")  # activations next to nothing
     memory = strategy_memory(MODEL, many, layout)
     weights, state, gradients = walked(layout)
@@ -80,6 +81,8 @@ def test_fsdp_computes_in_half_precision_without_casts():
     assert fsdp.buffers == 6 * 2 * largest_group(MODEL)
     wide = strategy_memory(MODEL, dataclasses.replace(STEP, precision="fp32"), Layout("fsdp", 4))
     assert wide.buffers == 6 * 4 * largest_group(MODEL)
+    hybrid = strategy_memory(MODEL, STEP, Layout("hsdp", 8, replicas=2))
+    assert hybrid.total - fsdp.total == hybrid.buffers - fsdp.buffers == 4 * largest_group(MODEL) // 4
 
 
 def test_tensor_parallelism_divides_activations_of_the_groups_batch():
@@ -109,6 +112,18 @@ def test_the_fewest_gpus_fit_and_fewer_do_not(strategy, tensor):
     assert fits(strategy_memory(model, step, Layout(strategy, gpus // tensor, tensor)), few)
     if gpus > tensor:
         assert not fits(strategy_memory(model, step, Layout(strategy, gpus // tensor - 1, tensor)), few)
+
+
+def test_replicas_take_as_many_gpus_each_as_one_alone():
+    model, step = SIZES["10B"], dataclasses.replace(STEP, context=512, batch=1)
+    few = Cluster(dataclasses.replace(CLUSTER.machine, memory_bytes=110 * GIB), 8, 1, 4e10)
+    one, three = (smallest_gpus(model, step, few, Layout("hsdp", each, replicas=each)) for each in (1, 3))
+    assert one == smallest_gpus(model, step, few, Layout("fsdp"))
+    assert three is not None
+    assert three >= 3 * one > 3, "and there are buffers between them"
+    assert three % 3 == 0
+    assert fits(strategy_memory(model, step, Layout("hsdp", three, replicas=3)), few)
+    assert not fits(strategy_memory(model, step, Layout("hsdp", three - 3, replicas=3)), few)
 
 
 def test_where_no_number_of_gpus_helps():

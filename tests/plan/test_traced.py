@@ -98,6 +98,17 @@ def test_what_is_sent():
     assert half.sent == (n - 1) * (gradients // 2 + STEP.parameter_bytes) // n, "frozen weights are gathered"
 
 
+def test_replicas_are_divided_and_send_as_one_and_their_parts_of_gradients():
+    layout = Layout("hsdp", 8, replicas=2)
+    found, one = (CASE.rank_bytes(each) for each in (layout, Layout("fsdp", 4)))
+    assert (found.weights, found.gradients, found.optimizer_state) == (one.weights, one.gradients, one.optimizer_state)
+    assert found.sent == one.sent + STEP.gradients // 4, "2 (r - 1) / r is 1"
+    assert found.buffers == one.buffers + STEP.largest_group // 4
+    assert CASE.memory(layout).total == CASE.memory(Layout("fsdp", 4)).total + STEP.largest_group // 4
+    plan, alone = CASE.plan(CLUSTER, layout), CASE.plan(CLUSTER, Layout("single"))
+    assert plan.compute.optimizer.total == pytest.approx(alone.compute.optimizer.total / 4)
+
+
 def test_seconds_of_operators():
     _batch, m, n, k = PRODUCT
     by_tiles = product_seconds(m, n, k, MACHINE.matmul_flops["fp32"], MACHINE.multiprocessors, fp32=True)

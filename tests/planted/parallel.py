@@ -33,7 +33,7 @@ from trainstep.bench.parallel.check import Agreement, agreement, compare_with_on
 from trainstep.bench.parallel.one_process import Expected, expected
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.model import text
-from trainstep.parallel import ddp
+from trainstep.parallel import gradient_bucket as sent
 from trainstep.parallel.collectives import all_reduce_sum, flat, reduce_scatter_sum, slice_of
 from trainstep.parallel.process import Process
 from trainstep.parallel.zero import pieces
@@ -182,25 +182,26 @@ def without_buckets(
     wanted: Callable[[int], bool], use: int = 1
 ) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Buckets that are not averaged, by the number of their first parameter, from their n-th use."""
-    start = ddp.GradientBucket.start
+    start = sent.GradientBucket.start
 
-    def skip(self: Any, gradients: list[Tensor], dtype: Any, group: Any) -> None:
+    def skip(self: Any, gradients: list[Tensor], dtype: Any) -> None:
         self.uses = getattr(self, "uses", 0) + 1
         if wanted(self.numbers[0]) and self.uses >= use:
             self._gradients = self._sent = gradients
             self._work = _Done()
         else:
-            start(self, gradients, dtype, group)
+            start(self, gradients, dtype)
 
-    return in_place_of(ddp.GradientBucket, "start", skip)
+    return in_place_of(sent.GradientBucket, "start", skip)
 
 
 def slices_one_off() -> contextlib.AbstractContextManager[Any]:
     """Slices of gradients that begin one element late, or early on the last rank."""
-    wait = ddp.GradientBucket.wait
+    wait = sent.GradientBucket.wait
 
-    def one_off(self: Any, group: dist.ProcessGroup) -> list[Tensor]:
-        wait(self, group)
+    def one_off(self: Any) -> list[Tensor]:
+        wait(self)
+        group = self._ranks.shard
         found = []
         for gradient in self._gradients:
             size = gradient.numel() // group.size()
@@ -208,7 +209,7 @@ def slices_one_off() -> contextlib.AbstractContextManager[Any]:
             found.append(flat(gradient)[start : start + size])
         return found
 
-    return in_place_of(ddp.GradientBucket, "wait", one_off)()
+    return in_place_of(sent.GradientBucket, "wait", one_off)()
 
 
 def _gather_one_off(tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor]) -> Any:
@@ -240,8 +241,8 @@ def _twice(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
 _FLAT, _DDP, _FSDP, _ZERO = SCHEMES["flat"], SCHEMES["torch-ddp"], SCHEMES["fsdp"], SCHEMES["sharded-optimizer"]
 _FSDP2, _TORCH_ZERO, _NAIVE = SCHEMES["torch-fsdp2"], SCHEMES["torch-zero"], SCHEMES["naive"]
 WRONG: dict[str, Planted] = {
-    "a sum for a mean": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", all_reduce_sum)),
-    "a sum of slices for a mean": Planted(_ZERO, inside=in_place_of(ddp, "reduce_scatter_mean", reduce_scatter_sum)),
+    "a sum for a mean": Planted(_FLAT, inside=in_place_of(sent, "all_reduce_mean", all_reduce_sum)),
+    "a sum of slices for a mean": Planted(_ZERO, inside=in_place_of(sent, "reduce_scatter_mean", reduce_scatter_sum)),
     "torch's DDP without 1/N": Planted(_DDP, handed(times(2.0))),
     "FSDP without 1/N": Planted(_FSDP, handed(times(2.0))),
     "gradients × 100": Planted(_FSDP2, handed(times(100.0))),
@@ -251,8 +252,10 @@ WRONG: dict[str, Planted] = {
     "one parameter's gradient × 1.1": Planted(_FSDP, handed(times(1.1, slice(2, 3)))),
     "one bucket not reduced": Planted(SMALL_BUCKETS, inside=without_buckets(lambda first: first >= 15)),
     "one parameter not reduced": Planted(_NAIVE, inside=without_buckets(lambda first: first == 4)),
-    "one rank's gradients missing": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _all_reduce_first_alone)),
-    "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(ddp, "all_reduce_mean", _twice)),
+    "one rank's gradients missing": Planted(
+        _FLAT, inside=in_place_of(sent, "all_reduce_mean", _all_reduce_first_alone)
+    ),
+    "reduced twice, then as a sum": Planted(_FLAT, inside=in_place_of(sent, "all_reduce_mean", _twice)),
     "reduced in 16 bits": Planted(_FLAT, handed(in_16_bits)),
     "reduced in 16 bits, FSDP": Planted(_FSDP, handed(in_16_bits)),
     "slices of gradients one off": Planted(_ZERO, inside=slices_one_off),
@@ -327,7 +330,7 @@ RIGHT: dict[str, Right] = {
     "group norm, bf16": _right("group norm, bf16", _DDP),
     "small buckets": _own(SMALL_BUCKETS),
     "a bucket per parameter, overlapped, bf16": _own(SCHEMES["overlapped"], **BF16),
-    "the mean of means": _own(_FLAT, in_place_of(ddp, "all_reduce_mean", _mean_twice)),
+    "the mean of means": _own(_FLAT, in_place_of(sent, "all_reduce_mean", _mean_twice)),
     "a sequence of 13 tokens a rank, bf16": _own(_FSDP, batch=1, context=13, **BF16),
     "five sequences a rank": _own(_ZERO, batch=5, context=7),
     "SGD": _own(_FSDP, optimizer="sgd"),

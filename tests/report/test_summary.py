@@ -302,6 +302,12 @@ def test_schemes_and_peaks_have_a_headline_of_their_own():
         for name, ms in {"single": 5.0, "ddp": 8.0, "fsdp": 9.0}.items()
     ]
     assert first(schemes, Headline).says == "per step with ddp on 2 ranks, the fastest median of 2 schemes"
+    hybrid = [
+        ParallelRow(workload="m", scheme="hsdp", replicas=each, world_size=2, times={"step": Times(ms)}, n=9)
+        for each, ms in {1: 7.0, 2: 6.0}.items()
+    ]
+    says = first([*schemes, *hybrid], Headline).says
+    assert says == "per step with hsdp-2 on 2 ranks, the fastest median of 4 schemes"
     peaks = [
         PeakRow(workload="m", mode="step", context=512, peak_gib=3.0),
         PeakRow(workload="m", context=64, peak_gib=1.0),

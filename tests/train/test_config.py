@@ -49,9 +49,22 @@ def test_what_is_not_supported(run):
         run.check(1)
 
 
+def test_ranks_that_make_no_replicas():
+    with pytest.raises(UnsupportedError, match="2 ranks cannot be laid out as replicas"):
+        config(scheme="hsdp").check(2)
+    with pytest.raises(UnsupportedError, match="4 ranks do not divide into 3 replicas"):
+        config(scheme="hsdp", replicas=3).check(4)
+    config(scheme="hsdp").check(2, hosts=2)
+    with pytest.raises(UsageError, match="replicas is -1; expected 0 or more"):
+        config(replicas=-1)
+
+
 def test_auto_stands_for_ddp_on_several_ranks():
     assert [config().scheme(ranks).name for ranks in (1, 2, 8)] == ["single", "ddp", "ddp"]
     assert config(scheme="fsdp").scheme(1).name == "fsdp"
+    assert [config(scheme="hsdp").scheme(*on).replicas for on in ((4,), (16, 4), (2,))] == [2, 4, None]
+    assert config(scheme="hsdp", replicas=8).scheme(16, 4).replicas == 8
+    assert config(scheme="ddp", replicas=8).scheme(16, 4).replicas is None
     assert [config(global_batch=8).passes(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
 
 

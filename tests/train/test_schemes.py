@@ -66,10 +66,11 @@ def test_a_run_goes_on_from_two_ranks_to_one_to_four(two, four, tmp_path):
     chains = {
         "fsdp": ("fsdp", "single", "ddp"),
         "sharded-optimizer": ("sharded-optimizer", "sharded-optimizer", "sharded-optimizer"),
+        "hsdp": ("hsdp", "single", "hsdp"),  # as 2×1, and as 2×2
     }
     for name, (first, second, third) in chains.items():
         out = tmp_path / name
-        assert two.run(_until, config(scheme=first, **SHORT), out, 8) == [8, 8]
+        assert two.run(_until, config(scheme=first, replicas=2, **SHORT), out, 8) == [8, 8]
         assert names(out) == ["step-00000008"]
         assert alone(config(scheme=second, **SHORT), out, stop_after=16).step == 16
         four.run(on_rank, config(scheme=third, **SHORT), out)

@@ -34,7 +34,7 @@ from trainstep.commands.options import (
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
-from trainstep.schemes import BENCH_SCHEMES, SCHEMES
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from trainstep.parallel.process import Process
@@ -209,6 +209,9 @@ class BenchParallel(OneModel):
 
     scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
     """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""
+    replicas: commas(int) = ()  # type: ignore[valid-type]
+    """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
+    a single one. Several numbers are measured beside each other."""
     rounds: int = 3
     """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
     one sample from 3 up."""
@@ -231,7 +234,8 @@ class BenchParallel(OneModel):
             try:
                 source = on_all_ranks(process, self.source)
                 config = on_all_ranks(process, lambda: self.own_step(source))
-                cases = [ParallelCase(source, config, SCHEMES[name], self.warmup, self.steps) for name in self.scheme]
+                schemes = on_all_ranks(process, lambda: self.schemes(process))
+                cases = [ParallelCase(source, config, each, self.warmup, self.steps) for each in schemes]
                 records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
                 return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
@@ -239,6 +243,14 @@ class BenchParallel(OneModel):
         if process.rank == 0:
             raise mistake
         return 0  # torchrun ends the first rank before it has spoken when another fails
+
+    def schemes(self, process: Process) -> list[Scheme]:
+        """Those named, a hybrid one with each number of replicas."""
+        if few := [each for each in self.replicas if each < 1]:
+            raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
+        named = [SCHEMES[name] for name in self.scheme]
+        ranks, hosts = process.world_size, process.hosts
+        return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
 
 
 def _first_rank_reports(process: Process, records: Iterable[Row | SoFar], out: Path, title: str, total: int) -> int:

@@ -57,6 +57,8 @@ class Plan(Common):
     """What each GPU can send to other nodes, in 1e9 bytes/s: 0.8 of a connection of 400 Gbit/s per GPU, by default."""
     memory_gib: float | None = None
     """GiB of a GPU, in place of the datasheet's or the calibration's."""
+    replicas: int | None = None
+    """Replicas of hsdp, each sharded over consecutive GPUs; by default one on each node, or two on a single node."""
     policies: commas(str) = ()  # type: ignore[valid-type]
     """Checkpointing policies whose memory is shown: any of none, every-K; by default none, every-1 and the best K."""
     model: ModelFlags = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Plan(Common):
             step=dataclasses.replace(step, **self.step),
             cluster=Cluster(self._machine(), self.gpus_per_node, self.nodes, self.network_gb_s * 1e9),
             tensor_parallel=self.tensor_parallel,
+            replicas=self.replicas,
             policies=self.policies,
         )
         records = list(plan_records(request))  # complete, or an error, before anything is written
@@ -120,6 +123,7 @@ class Plan(Common):
             step=step,
             cluster=Cluster(machine, *nodes, self.network_gb_s * 1e9),
             tensor_parallel=self.tensor_parallel,
+            replicas=self.replicas,
             traced=cases,
             own=[name for name in ("batch", "context", "attention", "optimizer") if columns[name] is None],
         )

@@ -35,14 +35,25 @@ class CollectiveFitRow(Row, kind="collective fit"):
     worst_error: float | None = None
 
 
-class ParallelRow(StepSettings, GpuState, Timed, kind="parallel"):
+class SchemeSettings(StepSettings):
+    """Rows of one scheme of data parallel training."""
+
+    scheme: str = setting()
+    world_size: int = setting()
+    replicas: int | None = setting(None)  # of a hybrid scheme
+
+    @property
+    def label(self) -> str:
+        """The scheme, with its number of replicas if it has any."""
+        return self.scheme if self.replicas is None else f"{self.scheme}-{self.replicas}"
+
+
+class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     """One scheme of data parallel training: the step of the slowest rank, traffic, memory, agreement with one process.
 
     Memory is of the rank that holds most, at the start, before the optimizer's step and after it.
     """
 
-    scheme: str = setting()
-    world_size: int = setting()
     rounds: int | None = None  # each built anew, in turns with the other schemes; samples come round after round
     exposed_ms: float | None = None  # beyond the step without communication
     tokens_per_s: float | None = None  # of all ranks
@@ -92,6 +103,7 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     scheme: str = setting()
     peer: str = setting()
     world_size: int = setting()
+    replicas: int | None = setting(None)
     peer_setting: str | None = None  # the peer's fastest scheme
     rounds: int | None = None
     ratio: float | None = None  # of the steps' times, below 1 where ours is faster, with its interval within this run
@@ -100,11 +112,9 @@ class ParallelRatioRow(StepSettings, kind="parallel ratio"):
     peak_ratio: float | None = None  # of the peaks of memory
 
 
-class ParallelTraceRow(StepSettings, kind="parallel trace"):
+class ParallelTraceRow(SchemeSettings, kind="parallel trace"):
     """One profiled step of rank 0 under a scheme: its overlap, and its bars as series."""
 
-    scheme: str = setting()
-    world_size: int = setting()
     on_cpu: bool | None = None
     step_ms: float | None = None  # median without the profiler, on the slowest rank
     profiled_step_ms: float | None = None
@@ -127,6 +137,7 @@ class TrainRow(StepSettings, Timed, kind="train"):
 
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
+    replicas: int | None = setting(None)  # of a hybrid scheme
     global_batch: int | None = setting(None)
     steps: int | None = setting(None)
     tokens_per_s: float | None = None

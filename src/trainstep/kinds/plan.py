@@ -45,6 +45,7 @@ class PlannedMemory(PlannedStep):
     strategy: str = setting()
     gpus: int = setting()
     tensor_parallel: int = setting()
+    replicas: int | None = setting(None)  # of hsdp
     weights_gib: float | None = None
     gradients_gib: float | None = None
     optimizer_state_gib: float | None = None

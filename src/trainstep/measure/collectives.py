@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +32,7 @@ class Collective:
     tensors: int  # full tensors in the call
     bytes: int  # their size: of what is reduced or sent; for an all-gather, of what comes out
     dtype: torch.dtype | None
+    ranks: int | None = None  # of the group that makes the call
 
 
 @contextmanager
@@ -64,4 +67,15 @@ def _collective(operator: str, args: tuple[Any, ...]) -> Collective:
     lists = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)] for argument in args[:2]]
     payload = max(lists, key=lambda tensors: sum(each.nbytes for each in tensors))
     size = sum(each.nbytes for each in payload)
-    return Collective(name, len(payload), size, payload[0].dtype if payload else None)
+    return Collective(name, len(payload), size, payload[0].dtype if payload else None, _ranks(args))
+
+
+def _ranks(args: tuple[Any, ...]) -> int | None:
+    """The size of the group: it is among the arguments, or its name is the last one, or (of copies) its size."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and each._type().name() == "ProcessGroup":  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(each).size()
+    if isinstance(args[-1], str):
+        group: dist.ProcessGroup = distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined,arg-type]
+        return group.size()
+    return args[-1] if isinstance(args[-1], int) else None

@@ -17,6 +17,8 @@ shard
     The rows of a parameter that a rank keeps under FSDP; in the module its place is taken by the whole while gathered.
 replicated
     The same on every rank: parameters that FSDP does not cut.
+replica
+    One of several copies of a model that is sharded over a part of the ranks (`ranks.Ranks`).
 piece
     A parameter, and what of it this rank's sharded optimizer updates: its slice, all of it, or nothing.
 bucket

@@ -122,13 +122,16 @@ def clip_gradients_(
     norm_type: float,
     group: dist.ProcessGroup,
     device: torch.device,
+    replicas: int = 1,
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
 
     As `torch.nn.utils.clip_grad_norm_`; every rank of the group calls it.
 
     Args:
-        divided: this rank's part of the gradients, which may be none; no other rank has these elements.
+        divided: this rank's part of the gradients, which may be none. As many ranks as there are `replicas` have these
+            elements. The sum is over all of them: each replica's own might be rounded otherwise, and the replicas would
+            then drift apart.
         replicated: gradients that are the same on every rank, and so counted once.
     """
     of_divided, of_replicated = (_norm(gradients, norm_type, device) for gradients in (divided, replicated))
@@ -138,7 +141,7 @@ def clip_gradients_(
     else:
         powers = of_divided**norm_type
         dist.all_reduce(powers, group=group)
-        total = (powers + of_replicated**norm_type) ** (1 / norm_type)
+        total = (powers / replicas + of_replicated**norm_type) ** (1 / norm_type)
     if gradients := [*divided, *replicated]:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
@@ -194,10 +197,14 @@ class Pending:
     then: Callable[[], object] | None = None
     holds: object = None  # what must not be freed before the wait
 
-    def wait(self) -> None:
-        """Let the current stream (on a CPU: the caller) wait for the end of the work."""
+    def join(self) -> None:
+        """On a GPU, let the current stream, which may be another side stream, wait too; the memory is held on to."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
+
+    def wait(self) -> None:
+        """Let the current stream (on a CPU: the caller) wait for the end of the work."""
+        self.join()
         if self.work is not None:
             self.work.wait()  # for NCCL's the current stream waits, too
         if self.then is not None:

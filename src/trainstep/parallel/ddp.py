@@ -24,62 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import (
-    all_reduce_mean,
-    assign_buckets,
-    broadcast_from_first,
-    reduce_scatter_mean,
-    slices_of,
-    weak_hook,
-)
+from trainstep.parallel.collectives import SideStream, assign_buckets, broadcast_from_first, weak_hook
+from trainstep.parallel.gradient_bucket import GradientBucket
 from trainstep.parallel.partial import Known, before_optimizer_steps
-from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.process import check_ranks_agree
+from trainstep.parallel.ranks import ranks_of
 from trainstep.parallel.scattered import ScatteredGradient
-
-
-class GradientBucket:
-    """Parameters, by number, whose gradients are averaged in one call; `scattered`: a rank gets its slice alone."""
-
-    def __init__(self, numbers: tuple[int, ...], scattered: bool) -> None:
-        self.numbers, self.scattered = numbers, scattered
-        self.reset()
-
-    def reset(self) -> None:
-        self.waiting = set(self.numbers)  # those whose gradient has not come yet
-        self._gradients: list[Tensor] = []
-        self._sent: list[Tensor] = []
-        self._slices: list[Tensor] = []  # this rank's, of what is sent, where it is scattered
-        self.versions: list[int] = []  # of the gradients when they were sent
-        self._work: dist.Work | None = None
-
-    @property
-    def is_started(self) -> bool:
-        return self._work is not None
-
-    def start(self, gradients: list[Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup) -> None:
-        """Send gradients, which are overwritten, in `dtype` (None: in their own)."""
-        self._gradients = self._sent = gradients
-        if dtype not in (None, gradients[0].dtype) and not gradients[0].is_complex():
-            self._sent = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
-            torch._foreach_copy_(self._sent, gradients)
-        if self.scattered:
-            self._slices = slices_of(self._sent, group)
-            self._work = reduce_scatter_mean(self._sent, group, self._slices)
-        else:
-            self._work = all_reduce_mean(self._sent, group)
-
-    def wait(self, group: dist.ProcessGroup) -> list[Tensor]:
-        """Make the current stream wait; returns the means: of the gradients, or of this rank's slices of them."""
-        assert self._work is not None, "not started"
-        self._work.wait()
-        sent = self._slices if self.scattered else self._sent
-        if self._sent is self._gradients:
-            return sent
-        means = slices_of(self._gradients, group) if self.scattered else self._gradients
-        torch._foreach_copy_(means, sent)
-        return means
 
 
 class DistributedDataParallel(nn.Module):
@@ -96,6 +49,8 @@ class DistributedDataParallel(nn.Module):
         bucket_mb: megabytes (10^6 bytes) of gradients per call. 0 makes one call per parameter, infinity a single one.
         overlap: start a bucket during backward, as soon as it is full; otherwise all of them after backward.
         process_group: the ranks; by default all.
+        mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard"). Gradients are
+            averaged over all of them; a `ShardedOptimizer` divides its work among those of a row.
         reduce_dtype: cast gradients to this type to send them (bfloat16 halves the bytes and rounds each gradient
             twice more); by default they are sent as they are.
         allow_unused: parameters without a gradient on some rank count as zero there, and those without one on every
@@ -113,18 +68,19 @@ class DistributedDataParallel(nn.Module):
         bucket_mb: float = 25.0,
         overlap: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         reduce_dtype: torch.dtype | None = None,
         allow_unused: bool = False,
     ) -> None:
         super().__init__()
-        group = resolve_group(process_group)
+        self.ranks = ranks_of(process_group, mesh)
+        self.process_group = group = self.ranks.everyone
         _check_arguments(module, bucket_mb, reduce_dtype)
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        settings = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
-        settings["allow_unused"] = allow_unused
+        settings: dict[str, object] = {"bucket_mb": bucket_mb, "overlap": overlap, "reduce_dtype": reduce_dtype}
+        settings |= {"allow_unused": allow_unused, "mesh": self.ranks.layout}
         check_ranks_agree(type(self).__name__, tensors, group, settings=settings)
         broadcast_from_first([tensor for _, tensor in tensors], group)
-        self.process_group = group
         self.bucket_mb, self.overlap = bucket_mb, overlap
         self.reduce_dtype, self.allow_unused = reduce_dtype, allow_unused
         self._attach(module)
@@ -138,6 +94,7 @@ class DistributedDataParallel(nn.Module):
         self._have_slices = False  # whether gradients were scattered since the last forward
         self._synchronizing = True
         self._order: list[int] | None = None  # as gradients came in the first step
+        self._between = SideStream(self._trained[0].device)  # for what goes between replicas
         self._make_buckets(list(reversed(range(len(named)))))
         for number, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(
@@ -193,7 +150,7 @@ class DistributedDataParallel(nn.Module):
                         "changed between backward and finish_gradient_synchronization(), while it was being averaged; "
                         "change gradients afterwards"
                     )
-                means = bucket.wait(self.process_group)
+                means = bucket.wait()
                 if bucket.scattered:
                     self._have_slices = True
                     for number, mean in zip(bucket.numbers, means, strict=True):
@@ -215,6 +172,8 @@ class DistributedDataParallel(nn.Module):
 
     def scatter_gradients(self, slices: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """From now on give each rank only its slice of these parameters' mean gradients, at half the bytes.
+
+        Slices are those of a replica's ranks, and are then averaged between replicas.
 
         After `finish_gradient_synchronization()`, `slice.grad` is this rank's slice (see `collectives.slice_of`), to
         which later ones are added, and `param.grad` a `ScatteredGradient`: the rest of it would be no gradient of
@@ -244,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
-        for name in ("process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused"):
+        for name in ("ranks", "process_group", "bucket_mb", "overlap", "reduce_dtype", "allow_unused"):
             setattr(twin, name, getattr(self, name))
         twin._attach(copy.deepcopy(self.module, memo))
         return twin.train(self.training)
@@ -255,7 +214,7 @@ class DistributedDataParallel(nn.Module):
             size = parameter.numel() * (self.reduce_dtype or parameter.dtype).itemsize
             items.append((number, size, (parameter.dtype, parameter.device, number in self._slices)))
         self._buckets = [
-            GradientBucket(tuple(numbers), scattered=numbers[0] in self._slices)
+            GradientBucket(tuple(numbers), numbers[0] in self._slices, self.ranks, self._between)
             for numbers in assign_buckets(items, self.bucket_mb)
         ]
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
@@ -290,7 +249,9 @@ class DistributedDataParallel(nn.Module):
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
         bucket.versions = self._versions(bucket)
-        bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype, self.process_group)
+        if self._next:
+            self._buckets[self._next - 1].go_on()
+        bucket.start([self._gradient(number) for number in bucket.numbers], self.reduce_dtype)
         self._next += 1
 
     def _gradient(self, number: int) -> Tensor:

@@ -14,13 +14,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -41,6 +43,29 @@ class Process:
     device: torch.device  # the CPU, or the GPU of this local rank, which is also torch's current device
     group: dist.ProcessGroup
     timeout_s: float = TIMEOUT_S  # how long its collectives wait; a further group is to be made with the same
+    hosts: int = 1  # on which its ranks are, in order, as many on each
+    _meshes: dict[int, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
+
+    def mesh(self, replicas: int) -> DeviceMesh:
+        """All ranks as ("replicate", "shard"); consecutive ranks are a replica. Every rank must call it.
+
+        Its groups are made once, and are there as long as this one.
+        """
+        if replicas not in self._meshes:
+            assert self.world_size % replicas == 0, f"{self.world_size} ranks, {replicas} replicas"
+            layout, timeout = torch.arange(self.world_size).view(replicas, -1), timedelta(seconds=self.timeout_s)
+            groups = [
+                dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0] for ranks in (layout.t(), layout)
+            ]
+            names = ("replicate", "shard")
+            made = DeviceMesh.from_group(groups, self.device.type, mesh=layout, mesh_dim_names=names)
+            self._meshes[replicas] = made
+        return self._meshes[replicas]
+
+    def abort(self) -> None:
+        """Break off the connections of all its groups."""
+        for each in (*chain.from_iterable(mesh.get_all_groups() for mesh in self._meshes.values()), self.group):
+            each.abort()
 
 
 @contextmanager
@@ -62,7 +87,8 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
     bound = bind_device(device, int(os.environ["LOCAL_RANK"]))
     shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
-    with joined(bound, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s) as process:
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # torchrun has one agent on each
+    with joined(bound, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s, hosts=hosts) as process:
         yield process
 
 
@@ -83,6 +109,7 @@ def joined(
     init_method: str | None = None,
     store: Store | None = None,
     timeout_s: float = TIMEOUT_S,
+    hosts: int = 1,
 ) -> Iterator[Process]:
     """Join a group by a rendezvous of one's own (torch.distributed's `init_method` or `store`); leave it in the end.
 
@@ -101,11 +128,11 @@ def joined(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
     )
-    group = resolve_group(None)
+    process = Process(rank, world_size, device, resolve_group(None), timeout_s, hosts)
     try:
-        yield Process(rank, world_size, device, group, timeout_s)
+        yield process
     except BaseException:
-        group.abort()
+        process.abort()
         raise
     dist.destroy_process_group()
 

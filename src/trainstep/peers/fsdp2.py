@@ -17,6 +17,9 @@ reduce_dtype: two rows. float32 as in the tutorial and in torchtitan; or the sam
 with the rounding of 16 bits (page of MixedPrecisionPolicy: without it, the reduction is in param_dtype). Without
 autocast there is nothing to choose.
 
+mesh: one dimension; for hybrid sharding two, ("replicate", "shard"), with a host's ranks in a row, as on the page of
+fully_shard ("HSDP") and in torchtitan's. Gradients are then all-reduced between rows in reduce_dtype.
+
 Compiled, blocks are compiled in place before sharding, as in torchtitan ("after AC wrapping and before FSDP"), and as
 for ours.
 """
@@ -33,18 +36,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainstep.blocks import find_blocks
 from trainstep.errors import UnsupportedError
-from trainstep.parallel.process import Process
 
 AHEAD = 2
 """Blocks gathered before they are called."""
 
 
 def shard_fully(
-    module: nn.Module, process: Process, dtype: torch.dtype | None, *, narrow_reduce: bool, fixed_order: bool
+    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, *, narrow_reduce: bool, fixed_order: bool
 ) -> None:
     """Shard the module in place.
 
     Args:
+        mesh: the ranks; of two dimensions, ("replicate", "shard"), for hybrid sharding.
         dtype: that of autocast; None computes in the parameters' own.
         narrow_reduce: gradients are summed in `dtype`, instead of in float32.
         fixed_order: every step calls all blocks, in order of definition.
@@ -57,7 +60,6 @@ def shard_fully(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype and not narrow_reduce else None
     )
-    mesh = DeviceMesh.from_group(process.group, process.device.type)
     blocks = find_blocks(module)
     for part in (*blocks, module):
         fully_shard(part, mesh=mesh, mp_policy=policy)

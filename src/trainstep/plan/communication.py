@@ -157,6 +157,7 @@ def rank_bytes(
     num_parameters: int,
     world_size: int,
     *,
+    replicas: int = 1,
     frozen: int = 0,
     bytes_per_parameter: int = 4,
     state_per_parameter: int = 8,
@@ -171,7 +172,9 @@ def rank_bytes(
 
     Args:
         scheme: ddp: everything on every rank. sharded optimizer (ZeRO-1): state divided. zero-2: gradients too. fsdp
-            (ZeRO-3): weights too (Rajbhandari et al. 2020, section 5).
+            (ZeRO-3): weights too (Rajbhandari et al. 2020, section 5). hsdp: the same within each of the `replicas`,
+            whose ranks average their part of the gradients, as they are kept, with the other replicas'.
+        replicas: of hsdp.
         frozen: how many of the parameters are not trained: they have no gradient and no state.
         bytes_per_parameter: of weights and gradients as they are kept.
         state_per_parameter: of the optimizer; AdamW has two moments of 4.
@@ -182,7 +185,10 @@ def rank_bytes(
         copies: gradients are copied into buckets that stay allocated (as torch's DDP does), not reduced where they lie.
         peer_copies: fsdp's parameters, and gradients narrower than the weights, go through buffers of shared memory.
     """
-    n, trained = world_size, num_parameters - frozen
+    if replicas < 1 or world_size % replicas or (replicas > 1 and scheme != "hsdp"):
+        ranks = f"{world_size} ranks of {scheme}"
+        raise UsageError(f"{ranks} do not divide into {replicas} replicas; choose another number")
+    n, trained = world_size // replicas, num_parameters - frozen
     full, gradients = num_parameters * bytes_per_parameter, trained * bytes_per_parameter
     state = trained * state_per_parameter
     share, gradient_share, state_share = -(-full // n), -(-gradients // n), -(-state // n)
@@ -202,12 +208,16 @@ def rank_bytes(
     if scheme == "zero-2":
         buffers = largest_group * bytes_per_parameter
         return RankBytes(full, gradient_share, state_share, buffers, sent("reduce-scatter", gradients))
-    if scheme == "fsdp":
+    if scheme in ("fsdp", "hsdp"):
         # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
+        # Between replicas one group's part is on its way besides.
         group = largest_group * gathered
-        outbox = -(-group // n) if peer_copies else 0
-        inbox = group if peer_copies and on_the_way < gradients else 0  # one of the two that are sent and received
+        outbox = -(-group // n) if peer_copies and n > 1 else 0
+        inbox = group if outbox and on_the_way < gradients else 0  # one of the two that are sent and received
         moved = sent("reduce-scatter", 2 * num_parameters * gathered)
         buffers = group * (3 + 1 + 2) + outbox
+        if replicas > 1:
+            buffers += -(-largest_group * bytes_per_parameter // n)
+            moved += bytes_sent("all-reduce", gradient_share, replicas) // replicas
         return RankBytes(share, gradient_share, state_share, buffers, moved, staging=outbox + inbox)
     raise UsageError(f"scheme is {scheme!r}; expected one of {', '.join(get_args(DataParallel))}")

@@ -32,7 +32,7 @@ from trainstep.plan.roofline import OPTIMIZER_BYTES, step_seconds
 from trainstep.plan.strategies import Layout, strategy_memory
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row, Scalar, make_row, of_kind
-from trainstep.schemes import SCHEMES
+from trainstep.schemes import SCHEMES, Strategy
 
 LAUNCH_BOUND = 0.97
 """Of the forward phase spent launching it: then the host sets the pace (docs/lab-log.md)."""
@@ -157,10 +157,10 @@ def checked(records: Iterable[Row], machine: Machine, network_bytes_per_s: float
         scheme = SCHEMES.get(str(row.case.get("scheme", "single")))
         if scheme is None or not scheme.is_planned:
             continue
-        strategy = scheme.planned_as or "single"
+        strategy: Strategy = scheme.planned_as or "single"
         model, step = SIZES[str(row.case["workload"])], _step_of(row)
         ranks = row.world_size if isinstance(row, ParallelRow) and strategy != "single" else 1
-        cluster, layout = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s), Layout(strategy, ranks)
+        cluster, layout = Cluster(machine, max(ranks, 1), 1, network_bytes_per_s), _layout(row, strategy, ranks)
         values: dict[str, Scalar] = {}
         if isinstance(step_ms := row.values.get("step_ms"), float):
             with suppress(UnsupportedError):  # no time model
@@ -180,6 +180,11 @@ def _seconds(model: ModelConfig, step: StepConfig, cluster: Cluster, layout: Lay
     if layout.strategy == "single":
         return step_seconds(model, step, cluster.machine).total
     return strategy_plan(model, dataclasses.replace(step, loss="dense"), cluster, layout).step_s
+
+
+def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
+    replicas = row.replicas if isinstance(row, ParallelRow) else None
+    return Layout(strategy, ranks, replicas=replicas or 1)
 
 
 def _step_of(row: Row) -> StepConfig:

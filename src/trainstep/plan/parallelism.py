@@ -8,8 +8,11 @@ block an all-gather before and a reduce-scatter after both halves, forward and b
 gradients of weights, each of the group's tokens · D · e bytes. Nothing hides them.
 
 Data parallel communication hides behind computation as far as `sticking_out_s` says: gradients behind backward in
-buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. What is hidden
-slows the computation that hides it, by `Machine.interference` of its own time.
+buckets, gathered parameters behind the optimizer, FSDP's groups behind forward and behind backward. Between replicas
+(hsdp) each group's part of the gradients follows: over the network beside what goes on within nodes, and within a node
+after it, over the same connections. FSDP's gradients in half precision are exchanged, an all-to-all: every GPU sends to
+each one of the other nodes, by its own connection. What is hidden slows the computation that hides it, by
+`Machine.interference` of its own time.
 
 Imports no torch.
 """
@@ -85,17 +88,17 @@ def strategy_plan(model: ModelConfig, step: StepConfig, cluster: Cluster, layout
     Raises:
         UnsupportedError: a step without a formula for memory or time.
     """
-    t, n = layout.tensor, layout.data
+    t, n = layout.tensor, layout.parts
     memory = strategy_memory(model, step, layout)
     shared = dataclasses.replace(step, batch=step.batch * t)
-    is_fsdp = layout.scheme == "fsdp" and layout.strategy != "single"
+    is_fsdp = layout.shards_weights
     precision = PRECISIONS[step.precision]
-    casts, updated = False if is_fsdp else None, 1.0 if layout.strategy in ("single", "ddp") else 1 / n
+    casts = False if is_fsdp else None
     compute = step_seconds(
-        model, shared, cluster.machine, tensor_parallel=t, casts_weights=casts, optimizer_share=updated
+        model, shared, cluster.machine, tensor_parallel=t, casts_weights=casts, optimizer_share=layout.updated
     )
     parameters = model.num_parameters / t
-    width = precision.computed_bytes if layout.scheme == "fsdp" else precision.stored_bytes
+    width = precision.computed_bytes if is_fsdp else precision.stored_bytes
     moved = Exchange(parameters * width, parameters * width, parameters * precision.stored_bytes, model.num_layers + 2)
     busy, exposed = exchange_seconds(layout, cluster, compute, moved)
     exposed += cluster.machine.interference * max(0.0, busy - exposed)
@@ -121,17 +124,13 @@ def exchange_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
     n, stride = layout.data, layout.tensor
     if n == 1:
         return 0.0, 0.0
+    if layout.shards_weights:
+        return _sharded_seconds(layout, cluster, compute, exchange)
     gather = cluster.group_link("all-gather", n, stride)
     scatter = cluster.group_link("reduce-scatter", n, stride)
     part = (n - 1) / n
     gathered = part * exchange.gathered / gather.bus_bytes_per_s
     reduced = part * exchange.reduced / scatter.bus_bytes_per_s
-    if layout.scheme == "fsdp":
-        groups = exchange.groups
-        both = gather.overhead_s + scatter.overhead_s
-        busy = 2 * gathered + reduced + groups * (gather.overhead_s + both)
-        exposed = sticking_out_s(compute.forward.total, gathered, groups, gather.overhead_s)
-        return busy, exposed + sticking_out_s(compute.backward.total, gathered + reduced, groups, both)
     backward_s, optimizer_s, kept = compute.backward.total, compute.optimizer.total, exchange.kept
     if layout.scheme == "ddp":
         reduce = cluster.group_link("all-reduce", n, stride)
@@ -140,6 +139,34 @@ def exchange_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exc
     busy, exposed = _in_best_calls(backward_s, reduced, scatter.overhead_s, kept)
     busy_too, exposed_too = _in_best_calls(optimizer_s, gathered, gather.overhead_s, kept, least=GATHER_BYTES)
     return busy + busy_too, exposed + exposed_too
+
+
+def _sharded_seconds(layout: Layout, cluster: Cluster, compute: StepSeconds, exchange: Exchange) -> tuple[float, float]:
+    """The same for fsdp and hsdp, group by group; of one that is not sharded, or has no replicas, a part is zero."""
+    n, replicas, stride, groups = layout.parts, layout.replicas, layout.tensor, exchange.groups
+    forward_s, backward_s = compute.forward.total, compute.backward.total
+    gathered = reduced = gather_s = scatter_s = between = reduce_s = 0.0
+    if n > 1:
+        gather = cluster.group_link("all-gather", n, stride)
+        scatter = cluster.group_link("reduce-scatter", n, stride)
+        part, gather_s, scatter_s = (n - 1) / n, gather.overhead_s, scatter.overhead_s
+        gathered = part * exchange.gathered / gather.bus_bytes_per_s
+        reduced = part * exchange.reduced / scatter.bus_bytes_per_s
+        here = max(1, min(n, cluster.gpus_per_node // stride))
+        if exchange.reduced < exchange.kept and n > here:  # exchanged, to be added up where it arrives
+            reduced = max(reduced, (n - here) / n * exchange.reduced / cluster.network_bytes_per_s)
+    if replicas > 1:
+        reduce = cluster.group_link("all-reduce", replicas, stride * n)
+        reduce_s = reduce.overhead_s
+        between = 2 * (replicas - 1) / replicas * exchange.kept / n / reduce.bus_bytes_per_s
+    busy = 2 * gathered + reduced + between + groups * (2 * gather_s + scatter_s + reduce_s)
+    exposed = sticking_out_s(forward_s, gathered, groups, gather_s)
+    both = gather_s + scatter_s
+    if layout.replicas_cross(cluster.gpus_per_node):
+        inside = sticking_out_s(backward_s, gathered + reduced, groups, both)
+        last = reduced / groups + scatter_s  # before its own mean between replicas can begin
+        return busy, exposed + max(inside, last + sticking_out_s(backward_s, between, groups, reduce_s))
+    return busy, exposed + sticking_out_s(backward_s, gathered + reduced + between, groups, both + reduce_s)
 
 
 def _in_best_calls(

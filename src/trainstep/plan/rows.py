@@ -22,7 +22,7 @@ from trainstep.plan.strategies import Layout, MemorySplit
 from trainstep.plan.traced import TracedCase
 from trainstep.precision import PRECISIONS
 from trainstep.records import Row
-from trainstep.schemes import STRATEGIES, Strategy
+from trainstep.schemes import STRATEGIES, Strategy, usual_replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class PlanRequest:
     step: StepConfig  # the batch is what each GPU brings
     cluster: Cluster
     tensor_parallel: int | None = None  # None: the one with the highest predicted throughput
+    replicas: int | None = None  # of hsdp; None: one on each node, or two on a single one
     policies: Sequence[str] = ()
     """Checkpointing policies whose memory is shown; by default none, every-1 and the best K."""
     traced: Mapping[str, TracedCase] = dataclasses.field(default_factory=dict)
@@ -135,6 +136,8 @@ def _check_sizes(request: PlanRequest) -> None:
         if step.context > model.max_context:
             given = f"context is {step.context}"
             raise UsageError(f"{given}; the model accepts at most {model.max_context} (max_context)")
+    if (replicas := request.replicas) is not None and (replicas < 1 or request.cluster.gpus % replicas):
+        raise UsageError(f"{request.cluster.gpus} GPUs do not divide into {replicas} replicas; choose --replicas anew")
     for what, value, most in limited:
         if value > most:
             raise UsageError(f"{what} is {value:.3g}; the planner takes at most {most:.0e}. Check the sizes")
@@ -146,18 +149,34 @@ def _layouts(request: PlanRequest) -> list[Layout]:
     if model is None:
         if chosen is not None:
             raise UsageError("--tensor-parallel is planned for the built-in sizes alone; leave it out")
-        return [Layout(each, 1 if each == "single" else gpus) for each in _strategies(request)]
+        return [_alone(request, each) for each in _strategies(request)]
     sizes = strategies.tensor_parallel_choices(request.cluster, model) if chosen is None else [chosen]
     meshes = [strategies.layout_of("fsdp + tp", gpus, size, model) for size in sizes]
     plans = [strategy_plan(model, request.step, request.cluster, mesh) for mesh in meshes if mesh.tensor > 1]
     plans.sort(key=lambda plan: (not strategies.fits(plan.memory, request.cluster), plan.step_s / plan.layout.gpus))
-    alone = [strategies.layout_of(each, gpus, 1, model) for each in _strategies(request)]
+    alone = [_alone(request, each) for each in _strategies(request)]
     return [*alone, *(plan.layout for plan in plans[:1])]
 
 
 def _strategies(request: PlanRequest) -> Sequence[Strategy]:
     """All but tensor parallelism, which needs a mesh; one alone where nothing connects the devices."""
-    return STRATEGIES[:-1] if request.cluster.machine.is_connected else STRATEGIES[:1]
+    if not request.cluster.machine.is_connected:
+        return STRATEGIES[:1]
+    hybrid = _replicas(request, request.cluster) is not None
+    return [each for each in STRATEGIES[:-1] if hybrid or each != "hsdp"]
+
+
+def _alone(request: PlanRequest, strategy: Strategy) -> Layout:
+    """A strategy over all GPUs, without tensor parallelism."""
+    replicas = _replicas(request, request.cluster) if strategy == "hsdp" else None
+    return Layout(strategy, 1 if strategy == "single" else request.cluster.gpus, replicas=replicas or 1)
+
+
+def _replicas(request: PlanRequest, cluster: Cluster) -> int | None:
+    """Of hsdp on a cluster; None where it is not planned."""
+    if request.replicas is None:
+        return usual_replicas(cluster.gpus, cluster.nodes)
+    return None if cluster.gpus % request.replicas else request.replicas
 
 
 def _machine_row(request: PlanRequest) -> PlanMachineRow:
@@ -190,6 +209,7 @@ def _memory_columns(request: PlanRequest, policy: str, layout: Layout, memory: M
         "strategy": layout.strategy,
         "gpus": layout.gpus,
         "tensor_parallel": layout.tensor,
+        "replicas": layout.replicas if layout.strategy == "hsdp" else None,
         **{f"{kind}_gib": getattr(memory, kind) / GIB for kind in kinds},
         "peak_gib": memory.total / GIB,
         "peak_at": memory.moment,
@@ -266,6 +286,10 @@ def _scaling_rows(request: PlanRequest, layouts: Sequence[Layout]) -> Iterator[P
             if gpus % layout.tensor or (layout.strategy == "single") != (gpus == 1):
                 continue
             placed = dataclasses.replace(layout, data=gpus // layout.tensor)
+            if layout.strategy == "hsdp":
+                if (replicas := _replicas(request, cluster)) is None:
+                    continue
+                placed = dataclasses.replace(placed, replicas=replicas)
             plan = request.subject.plan(cluster, placed)
             yield PlanScalingRow(
                 **request.settings,

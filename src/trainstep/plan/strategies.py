@@ -7,11 +7,12 @@
     sharded optimizer  1         1           1/n               1
     zero-2             1         1/n         1/n               1             the largest group's gradients
     fsdp               1/n       1/n         1/n               1             six of the largest group (see rank_bytes)
+    hsdp               r/n       r/n         r/n               1             the same, and r/n of the largest group
     fsdp + tp          1/(nt)    1/(nt)      1/(nt)            1/t           the same of 1/t of a group
 
-n ranks of data parallelism, t of tensor parallelism. FSDP casts weights before it gathers them, so in half precision
-everything runs in that type, and no casts of weights are kept. Left out: parameters of one dimension, which FSDP keeps
-whole. Imports no torch.
+n ranks of data parallelism, in r replicas where the strategy is hybrid, t of tensor parallelism. FSDP casts weights
+before it gathers them, so in half precision everything runs in that type, and no casts of weights are kept. Left out:
+parameters of one dimension, which FSDP keeps whole. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from trainstep.schemes import DataParallel, Strategy
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy with its mesh: `data` ranks, each of `tensor` GPUs."""
+    """A strategy with its mesh: `data` ranks, each of `tensor` GPUs, in `replicas` (hsdp) of consecutive ranks."""
 
     strategy: Strategy
     data: int = 1
     tensor: int = 1
+    replicas: int = 1
 
     @property
     def gpus(self) -> int:
@@ -49,6 +51,26 @@ class Layout:
         if self.strategy == "single":
             return "ddp"
         return "fsdp" if self.strategy == "fsdp + tp" else self.strategy
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.scheme in ("fsdp", "hsdp")
+
+    @property
+    def parts(self) -> int:
+        """Among how many ranks a strategy divides what it divides."""
+        return self.data // self.replicas
+
+    def replicas_cross(self, gpus_per_node: int) -> bool:
+        """Whether each replica is within a node and no two share one, so that what goes between them has the network to
+        itself."""
+        together = self.parts * self.tensor
+        return self.replicas > 1 and together <= gpus_per_node < 2 * together
+
+    @property
+    def updated(self) -> float:
+        """The part of the parameters that a rank updates."""
+        return 1.0 if self.strategy in ("single", "ddp") else 1 / self.parts
 
 
 def layout_of(strategy: Strategy, gpus: int, tensor_parallel: int, model: ModelConfig) -> Layout:
@@ -114,15 +136,14 @@ def strategy_memory(model: ModelConfig, step: StepConfig, layout: Layout) -> Mem
     Raises:
         UnsupportedError: a step without a memory formula, see `plan.memory.peak_bytes`.
     """
-    t, n = layout.tensor, layout.data
-    is_fsdp = layout.scheme == "fsdp"
+    t, n, is_fsdp = layout.tensor, layout.parts, layout.shards_weights
     shared = dataclasses.replace(step, batch=step.batch * t, compile="off")
     in_bf16 = is_fsdp and PRECISIONS[step.precision].is_autocast
     computed = dataclasses.replace(shared, precision="bf16-pure") if in_bf16 else shared
     peak = peak_bytes(model, computed, on_cuda=True)
     kept_width, made_width = PRECISIONS[step.precision].stored_bytes, PRECISIONS[computed.precision].stored_bytes
     kept = shared_bytes(model, step, layout)
-    gradient_ranks = n if layout.scheme in ("zero-2", "fsdp") else 1
+    gradient_ranks = n if is_fsdp or layout.scheme == "zero-2" else 1
     split: list[MemorySplit] = []
     for moment, alive in peak.moments.items():
         made, buffers = peak.gradients[moment], kept.buffers
@@ -144,10 +165,11 @@ def shared_bytes(model: ModelConfig, step: StepConfig, layout: Layout) -> RankBy
         layout.scheme,
         -(-model.num_parameters // layout.tensor),
         layout.data,
+        replicas=layout.replicas,
         bytes_per_parameter=precision.stored_bytes,
         state_per_parameter=0 if step.optimizer == "sgd" else 2 * precision.stored_bytes,
         compute_bytes=precision.computed_bytes,
-        reduce_bytes=2 if precision.is_half and layout.scheme == "fsdp" else None,
+        reduce_bytes=2 if precision.is_half and layout.shards_weights else None,
         largest_group=-(-largest_group(model) // layout.tensor),
     )
     return found if layout.data > 1 else dataclasses.replace(found, buffers=0)
@@ -182,11 +204,12 @@ def fewest_gpus(memory_of: Callable[[Layout], MemorySplit], cluster: Cluster, la
     """The same of any memory."""
 
     def enough(ranks: int) -> bool:
-        return fits(memory_of(dataclasses.replace(layout, data=ranks)), cluster)
+        return fits(memory_of(dataclasses.replace(layout, data=ranks * layout.replicas)), cluster)
 
-    most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // layout.tensor
+    together = layout.tensor * layout.replicas
+    most = 1 if layout.strategy in ("single", "ddp") else MOST_GPUS // together
     ranks = _first(enough, most)
-    return ranks * layout.tensor if ranks <= most else None
+    return ranks * together if ranks <= most else None
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

@@ -99,10 +99,9 @@ class TracedCase:
 
     def memory(self, layout: Layout) -> MemorySplit:
         """What one GPU holds at its peak."""
-        n = layout.data
-        made = self.sharded if layout.scheme == "fsdp" else self.step
+        made = self.sharded if layout.shards_weights else self.step
         kept, found = self.step, []
-        share = n if layout.scheme in ("zero-2", "fsdp") else 1
+        share = layout.parts if layout.shards_weights or layout.scheme == "zero-2" else 1
         ranks = self.rank_bytes(layout)
         for phase, moments in made.moments.items():
             for moment in moments:
@@ -110,10 +109,9 @@ class TracedCase:
                 if made.gradients:
                     gradients = gradients * kept.gradients // made.gradients
                 if phase == "optimizer":
-                    updated = n if layout.strategy not in ("single", "ddp") else 1
                     temporary = max(0, other - made.batch)
                     temporary = temporary * kept.weights // max(1, made.weights)
-                    other, buffers = made.batch + -(-temporary // updated), 0
+                    other, buffers = made.batch + math.ceil(temporary * layout.updated), 0
                 gradients = -(-gradients // share)
                 held = ranks.weights, gradients, ranks.optimizer_state, other, buffers
                 found.append(MemorySplit(*held, moment=phase))
@@ -121,26 +119,30 @@ class TracedCase:
 
     def rank_bytes(self, layout: Layout) -> RankBytes:
         """What the data parallel ranks keep and send."""
-        n, step, scheme = layout.data, self.step, layout.scheme
+        n, step, scheme, is_fsdp = layout.parts, self.step, layout.scheme, layout.shards_weights
         precision = PRECISIONS[self.precision]
-        share = -(-step.weights // n) if scheme == "fsdp" else step.weights
+        share = -(-step.weights // n) if is_fsdp else step.weights
         state = step.optimizer_state if scheme == "ddp" else -(-step.optimizer_state // n)
-        gradients = -(-step.gradients // n) if scheme in ("zero-2", "fsdp") else step.gradients
+        gradients = -(-step.gradients // n) if is_fsdp or scheme == "zero-2" else step.gradients
         narrow = precision.computed_bytes / precision.stored_bytes
         exchange = self.exchange(layout)
         if scheme == "ddp":
             buffers, sent = 0, bytes_sent("all-reduce", int(exchange.reduced), n)
         else:
             sent = bytes_sent("reduce-scatter", int(exchange.reduced), n)
-            sent += bytes_sent("all-gather", int(exchange.gathered), n) * (2 if scheme == "fsdp" else 1)
+            sent += bytes_sent("all-gather", int(exchange.gathered), n) * (2 if is_fsdp else 1)
             group = int(step.largest_group * narrow)
-            buffers = {"sharded optimizer": 0, "zero-2": step.largest_group, "fsdp": 6 * group}[scheme]
-        return RankBytes(share, gradients, state, buffers if n > 1 else 0, sent // n)
+            buffers = {"sharded optimizer": 0, "zero-2": step.largest_group}.get(scheme, 6 * group)
+        sent //= n
+        if (ranks := layout.replicas) > 1:
+            sent += bytes_sent("all-reduce", gradients, ranks) // ranks
+            buffers += -(-step.largest_group // n)
+        return RankBytes(share, gradients, state, buffers if layout.data > 1 else 0, sent)
 
     def exchange(self, layout: Layout) -> Exchange:
         """What is exchanged in a step, in bytes of the whole model."""
         step, precision = self.step, PRECISIONS[self.precision]
-        if layout.scheme != "fsdp":
+        if not layout.shards_weights:
             return Exchange(step.gradients, step.trained_bytes, step.gradients, step.groups)
         narrow = precision.computed_bytes / precision.stored_bytes
         return Exchange(step.gradients * narrow, step.parameter_bytes * narrow, step.gradients, step.groups)
@@ -175,9 +177,7 @@ class TracedCase:
         """
         if layout.tensor > 1:
             raise UnsupportedError("tensor parallelism is planned for the built-in model alone")
-        n = layout.data
-        updated = 1.0 if layout.strategy in ("single", "ddp") else 1 / n
-        compute = self.seconds(cluster.machine, optimizer_share=updated)
+        compute = self.seconds(cluster.machine, optimizer_share=layout.updated)
         busy, exposed = exchange_seconds(layout, cluster, compute, self.exchange(layout))
         exposed += cluster.machine.interference * max(0.0, busy - exposed)
         return StepPlan(

@@ -289,17 +289,23 @@ def _fastest(records: Sequence[Row], found: Sequence[Finding]) -> Headline | Non
     medians; and those that come next."""
     if timed := [row for row in of_kind(records, AttentionRow) if row.status == "ok" and "both" in row.times]:
         words = "forward and backward with {}, the fastest median of {} implementations"
-        return _first_of(timed, "impl", "both", lambda row: row.seq**2 * row.batch * row.head_dim, words, found)
+        return _first_of(timed, lambda row: row.impl, ("impl",), "both", _attention_size, words, found)
     schemes = [row for row in of_kind(records, ParallelRow) if row.status == "ok" and row.scheme != "single"]
     if timed_schemes := [row for row in schemes if row.step_ms]:
         words = "per step with {} on {world_size} ranks, the fastest median of {} schemes"
-        return _first_of(timed_schemes, "scheme", "step", lambda row: row.world_size, words, found)
+        names = ("scheme", "replicas")
+        return _first_of(timed_schemes, lambda row: row.label, names, "step", lambda row: row.world_size, words, found)
     return None
+
+
+def _attention_size(row: AttentionRow) -> int:
+    return row.seq**2 * row.batch * row.head_dim
 
 
 def _first_of(
     rows: Sequence[TimedRow],
-    name: str,
+    label: Callable[[TimedRow], str],
+    names: Sequence[str],
     time: str,
     size: Callable[[TimedRow], int],
     words: str,
@@ -307,8 +313,8 @@ def _first_of(
 ) -> Headline | None:
     cases: dict[tuple[tuple[str, Scalar], ...], dict[str, TimedRow]] = {}
     for row in (row for row in rows if row.times[time].median > 0):
-        case = tuple((key, value) for key, value in row.case.items() if key != name)
-        cases.setdefault(case, {})[str(row.case[name])] = row
+        case = tuple((key, value) for key, value in row.case.items() if key not in names)
+        cases.setdefault(case, {})[label(row)] = row
     compared = [each for each in cases.items() if len(each[1]) > 1]
     if not compared:
         return None

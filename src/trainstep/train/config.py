@@ -50,7 +50,10 @@ class TrainConfig:
     """Updates between two lines on the terminal; files have every one."""
     scheme: TrainScheme = "auto"
     """single (one process), ddp (every rank has all; gradients are averaged), sharded-optimizer (gradients and
-    optimizer state in slices), fsdp (weights too); auto: ddp on several ranks, else single."""
+    optimizer state in slices), fsdp (weights too), hsdp (the same in each of several replicas); auto: ddp on several
+    ranks, else single."""
+    replicas: int = 0
+    """Of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
     bucket_mb: float = 25.0
     """Megabytes of gradients per call (ddp and sharded-optimizer)."""
     samples: int = 2
@@ -66,7 +69,7 @@ class TrainConfig:
         for name in ("steps", "global_batch", "eval_every", "eval_batches", "save_every", "keep", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        for name in ("weight_decay", "bucket_mb", "samples", "sample_tokens", "temperature"):
+        for name in ("weight_decay", "bucket_mb", "replicas", "samples", "sample_tokens", "temperature"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
         for name in ("warmup", "min_learning_rate"):
@@ -112,22 +115,23 @@ class RunConfig:
         progress = (step - warmup) / (steps - warmup)
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
-    def scheme(self, world_size: int) -> Scheme:
-        """What this number of ranks trains with, in buckets as configured."""
+    def scheme(self, world_size: int, hosts: int = 1) -> Scheme:
+        """What this number of ranks trains with, in buckets and replicas as configured."""
         name = self.train.scheme
         if name == "auto":
             name = "single" if world_size == 1 else "ddp"
-        return dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
+        scheme = dataclasses.replace(SCHEMES[name], bucket_mb=self.train.bucket_mb)
+        return scheme.on(world_size, hosts, self.train.replicas or None)
 
     def passes(self, world_size: int) -> int:
         return self.train.global_batch // (self.step.batch * world_size)
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, hosts: int = 1) -> None:
         """See that this can be trained on that many ranks, before anything is built.
 
         Raises:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
-            UnsupportedError: fp16, or the chunked loss with sharded weights.
+            UnsupportedError: fp16, the chunked loss with sharded weights, or ranks that make no replicas.
         """
         sizes = {"parameters": self.model.num_parameters, "tokens of an update": self.tokens_per_update}
         for name, count in sizes.items():
@@ -146,14 +150,14 @@ class RunConfig:
         if self.train.scheme == "single" and world_size > 1:
             raise UsageError(
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
-                "use --scheme ddp, sharded-optimizer or fsdp"
+                "use --scheme ddp, sharded-optimizer, fsdp or hsdp"
             )
         if PRECISIONS[self.step.precision].needs_scaler:
             raise UnsupportedError(
                 f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "
                 "resumed and compared step by step; use --precision bf16, which needs no scaler"
             )
-        self.scheme(world_size).check(self.step)
+        self.scheme(world_size, hosts).check(self.step, world_size)
 
     def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """All of the run, by name. `data` describes the tokens."""
@@ -170,7 +174,7 @@ class RunConfig:
 MAY_CHANGE = {
     *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "checkpointing", "device")),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
-    *(f"train.{name}" for name in ("sample_tokens", "temperature", "tensorboard")),
+    *(f"train.{name}" for name in ("replicas", "sample_tokens", "temperature", "tensorboard")),
 }
 """What may differ when a run goes on: the curve does not depend on it, or by roundings only."""
 

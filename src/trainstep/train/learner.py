@@ -39,7 +39,7 @@ class Learner:
         workload.optimizer = functools.partial(
             make_optimizer, step.optimizer, step.learning_rate, weight_decay=config.train.weight_decay
         )
-        parallelize = functools.partial(build, config.scheme(process.world_size), process, step)
+        parallelize = functools.partial(build, config.scheme(process.world_size, process.hosts), process, step)
         self.step = TrainingStep(workload, step, parallelize)
         self._part = process.rank, process.world_size, step.batch
         """Which part of a global batch is this rank's, in passes of how many sequences."""

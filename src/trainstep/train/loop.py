@@ -56,7 +56,7 @@ def train(
             started unlike each other; or the loss became infinite or NaN. Mostly an `AgreedError`, which every rank
             raises alike.
     """
-    on_first_rank(process, lambda: config.check(process.world_size))
+    on_first_rank(process, lambda: config.check(process.world_size, process.hosts))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
     tokens = on_all_ranks(process, lambda: open_data(data, config).check_ids(process.rank, process.world_size))
     data_read = tokens.describe()

@@ -203,12 +203,13 @@ def run_record(
     validations = [row for row in rows if row["validation_loss"] is not None]
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     names = ("context", "batch", "precision", "compile", "attention", "loss", "optimizer", "seed")
-    checkpointing = config.step.checkpointing
+    checkpointing, scheme = config.step.checkpointing, config.scheme(process.world_size, process.hosts)
     return TrainRow(
         workload=config.name,
         **{name: getattr(config.step, name) for name in names},
         checkpointing=None if checkpointing == "none" else checkpointing,
-        scheme=config.scheme(process.world_size).name,
+        scheme=scheme.name,
+        replicas=scheme.replicas,
         world_size=process.world_size,
         global_batch=config.train.global_batch,
         steps=config.train.steps,

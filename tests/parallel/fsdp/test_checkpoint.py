@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
@@ -46,17 +47,22 @@ def _full_state(sharded, optimizer):
         parameter = by_shard[id(shard)]
         for key, value in values.items():
             if value.shape == shard.shape and parameter.rows is not None:
-                mesh = next(v.device_mesh for v in sharded.state_dict().values() if isinstance(v, DTensor))
-                whole = DTensor.from_local(
-                    value, mesh, [Shard(0)], shape=parameter.shape, stride=torch.empty(parameter.shape).stride()
-                )
-                value = whole.full_tensor()
+                saved = sharded.state_dict()[parameter.name]
+                settings = {"shape": saved.shape, "stride": saved.stride()}
+                value = DTensor.from_local(value, saved.device_mesh, saved.placements, **settings).full_tensor()
             state[f"{parameter.name}.{key}"] = value.clone()
     return sharded.gather_full_parameters(), state, [group["lr"] for group in optimizer.param_groups]
 
 
-def _save(process, folder):
-    sharded = FullyShardedDataParallel(build(**OPTIONS))
+def _sharded(process, replicas, seed=0):
+    """Over all ranks, or with so many replicas."""
+    shape = (replicas, process.world_size // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
+    return FullyShardedDataParallel(build(seed=seed, **OPTIONS), mesh=mesh)
+
+
+def _save(process, folder, replicas=1):
+    sharded = _sharded(process, replicas)
     optimizer = _grouped(sharded.parameters())
     _steps(process, sharded, optimizer, 0, 2)
     optimizer.param_groups[1]["lr"] = 0.005
@@ -66,8 +72,8 @@ def _save(process, folder):
     return saved, sharded.gather_full_parameters()
 
 
-def _load(process, folder, resume, save_to=None):
-    sharded = FullyShardedDataParallel(build(seed=7, **OPTIONS))
+def _load(process, folder, resume, save_to=None, replicas=1):
+    sharded = _sharded(process, replicas, seed=7)
     optimizer = _grouped(sharded.parameters())
     load_checkpoint(folder, sharded, optimizer)
     loaded = _full_state(sharded, optimizer)
@@ -101,6 +107,23 @@ def test_two_ranks_then_four_then_one_then_a_plain_model(two, four, tmp_path):
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, saved[0][name]), name
     assert plain.head.weight is plain.embedding.weight
+
+
+def test_replicas_then_two_ranks_then_replicas(two, four, tmp_path):
+    """Replicas write each shard once; other numbers of ranks read it, and what others wrote is read by each replica."""
+    (saved, continued), *others = four.run(_save, tmp_path / "hybrid", 2)
+    for other, _ in others:
+        assert_same_state(other, saved)
+    written = sum(path.stat().st_size for path in (tmp_path / "hybrid").glob("*.distcp"))
+    by_two, _ = two.run(_load, tmp_path / "hybrid", 0, tmp_path / "two")[1]
+    assert_same_state(by_two, saved)
+    assert written < 1.5 * sum(path.stat().st_size for path in (tmp_path / "two").glob("*.distcp"))
+    for again, resumed in four.run(_load, tmp_path / "two", 2, None, 2):
+        assert_same_state(again, saved)
+        assert all(torch.equal(resumed[name], continued[name]) for name in continued), "as if never stopped"
+    plain = build(seed=9, **OPTIONS)
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / "hybrid"), no_dist=True)
+    assert all(torch.equal(parameter, saved[0][name]) for name, parameter in plain.named_parameters())
 
 
 def _state_dicts(process):

@@ -75,6 +75,18 @@ def test_schemes_are_bars_beside_the_step_without_communication_and_rows_with_ra
     assert "needed 300 GiB" in render(rows)
 
 
+def test_a_scheme_with_several_numbers_of_replicas_is_told_apart_by_them():
+    rows = [scheme("single", 100.5, 40.0), scheme("fsdp", 90.0, 20.0)]
+    rows += [scheme("hsdp", step, 30.0, replicas=each) for each, step in ((1, 80.0), (2, 85.0))]
+    page = render(rows)
+    table = Page(page).values["parallel"].values()
+    assert [(cells["scheme"], cells.get("replicas")) for cells in table] == [
+        ("single", None), ("fsdp", None), ("hsdp", "1"), ("hsdp", "2")
+    ]  # fmt: skip
+    assert "hsdp-2" in page, "in the charts"
+    assert "hsdp-1" in page
+
+
 def test_memory_has_a_chart_only_where_it_was_measured():
     ids = Page(render([scheme("single", 100.5), scheme("flat", 130.25)])).ids
     assert "chart-parallel-step" in ids

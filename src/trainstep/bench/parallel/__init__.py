@@ -39,7 +39,8 @@ class ParallelCase:
 
     def columns(self, world_size: int) -> dict[str, Scalar]:
         """The columns that identify the case's row."""
-        return case_columns(self.source, self.config) | {"scheme": self.scheme.name, "world_size": world_size}
+        scheme = {"scheme": self.scheme.name, "world_size": world_size, "replicas": self.scheme.replicas}
+        return case_columns(self.source, self.config) | scheme
 
     def whole(self, world_size: int) -> StepConfig:
         """The configuration whose workload has the batch of all ranks."""

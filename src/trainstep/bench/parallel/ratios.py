@@ -1,6 +1,7 @@
 """Ours over torch's, from the rows of one run of `bench parallel`: what the same training takes on the same GPUs.
 
-A peer is held against every scheme of ours that keeps the same parts of the training state on a rank. Of a peer with
+A peer is held against every scheme of ours that keeps the same parts of the training state on a rank, in as many
+replicas. Of a peer with
 several settings the fastest is taken, so ours tuned is the least of the ratios of one peer.
 """
 
@@ -18,15 +19,16 @@ from trainstep.stats import Ratio, in_rounds, ratio_of_rounds
 def ratio_rows(rows: Sequence[ParallelRow]) -> Iterator[ParallelRatioRow]:
     """A row for each scheme of ours and each peer of it; those that were not timed have none."""
     timed = [row for row in rows if row.step_ms is not None]
-    peers: dict[str, ParallelRow] = {}
+    peers: dict[tuple[str, int | None], ParallelRow] = {}
     for row in timed:
-        peer = SCHEMES[row.scheme].peer
-        if peer is not None and (peer not in peers or _ms(row) < _ms(peers[peer])):
-            peers[peer] = row
-    for peer, theirs in peers.items():
+        peer, key = SCHEMES[row.scheme].peer, (SCHEMES[row.scheme].peer or "", row.replicas)
+        if peer is not None and (key not in peers or _ms(row) < _ms(peers[key])):
+            peers[key] = row
+    for (peer, replicas), theirs in peers.items():
         for ours in timed:
             own = SCHEMES[ours.scheme]
-            if own.peer is None and own.planned_as == SCHEMES[peer].planned_as:
+            alike = (own.planned_as, ours.replicas) == (SCHEMES[peer].planned_as, replicas)
+            if own.peer is None and alike:
                 yield _ratio_row(peer, theirs, ours)
 
 

@@ -88,7 +88,7 @@ def run_cases(
     if traces is None:
         return
     for case in [each for each in known if isinstance(results[each], Timed)]:
-        file = traces / f"trace-{case.scheme.name}.json.gz"
+        file = traces / f"trace-{case.scheme.label}.json.gz"
         found = attempt_on_all_ranks(partial(traced_step, partial(case.build, process), process, file), process)
         if process.rank == 0:
             yield trace_row(rows[case], found, trace=file.name)
@@ -246,7 +246,7 @@ def parallel_row(
         "rounds": len(result.rounds),
         "tokens_per_s": 1e3 * sum(tokens) / step if tokens else None,
         "collectives": len(collectives),
-        "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / process.world_size / GIB,
+        "sent_gib": sum(_sent(call, process.world_size) for call in collectives) / GIB,
         "sent_floor_gib": plan.sent / GIB if communicates else 0.0,
         **_memory(first),
         **(moments(plan) if case.source.is_builtin else {}),  # a user's own optimizer may keep any state
@@ -268,10 +268,11 @@ def with_exposed(rows: Sequence[ParallelRow]) -> Iterator[ParallelRow]:
         yield row
 
 
-def _sent(call: Collective, world_size: int) -> int:
-    """By all ranks together, over a ring."""
+def _sent(call: Collective, world_size: int) -> float:
+    """By a rank, over a ring of those that make the call."""
     name = "reduce-scatter" if call.name == "all-to-all" else call.name  # of each buffer, all but the own share
-    return bytes_sent(name, call.bytes, world_size) if name in COLLECTIVES else 0
+    ranks = call.ranks or world_size
+    return bytes_sent(name, call.bytes, ranks) / ranks if name in COLLECTIVES else 0
 
 
 def _memory(ranks: Sequence[RankMeasurement]) -> dict[str, Scalar]:
@@ -306,6 +307,7 @@ def planned_bytes(
         scheme.planned_as or "ddp",
         num_parameters,
         world_size,
+        replicas=scheme.replicas or 1,
         frozen=frozen,
         bytes_per_parameter=entry.stored_bytes,
         state_per_parameter=0 if optimizer == "sgd" else 2 * entry.stored_bytes,

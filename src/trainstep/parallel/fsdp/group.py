@@ -9,12 +9,16 @@ on. Gradients in the shards' own dtype are reduce-scattered. Gradients in a narr
 (an all-to-all: each rank gets every rank's version of its own rows), and each rank then adds up its rows in the shards'
 dtype, in the order of the ranks. That is the sum which a reduce-scatter in the wide dtype makes, for as few bytes on
 the wire as one in the narrow dtype: half of them for bfloat16 into float32.
+
+Where there are replicas, what a rank then has are the means over its own replica's ranks. They are averaged between
+replicas in place, in the shards' dtype, by an all-reduce on a stream of its own. So one group's gradients travel
+between replicas while the next group's travel within them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from weakref import WeakSet
@@ -27,9 +31,7 @@ from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.fsdp.transport import Collectives, Start, Transport, padded
-
-Complete = Callable[[], tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]]
-"""Attaches gradients when they are there: which it attached, and those that are attached if another rank has any."""
+from trainstep.parallel.ranks import Ranks
 
 
 class GatherGroup:
@@ -38,12 +40,12 @@ class GatherGroup:
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        process_group: dist.ProcessGroup,
+        ranks: Ranks,
         compute_dtype: torch.dtype | None,
         device: torch.device,
         name: str = "",
     ) -> None:
-        self.parameters, self._process_group, self.name = parameters, process_group, name
+        self.parameters, self._process_group, self.name = parameters, ranks.shard, name
         self.users = 0  # calls that are running in forward
         self.awaiting: WeakSet[object] = WeakSet()  # calls not left by backward yet; without a graph they drop out
         self.unwatched: WeakSet[object] = WeakSet()  # calls that backward comes through, and is not seen leaving
@@ -57,7 +59,7 @@ class GatherGroup:
         for parameter in self._trainable:
             if parameter.rows is not None:
                 kinds[parameter.compute_dtype(compute_dtype), parameter.shard.dtype].append(parameter)
-        self.buffers = [GradientBuffer(members, process_group) for members in kinds.values()]
+        self.buffers = [GradientBuffer(members, ranks) for members in kinds.values()]
         self._buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
 
     def _lay_out(self, compute_dtype: torch.dtype | None, device: torch.device) -> None:
@@ -178,8 +180,9 @@ class GatherGroup:
 class GradientBuffer:
     """Gradients of sharded parameters that are computed in one dtype and trained in one dtype."""
 
-    def __init__(self, parameters: Sequence[ShardedParameter], process_group: dist.ProcessGroup) -> None:
-        self.parameters, self._process_group, self._ranks = parameters, process_group, process_group.size()
+    def __init__(self, parameters: Sequence[ShardedParameter], ranks: Ranks) -> None:
+        self.parameters, self._process_group, self._ranks = parameters, ranks.shard, ranks.shard.size()
+        self._replicate = ranks.replicate
         self._dtype = parameters[0].shard.dtype
         self._places: dict[ShardedParameter, slice] = {}  # its elements, the same ones for every destination
         self._size = 0  # elements per destination
@@ -187,7 +190,7 @@ class GradientBuffer:
             elements = parameter.padded_shape.numel() // self._ranks
             self._places[parameter] = slice(self._size, self._size + elements)
             self._size += -(-elements // 16) * 16  # each starts at a multiple
-        self.transport: Transport = Collectives(process_group)
+        self.transport: Transport = Collectives(ranks.shard)
         self.send: Tensor | None = None  # (ranks, size); None while it holds no gradients
         self._written: set[ShardedParameter] = set()
 
@@ -222,11 +225,10 @@ class GradientBuffer:
     def discard(self) -> None:
         self.send, self._written = None, set()
 
-    def launch(self, stream: SideStream) -> Complete:
+    def launch(self, stream: SideStream, between: SideStream) -> Sending:
         """Send the buffer; parameters without a gradient on this rank are sent as zeros.
 
-        What is returned waits for the mean of this rank's rows over the ranks and attaches what this rank had a
-        gradient of. It returns those parameters, and what it sent zeros for, to be decided later.
+        `between` runs what goes between replicas.
         """
         assert self.send is not None
         send, written = self.send, self._written
@@ -246,15 +248,53 @@ class GradientBuffer:
             pending = stream.run(lambda: exchange(receive, send), after=add_up)
         starts = [(each, each.shard, place.start) for each, place in self._places.items()]
         rows = [(each, result.as_strided(shard.shape, shard.stride(), start)) for each, shard, start in starts]
+        return Sending(rows, written, result, pending, self._replicate, between)
 
-        def complete() -> tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]:
-            pending.wait()
-            for each, gradient in rows:
-                if each in written:
-                    each.attach_gradient(gradient)
-            return list(written), [row for row in rows if row[0] not in written]
 
-        return complete
+class Sending:
+    """The gradients of a buffer under way: within this rank's replica, and then between replicas, where there are any.
+
+    On a GPU the second follows the first by itself. On a CPU, where the host has to wait in between, `go_on` starts it.
+    """
+
+    def __init__(
+        self,
+        rows: list[tuple[ShardedParameter, Tensor]],
+        written: set[ShardedParameter],
+        result: Tensor,
+        pending: Pending,
+        replicate: dist.ProcessGroup | None,
+        between: SideStream,
+    ) -> None:
+        self._rows, self._written, self._result = rows, written, result
+        self._within, self._between = pending, between
+        self._replicate, self._replicated = replicate, Pending()
+        if result.is_cuda:
+            self._start_between()
+
+    def go_on(self) -> None:
+        """Let the current stream wait until the buffer was sent within the replica, and give up its memory."""
+        self._within.wait()
+        self._start_between()
+
+    def complete(self) -> tuple[list[ShardedParameter], list[tuple[ShardedParameter, Tensor]]]:
+        """Wait for the mean of this rank's rows over all ranks and attach what this rank had a gradient of.
+
+        Returns those parameters, and what it sent zeros for, with means that are attached if another rank has a
+        gradient.
+        """
+        self.go_on()
+        self._replicated.wait()
+        for each, gradient in self._rows:
+            if each in self._written:
+                each.attach_gradient(gradient)
+        return list(self._written), [row for row in self._rows if row[0] not in self._written]
+
+    def _start_between(self) -> None:
+        if self._replicate is not None:
+            group, result, self._replicate = self._replicate, self._result, None
+            start = partial(all_reduce_mean, [result], group)
+            self._replicated = self._between.run(start, before=self._within.join)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -14,18 +14,20 @@ placeholders: a read of one gathers the group and *holds* it until gradients hav
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import SideStream, weak_hook
 from trainstep.parallel.fsdp.agreement import Agreement
-from trainstep.parallel.fsdp.group import Complete, GatherGroup, ReplicatedGradients
+from trainstep.parallel.fsdp.group import GatherGroup, ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.shards import ShardedParameter
+from trainstep.parallel.ranks import Ranks
 
 
 @dataclass(eq=False)
@@ -62,29 +64,28 @@ class Hold:
 class Schedule:
     """What happens at the calls of units and at their parameters' gradients. Gathers run `prefetch` uses ahead."""
 
-    def __init__(
-        self, groups: Sequence[GatherGroup], process_group: dist.ProcessGroup, prefetch: int, device: torch.device
-    ) -> None:
+    def __init__(self, groups: Sequence[GatherGroup], ranks: Ranks, prefetch: int, device: torch.device) -> None:
         self.groups = groups
         self.synchronise = True
         self.passes_running = 0  # forwards of the wrapper
         names = [group.name for group in groups]
-        self.agreement = Agreement(process_group, names, at_once=device.type == "cpu")
+        self.agreement = Agreement(ranks.everyone, names, at_once=device.type == "cpu")
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._held: dict[GatherGroup, Hold] = {}
         self._held_for_backward: set[GatherGroup] = set()
         self._first_attached: ShardedParameter | None = None  # since gradients were last complete
         self._awaits_backward = False  # whether there was a forward with gradients since then
         self._prefetch, self._device = prefetch, device
-        self._gathers, self._reductions = SideStream(device), SideStream(device)
+        self._gathers, self._reductions, self._between = (SideStream(device) for _ in range(3))
         self._recorded: dict[bool, list[GatherGroup]] = {}  # by whether gradients were enabled
         self._with_gradients = False
         self._pass = Pass(None)
-        self._under_way: list[Complete] = []
+        self._under_way: deque[list[Sending]] = deque()  # of each group that was sent
+        self._at_once = 1 if ranks.replicate is None else 2  # one on its way within replicas, one between them
         self._undecided: list[tuple[ShardedParameter, Tensor]] = []
         self._used: set[ShardedParameter] = set()
         self._members = [(group, parameter) for group in groups for parameter in group.parameters]
-        self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], process_group)
+        self._replicated = ReplicatedGradients([parameter for _, parameter in self._members], ranks.everyone)
         for number, (_, parameter) in enumerate(self._members):
             if parameter.trainable:
                 assert parameter.full is not None
@@ -260,20 +261,24 @@ class Schedule:
                 self._send(group)
 
     def _send(self, group: GatherGroup) -> None:
-        """Send a group's gradients. The ones sent before are completed first, so two groups' are alive at most."""
+        """Send a group's gradients. Of those sent before, none is still on its way within the replica, and one group's
+        shards at most are on their way between replicas; so two groups' gradients are alive at most."""
         ready = [buffer for buffer in group.buffers if buffer.send is not None]
         if ready:
             self.agreement.announce("send", self._numbers[group])
-            self._complete()
-            self._under_way = [buffer.launch(self._reductions) for buffer in ready]
+            self._complete(self._at_once - 1)
+            for sending in chain.from_iterable(self._under_way):
+                sending.go_on()
+            self._under_way.append([buffer.launch(self._reductions, self._between) for buffer in ready])
 
-    def _complete(self) -> None:
-        for complete in self._under_way:
-            attached, undecided = complete()
-            self._undecided += undecided
-            if self._first_attached is None and attached:
-                self._first_attached = attached[0]
-        self._under_way = []
+    def _complete(self, but: int = 0) -> None:
+        """Complete all that were sent, `but` the last ones."""
+        while len(self._under_way) > but:
+            for sending in self._under_way.popleft():
+                attached, undecided = sending.complete()
+                self._undecided += undecided
+                if self._first_attached is None and attached:
+                    self._first_attached = attached[0]
 
     def _free_all(self) -> None:
         self._held.clear()

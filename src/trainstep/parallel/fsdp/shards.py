@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trainstep.blocks import find_blocks, is_called
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import broadcast_from_first
 from trainstep.parallel.fsdp.placeholder import Placeholder
 from trainstep.parallel.partial import StandIn
+from trainstep.parallel.ranks import Ranks, placements
 
 Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module has itself, not those of the modules inside it."""
@@ -72,11 +72,10 @@ class ShardedParameter:
         return self.shard.dtype if dtype is None or not self.shard.is_floating_point() else dtype
 
     def as_saved(self, mesh: DeviceMesh) -> Tensor:
-        """The shard as the part of a whole that it is, a DTensor; what is replicated, as it is. It shares memory."""
-        if self.rows is None:
-            return self.shard.detach()
+        """The shard as the part of a whole that it is, a DTensor, as is what is replicated. It shares memory."""
         stride, own = torch.empty(self.shape, device="meta").stride(), self.shard.detach()
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=stride)
+        where = placements(mesh, cut=self.rows is not None)
+        return DTensor.from_local(own, mesh, where, run_check=False, shape=self.shape, stride=stride)
 
     def fits(self, value: Any) -> bool:
         """Whether it is a plain tensor of the full parameter's shape."""
@@ -84,10 +83,12 @@ class ShardedParameter:
 
     def load(self, value: Tensor, mesh: DeviceMesh | None) -> None:
         """Copy a value of the full parameter's shape into the shard: a plain tensor or, with the mesh, a DTensor."""
-        if isinstance(value, DTensor):
-            value = value.full_tensor() if self.rows is None else value.redistribute(mesh, [Shard(0)]).to_local()
-        elif self.rows is not None:
-            value = value[self.rows]
+        if isinstance(value, DTensor) and mesh is not None and value.device_mesh == mesh:
+            value = value.redistribute(mesh, placements(mesh, cut=self.rows is not None)).to_local()
+        else:
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            value = value if self.rows is None else value[self.rows]
         self.shard.copy_(value)
 
     def install_full(self) -> None:
@@ -176,7 +177,7 @@ def plan_groups(root: nn.Module, chosen: Iterable[nn.Module] | None = None) -> l
 def shard_parameters(
     root: nn.Module,
     planned: Sequence[PlannedParameter],
-    process_group: dist.ProcessGroup,
+    ranks: Ranks,
     device: torch.device,
     initialize: Initialize | None,
 ) -> dict[PlannedParameter, ShardedParameter]:
@@ -195,12 +196,12 @@ def shard_parameters(
             _materialise(name, module, own, device, initialize)
         buffers = {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update(buffers)
-        broadcast_from_first(list(buffers.values()), process_group)
+        broadcast_from_first(list(buffers.values()), ranks.everyone)
         for attribute, entry in own.items():
             if entry not in sharded:
                 full = module._parameters[attribute]
                 assert full is not None
-                sharded[entry] = _shard(entry, full, process_group, device)
+                sharded[entry] = _shard(entry, full, ranks, device)
             for owner, name_there in entry.slots:
                 owner._parameters[name_there] = sharded[entry].shard
     return sharded
@@ -274,13 +275,11 @@ def _materialise(
             )
 
 
-def _shard(
-    entry: PlannedParameter, full: nn.Parameter, process_group: dist.ProcessGroup, device: torch.device
-) -> ShardedParameter:
+def _shard(entry: PlannedParameter, full: nn.Parameter, ranks: Ranks, device: torch.device) -> ShardedParameter:
     values, shape, padded_shape, rows = full.detach().to(device), full.shape, full.shape, None
-    broadcast_from_first([values], process_group)
+    broadcast_from_first([values], ranks.everyone)
     if values.dim() >= 2 and values.numel() > 0:
-        rows, padded_shape = cut_rows(shape, process_group.rank(), process_group.size())
+        rows, padded_shape = cut_rows(shape, ranks.shard.rank(), ranks.shard.size())
         values = values[rows]
     shard = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=full.requires_grad)
     shard.__dict__.update(vars(entry.parameter))  # marks that users set on parameters

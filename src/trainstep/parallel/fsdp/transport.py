@@ -33,11 +33,11 @@ _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
 
 # Copies are no collectives that torch's dispatcher would see. These operators do nothing but announce them there, with
-# their payload, to whoever watches (measure/collectives.py, or a profile).
+# their payload and how many ranks make them, to whoever watches (measure/collectives.py, or a profile).
 _library = torch.library.Library("trainstep_peer_copies", "DEF")
 for _name in ("all_gather", "all_to_all"):
-    _library.define(f"{_name}(Tensor[] payload) -> ()")
-    _library.impl(_name, lambda payload: None, "CompositeExplicitAutograd")
+    _library.define(f"{_name}(Tensor[] payload, int ranks) -> ()")
+    _library.impl(_name, lambda payload, ranks: None, "CompositeExplicitAutograd")
 
 
 Start = Callable[[], Waitable | None]
@@ -155,7 +155,7 @@ class PeerCopies:
             return list(zip([outbox[place] for place in places], slices, strict=True))
 
         def start() -> None:
-            torch.ops.trainstep_peer_copies.all_gather(tensors)
+            torch.ops.trainstep_peer_copies.all_gather(tensors, self._ranks)
             for outbox, mine in pairs(self._rank):
                 outbox.copy_(mine)
             self._memory.barrier(_GATHER)
@@ -170,7 +170,7 @@ class PeerCopies:
         return self._inbox_of(self._rank, send)
 
     def exchange(self, receive: Tensor, send: Tensor) -> None:
-        torch.ops.trainstep_peer_copies.all_to_all([send])
+        torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
         self._memory.barrier(_EXCHANGE)
         receive[self._rank].copy_(send[self._rank])
         for rank in self._others:
@@ -211,26 +211,41 @@ def obstacle_to_sharing(group: dist.ProcessGroup, device: torch.device) -> str |
 
 
 def choose_transport(
-    asked: TransportName, group: dist.ProcessGroup, device: torch.device, *, slice_bytes: int, exchange_bytes: int
+    asked: TransportName,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    slice_bytes: int,
+    exchange_bytes: int,
+    everyone: dist.ProcessGroup | None = None,
 ) -> Transport:
-    """The transport asked for; every rank must call it alike, and all get the same.
+    """The transport asked for; every rank must call it alike, and all of the group get the same.
+
+    `everyone` has the ranks of groups beside this one too, if there are any: what cannot be in one is an error in all.
 
     Raises:
         UsageError: peer-copies were asked for and the ranks cannot copy to each other.
     """
     if asked == "collectives" or group.size() == 1 or (asked == "auto" and device.type == "cpu"):
         return Collectives(group)
-    obstacle = obstacle_to_sharing(group, device)
+    obstacle, copies = obstacle_to_sharing(group, device), None
     if obstacle is None:
         try:
-            return PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
+            copies = PeerCopies(group, device, slice_bytes=slice_bytes, exchange_bytes=exchange_bytes)
         except OSError as error:  # which every rank has
             obstacle = f"memory cannot be shared between the ranks ({error})"
             if asked == "auto":
                 warnings.warn(f"{obstacle}, so collectives are used", stacklevel=3)
-    if asked == "peer-copies":
+    if asked == "peer-copies" and (obstacle := _of_any(obstacle, everyone or group)):
         raise UsageError(f'transport="peer-copies" is not possible: {obstacle}; use "auto" or "collectives"')
-    return Collectives(group)
+    return copies or Collectives(group)
+
+
+def _of_any(obstacle: str | None, ranks: dist.ProcessGroup) -> str | None:
+    """The obstacle that this or, by rank, the first other one has met; None if none has."""
+    met = [obstacle] * ranks.size()
+    dist.all_gather_object(met, obstacle, group=ranks)
+    return obstacle or next(filter(None, met), None)
 
 
 def _mapped_by_all(nbytes: int, group: dist.ProcessGroup) -> list[Tensor]:

@@ -22,7 +22,8 @@ from trainstep.parallel.fsdp.schedule import Schedule, in_backward
 from trainstep.parallel.fsdp.shards import Initialize, ShardedParameter, plan_groups, shard_parameters
 from trainstep.parallel.fsdp.transport import TransportName, choose_transport
 from trainstep.parallel.partial import RankGradient, before_optimizer_steps
-from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.process import check_ranks_agree
+from trainstep.parallel.ranks import Ranks, ranks_of
 
 
 class _NotHereError(UsageError, AttributeError):
@@ -35,11 +36,15 @@ class FullyShardedDataParallel(nn.Module):
     Build the optimizer afterwards, from `parameters()`: the shards. Every rank runs its own batch; then
     `finish_gradient_synchronization()` leaves in each shard's `.grad` the mean over the ranks, and the optimizer steps.
 
+    With a mesh of two dimensions, ("replicate", "shard"), there are several replicas of the model, each sharded over
+    the ranks of its row (hybrid sharding). Gradients are then averaged within the row and, as shards, between the rows.
+
     Args:
         module: any module, on the CPU, on a GPU or on the meta device. Its parameters are replaced by shards.
         compute_dtype: what parameters are cast to before they are gathered, and floating-point inputs before forward;
             None: as they are. Gradients are added up over the ranks in the dtype of the shards.
         process_group: the ranks; None: all.
+        mesh: the ranks, in place of `process_group`: of one dimension, or of two, ("replicate", "shard").
         groups: modules that are each gathered as a whole; by default the blocks, elements of ModuleLists. What is
             outside of them is gathered in the largest modules that contain none.
         prefetch: how many groups ahead are gathered, 0 to 2; one more than that are in memory at a time.
@@ -51,12 +56,14 @@ class FullyShardedDataParallel(nn.Module):
             auto: peer-copies between GPUs of one host that can read each other's memory, else collectives.
 
     Attributes:
-        module, process_group, device: as they were given or chosen.
+        module, device: as they were given or chosen.
+        process_group: all ranks.
         transport: what carries parameters and gradients: collectives or peer-copies.
         uncounted_bytes: what the transport's buffers take on this rank beyond `torch.cuda.memory_allocated`.
 
     Raises:
-        UsageError: torch.distributed is not initialised, the ranks disagree, or an argument is not what it should be.
+        UsageError: torch.distributed is not initialised, the ranks disagree, the mesh has other dimensions, or an
+            argument is not what it should be.
         UnsupportedError: the module has a part that keeps a list of its parameters beside them (LSTM, GRU, RNN).
     """
 
@@ -66,6 +73,7 @@ class FullyShardedDataParallel(nn.Module):
         *,
         compute_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         groups: Iterable[nn.Module] | None = None,
         prefetch: int = MAX_PREFETCH,
         device: torch.device | str | None = None,
@@ -74,23 +82,25 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(module, compute_dtype, prefetch, transport)
-        self.process_group = resolve_group(process_group)
+        self._ranks = ranks = ranks_of(process_group, mesh)
+        self.process_group = ranks.everyone
         self._compute_dtype = compute_dtype
         plan = plan_groups(module, groups)
         planned = [parameter for group in plan for parameter in group.parameters]
         named = [(name, entry.parameter) for entry in planned for name in entry.names]
         names = [[entry.names[0] for entry in group.parameters] for group in plan]
-        settings = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport, "groups": names}
+        settings: dict[str, object] = {"compute_dtype": compute_dtype, "prefetch": prefetch, "transport": transport}
+        settings |= {"groups": names, "mesh": ranks.layout}
         check_ranks_agree("FullyShardedDataParallel", named, self.process_group, settings=settings)
-        self.device = _device_for([entry.parameter for entry in planned], self.process_group, device)
+        self.device = _device_for([entry.parameter for entry in planned], ranks, device)
         order = {name: position for position, (name, _) in enumerate(module.named_parameters())}
-        sharded = shard_parameters(module, planned, self.process_group, self.device, initialize)
+        sharded = shard_parameters(module, planned, ranks, self.device, initialize)
         self._sharded = sorted(sharded.values(), key=lambda parameter: order[parameter.name])
         module_names = {inner: name for name, inner in module.named_modules()}
         gather_groups = [
             GatherGroup(
                 [sharded[entry] for entry in group.parameters],
-                self.process_group,
+                ranks,
                 compute_dtype,
                 self.device,
                 " and ".join(module_names[unit] or "the model's own parameters" for unit in group.units),
@@ -100,11 +110,11 @@ class FullyShardedDataParallel(nn.Module):
         slices = [group.slice_bytes for group in gather_groups]
         exchanges = [buffer.exchange_bytes(compute_dtype) for group in gather_groups for buffer in group.buffers]
         sizes = {"slice_bytes": max(slices, default=0), "exchange_bytes": max(exchanges, default=0)}
-        carrier = choose_transport(transport, self.process_group, self.device, **sizes)
+        carrier = choose_transport(transport, ranks.shard, self.device, everyone=ranks.everyone, **sizes)
         for group in gather_groups:
             group.connect(carrier)
         self.transport, self.uncounted_bytes = carrier.name, carrier.uncounted_bytes
-        self._schedule = Schedule(gather_groups, self.process_group, prefetch, self.device)
+        self._schedule = Schedule(gather_groups, ranks, prefetch, self.device)
         self._gradient_class = RankGradient.for_wrapper(self.process_group, _question(self._schedule, "is_complete"))
         may_read = _question(self._schedule, "may_read")
         for group in gather_groups:
@@ -112,7 +122,7 @@ class FullyShardedDataParallel(nn.Module):
                 read = _reader(self._schedule, group, parameter)
                 parameter.placeholder = Placeholder.of(parameter, may_read, read)
                 parameter.install_placeholder()
-                if parameter.rows is not None and self.process_group.size() > 1:
+                if parameter.rows is not None and ranks.shard.size() > 1:
                     parameter.mark = self._gradient_class.mark
         needed: dict[nn.Module, list[GatherGroup]] = {}
         for planned_group, group in zip(plan, gather_groups, strict=True):
@@ -123,7 +133,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self._contents = [(m, len(m._parameters), len(m._modules)) for m in module.modules()]
         retired = {entry.names[0]: entry.parameter for entry in planned}
-        self._step_check = StepCheck(self._sharded, retired, self.process_group, self._gradient_class)
+        self._step_check = StepCheck(self._sharded, retired, ranks.shard, self._gradient_class)
         before_optimizer_steps(self, FullyShardedDataParallel._before_step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,11 +192,10 @@ class FullyShardedDataParallel(nn.Module):
         self._schedule.agreement.announce("clip")
         sharded = [p.shard.grad for p in self._sharded if p.rows is not None and p.shard.grad is not None]
         replicated = [p.shard.grad for p in self._sharded if p.rows is None and p.shard.grad is not None]
-        group, device = self.process_group, self.device
+        group, replicas = self.process_group, self._ranks.replicas
+        settings: dict[str, Any] = {"max_norm": max_norm, "norm_type": norm_type, "device": self.device}
         with torch._C.DisableTorchFunctionSubclass():
-            return clip_gradients_(
-                sharded, replicated, max_norm=max_norm, norm_type=norm_type, group=group, device=device
-            )
+            return clip_gradients_(sharded, replicated, group=group, replicas=replicas, **settings)
 
     @torch.no_grad()
     def gather_full_parameters(self, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -205,8 +214,8 @@ class FullyShardedDataParallel(nn.Module):
             else:
                 values = torch.empty(parameter.padded_shape, dtype=shard.dtype, device=shard.device)
                 values[rows] = shard
-                if self.process_group.size() > 1:
-                    all_gather_slices([values], self.process_group).wait()
+                if self._ranks.shard.size() > 1:
+                    all_gather_slices([values], self._ranks.shard).wait()
                 if parameter.padded_shape != parameter.shape:
                     values = values[: parameter.shape[0]].clone()
             values = values.to(device if device is not None else values.device)
@@ -223,9 +232,10 @@ class FullyShardedDataParallel(nn.Module):
                 yield start + name, parameter.shard
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Parameters and buffers by their names in `module`, sharded parameters as DTensors that share their memory.
+        """Parameters and buffers by their names in `module`; parameters are DTensors that share the shards' memory.
 
-        For torch.distributed.checkpoint; see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
+        A module under torch's fully_shard loads it, and this one loads that one's. For torch.distributed.checkpoint;
+        see `trainstep.parallel.save_checkpoint`. A plain model loads what it writes.
         """
         by_name, mesh = self._by_name(), self._mesh()
         return {
@@ -236,6 +246,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over what `state_dict()` of this or of the plain module returned: DTensors, or full tensors.
 
+        All ranks call it, as DTensors cut another way, or on another mesh, have to be put together for it.
+
         Raises:
             UsageError: `strict`, and names are missing or unknown; or a shape is wrong.
         """
@@ -245,7 +257,7 @@ class FullyShardedDataParallel(nn.Module):
             lists = (", ".join(names) or "none" for names in (missing, unknown))
             raise UsageError("the state does not fit: missing are {}; unknown are {}".format(*lists))
         with torch.no_grad():
-            for name in own.keys() & state_dict.keys():
+            for name in (each for each in own if each in state_dict):  # on every rank in one order
                 value = state_dict[name]
                 if not isinstance(value, Tensor):
                     continue
@@ -292,7 +304,7 @@ class FullyShardedDataParallel(nn.Module):
         return {name: parameter for parameter in self._sharded for name in parameter.names}
 
     def _mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self.process_group, self.device.type)
+        return self._ranks.mesh(self.device.type)
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -343,12 +355,17 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _device_for(
-    parameters: list[nn.Parameter], group: dist.ProcessGroup, asked: torch.device | str | None
-) -> torch.device:
+def _device_for(parameters: list[nn.Parameter], ranks: Ranks, asked: torch.device | str | None) -> torch.device:
     found: list[torch.device | str] = [parameter.device for parameter in parameters if not parameter.is_meta]
-    found.append("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+    if ranks.given is not None:
+        found.append(ranks.given.device_type)
+    found.append("cuda" if "cuda:nccl" in dist.get_backend_config(ranks.everyone) else "cpu")
     device = torch.device(found[0] if asked is None else asked)
+    if ranks.given is not None and device.type != ranks.given.device_type:
+        raise UsageError(
+            f"mesh is of {ranks.given.device_type} devices, and the module would train on {device}; make the mesh for "
+            f"{device.type}, or move the module (or give device=)"
+        )
     if device == torch.device("cuda"):  # without an index
         device = torch.device("cuda", torch.cuda.current_device())
     return device

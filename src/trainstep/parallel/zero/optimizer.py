@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Waitable, assign_buckets, clip_gradients_
 from trainstep.parallel.ddp import DistributedDataParallel
 from trainstep.parallel.partial import ELEMENTWISE, is_elementwise
-from trainstep.parallel.process import check_ranks_agree, resolve_group
+from trainstep.parallel.process import check_ranks_agree
+from trainstep.parallel.ranks import Ranks, ranks_of
 from trainstep.parallel.scattered import ScatteredGradient
 from trainstep.parallel.zero.pieces import ParameterBucket, Piece, consolidate, cut, dump, hyper_parameters, restore
 
@@ -33,6 +35,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: the optimizer's class. Elementwise ones of torch.optim (SGD, Adam, AdamW, …) update slices; any
             other is given whole parameters. LBFGS is refused: it couples all parameters.
         process_group: the ranks; by default all, or those of `ddp`.
+        mesh: the ranks, in place of `process_group`; with two dimensions, ("replicate", "shard"), state and work are
+            divided among the ranks of a row, and every row does the same. By default that of `ddp`.
         ddp: the wrapper that makes the gradients. It then reduce-scatters them: after
             `finish_gradient_synchronization()` a sliced parameter's `grad` only says so, and raises if it is used;
             clipping is done by `clip_grad_norm_` of this optimizer.
@@ -51,17 +55,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         ddp: DistributedDataParallel | None = None,
         shard: Literal["auto", "slices", "parameters"] = "auto",
         exchange_mb: float = 256.0,
         **kwargs: Any,
     ) -> None:
-        self.process_group = _group_of(process_group, ddp)
+        self._ranks = _ranks_of(process_group, mesh, ddp)
+        self.process_group = self._ranks.everyone
         self._sliced = _may_slice(optimizer_cls, shard)
         if not exchange_mb >= 0:
             raise UsageError(f"exchange_mb is {exchange_mb}; expected 0 (one parameter at a time) up to inf")
         self._optimizer_cls, self._options, self._exchange_mb, self._ddp = optimizer_cls, kwargs, exchange_mb, ddp
-        self._loads = [0] * self.process_group.size()
+        self._loads = [0] * self._ranks.shard.size()
         self._buckets: list[ParameterBucket] = []
         groups = _as_groups(params)
         try:  # its own checks, without its memory
@@ -120,8 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for own, asked in beside:
             own.update(hyper_parameters(asked))
         for bucket in self._buckets:
-            bucket.update(self.process_group)
-            underway += bucket.exchange(self.process_group)
+            bucket.update(self._ranks.shard)
+            underway += bucket.exchange(self._ranks.shard)
         for own, asked in beside:
             asked.update(hyper_parameters(own))  # some optimizers count there
         for call in underway:
@@ -151,9 +157,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         self._ddp.check_finished("clip_grad_norm_()")
-        group, device = self.process_group, self.param_groups[0]["params"][0].device
-        own = self.local_gradients()
-        return clip_gradients_(own, [], max_norm=max_norm, norm_type=norm_type, group=group, device=device)
+        settings: dict[str, Any] = {"group": self.process_group, "replicas": self._ranks.replicas}
+        settings |= {"device": self.param_groups[0]["params"][0].device, "norm_type": norm_type}
+        return clip_gradients_(self.local_gradients(), [], max_norm=max_norm, **settings)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for torch.distributed.checkpoint: pass the optimizer itself to its `save` and `load`.
@@ -169,14 +175,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "torch's get_state_dict and set_state_dict do not know ShardedOptimizer; pass the optimizer itself to "
                 "torch.distributed.checkpoint's save and load, or use full_state_dict()"
             )
-        return dump(self._buckets, self.param_groups, self.process_group, self._twin)
+        return dump(self._buckets, self.param_groups, self._ranks, self._twin)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict that the undivided optimizer would have, on CPU, on rank 0 of the group; empty on others.
 
         All ranks must call it.
         """
-        return consolidate(self._buckets, self.param_groups, self.process_group)
+        return consolidate(self._buckets, self.param_groups, self._ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state over from `state_dict()`, or from a full one: ours, or that of the undivided optimizer.
@@ -193,17 +199,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members = [(index, each) for index, group in enumerate(self.param_groups) for each in group["params"]]
         numbered = [(number, index, each) for number, (index, each) in enumerate(members) if index >= first]
         named = [(f"number {number} of group {group}", parameter) for number, group, parameter in numbered]
-        settings = {
+        settings: dict[str, object] = {
             f"{key} of group {index}": value
             for index, group in enumerate(self.param_groups[first:], first)
             for key, value in hyper_parameters(group).items()
             if isinstance(value, (int, float, str, tuple))
         }
+        settings["mesh"] = self._ranks.layout
         what = f"{type(self).__name__} of {self._optimizer_cls.__name__}"
         check_ranks_agree(what, named, self.process_group, settings=settings)
         self._divided = len(self.param_groups)
         trained = [item for item in numbered if item[2].requires_grad]
-        pieces = cut(trained, rank=self.process_group.rank(), loads=self._loads, sliced=self._sliced)
+        pieces = cut(trained, rank=self._ranks.shard.rank(), loads=self._loads, sliced=self._sliced)
         whats = [(piece.parameter, piece.owner is None) for piece in pieces]
         items = [(i, each.nbytes, (each.dtype, each.device, sliced)) for i, (each, sliced) in enumerate(whats)]
         for indices in assign_buckets(items, self._exchange_mb):
@@ -244,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     def _check(self) -> None:
-        rank, world_size = self.process_group.rank(), self.process_group.size()
+        rank, world_size = self._ranks.shard.rank(), self._ranks.shard.size()
         divided = set()
         for piece in self._all_pieces():
             divided.add(id(piece.parameter))
@@ -265,14 +272,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
 
-def _group_of(process_group: dist.ProcessGroup | None, ddp: DistributedDataParallel | None) -> dist.ProcessGroup:
+def _ranks_of(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, ddp: DistributedDataParallel | None
+) -> Ranks:
     if ddp is None:
-        return resolve_group(process_group)
+        return ranks_of(process_group, mesh)
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(f"ddp is a {type(ddp).__name__}; expected a trainstep.parallel.DistributedDataParallel")
     if process_group is not None and process_group is not ddp.process_group:
         raise UsageError("process_group is not the group of ddp; leave it out")
-    return ddp.process_group
+    if mesh is not None and mesh != ddp.ranks.given:
+        raise UsageError("mesh is not that of ddp; give it to DistributedDataParallel, and leave it out here")
+    return ddp.ranks
 
 
 def _may_slice(optimizer_cls: type[torch.optim.Optimizer], shard: str) -> bool:

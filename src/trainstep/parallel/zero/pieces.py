@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, flat, slice_of
+from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.scattered import ScatteredGradient
 
 
@@ -151,7 +152,7 @@ def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGro
 def dump(
     buckets: list[ParameterBucket],
     groups: list[dict[str, Any]],
-    process_group: dist.ProcessGroup,
+    ranks: Ranks,
     twin: Callable[[ParameterBucket], ParameterBucket],
 ) -> dict[str, Any]:
     """This rank's part. `fresh` marks parameters without state yet; they have that of the bucket's `twin`.
@@ -160,7 +161,7 @@ def dump(
     """
     state: dict[str, dict[str, Any]] = {}
     fresh: dict[str, bool] = {}
-    mesh = functools.cache(functools.partial(DeviceMesh.from_group, process_group))
+    mesh = functools.cache(ranks.mesh)
     for bucket in buckets:
         own = bucket.states()
         stand_ins = twin(bucket).states() if any(values is None for _, values in own) else own
@@ -171,11 +172,10 @@ def dump(
     return {"state": state, "fresh": fresh, "param_groups": _numbered(groups)}
 
 
-def consolidate(
-    buckets: list[ParameterBucket], groups: list[dict[str, Any]], process_group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """The undivided optimizer's state dict, on CPU on the first rank of the group; empty on the others."""
-    is_first = process_group.rank() == 0
+def consolidate(buckets: list[ParameterBucket], groups: list[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """The undivided optimizer's state dict, on CPU on the first of all ranks; empty on the others."""
+    process_group = ranks.shard
+    is_first = process_group.rank() == 0  # of its replica
     state: dict[int, dict[str, Any]] = {}
     whole: dict[int, dict[str, Any]] = {}
     for piece, values in (each for bucket in buckets for each in bucket.states() if each[1]):
@@ -189,7 +189,7 @@ def consolidate(
             }
     received: list[Any] | None = [None] * process_group.size() if is_first else None
     dist.gather_object(whole, received, group=process_group, group_dst=0)
-    if received is None:
+    if received is None or ranks.everyone.rank() != 0:
         return {}
     for owned in received:
         state |= owned
@@ -243,7 +243,8 @@ def _portable(value: Any, piece: Piece, mesh: Callable[[str], DeviceMesh]) -> An
     if piece.owner is not None:
         return flat(value)
     shape, own_mesh = torch.Size([piece.parameter.numel()]), mesh(piece.parameter.device.type)
-    return DTensor.from_local(value, own_mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+    where = placements(own_mesh, cut=True)
+    return DTensor.from_local(value, own_mesh, where, run_check=False, shape=shape, stride=(1,))
 
 
 def _gathered(value: Any, piece: Piece, process_group: dist.ProcessGroup) -> Any:

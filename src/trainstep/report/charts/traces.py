@@ -168,13 +168,13 @@ def overlap_chart(rows: Sequence[ParallelTraceRow]) -> figure:
     for row in rows:
         lanes = _lanes_of(row)
         height = {lane: top - 2 - index for index, lane in enumerate(lanes)}
-        labels |= {top: row.scheme, top - 1: "phases"} | {y: _label(lane, lanes) for lane, y in height.items()}
+        labels |= {top: row.label, top - 1: "phases"} | {y: _label(lane, lanes) for lane, y in height.items()}
         _add_kernels(kernels, row, height)
         for ends in _ends(row, "exposed_"):
-            tip = f"{row.scheme}\n{length_text(ends[1] - ends[0])} in which nothing is computed"
+            tip = f"{row.label}\n{length_text(ends[1] - ends[0])} in which nothing is computed"
             exposed.add(height[_COMMUNICATION], ends, "exposed communication", tip, EXPOSED)
         for ends, phase in zip(_ends(row, "phase_span_"), map(str, row.series["phase_span_names"]), strict=True):
-            tip = f"{row.scheme}: from {number(ends[0])} to {number(ends[1])} ms"
+            tip = f"{row.label}: from {number(ends[0])} to {number(ends[1])} ms"
             phases.add(top - 1, ends, phase, tip, STEP_ROLES.get(phase, _OTHER))
         tops.append(top)
         top -= len(lanes) + 2 + _GAP  # and a heading, and the phases
@@ -252,5 +252,5 @@ def _add_kernels(bars: _Bars, row: ParallelTraceRow, height: Mapping[str, float]
     for ends, name, lane, phase, family in zip(_ends(row), _kernel_names(row), *texts, strict=True):
         role = STEP_ROLES["communication"] if family == "communication" else STEP_ROLES.get(phase, _OTHER)
         role = HIDDEN if lane == _COMMUNICATION else role  # what is exposed of it is drawn over it
-        tip = f"{row.scheme}: {family}, {phase}\n{length_text(ends[1] - ends[0])}"
+        tip = f"{row.label}: {family}, {phase}\n{length_text(ends[1] - ends[0])}"
         bars.add(height[lane], ends, name, tip, role)

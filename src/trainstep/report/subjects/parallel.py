@@ -27,7 +27,7 @@ from trainstep.report.numbers import NONE, number, numeric, typeset
 from trainstep.report.tables import Definition, define, make_table
 from trainstep.schemes import SCHEMES as SCHEMES_BY_NAME
 
-_RANKS = columns.case("ranks", "world_size")
+_RANKS, _REPLICAS = columns.case("ranks", "world_size"), columns.case("replicas", "replicas")
 _SCHEME = columns.word("scheme", "scheme")
 _COUNT = Column("n", lambda row: number(row.values.get("n")), setting=True)
 _COLLECTIVE = replace(columns.word("collective", "collective"), setting=True)
@@ -69,7 +69,8 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     """What a scheme's step would take without communication, from the same run's step on one rank.
 
     A rank that keeps a part of the optimizer's state updates that part alone: of the one rank's optimizer time, 1/N is
-    counted then. Nothing is taken off for weights that a rank keeps a part of, whose casts it may divide too.
+    counted then, N being the ranks of a replica. Nothing is taken off for weights that a rank keeps a part of, whose
+    casts it may divide too.
     """
     same = [each for each in rows if each.scheme == "single" and _is_alike(each, row)]
     single = next((each for each in same if "step" in each.times), None)
@@ -79,12 +80,12 @@ def alone_ms(row: ParallelRow, rows: Sequence[ParallelRow]) -> float | None:
     if scheme is None or scheme.planned_as in (None, "ddp"):
         return single.times["step"].median
     update = single.times["optimizer"].median if "optimizer" in single.times else 0.0
-    return single.times["step"].median - update * (1 - 1 / row.world_size)
+    return single.times["step"].median - update * (1 - (row.replicas or 1) / row.world_size)
 
 
 def _is_alike(single: ParallelRow, row: ParallelRow) -> bool:
     """Whether both are of the same training on as many ranks."""
-    return all(single.case.get(name) == value for name, value in row.case.items() if name != "scheme")
+    return all(single.case.get(name) == value for name, value in row.case.items() if name not in ("scheme", "replicas"))
 
 
 def beyond_alone(rows: Sequence[ParallelRow]) -> tuple[Column, Column]:
@@ -114,6 +115,7 @@ _COLUMNS = (
     *columns.SETTINGS,
     _RANKS,
     columns.case("scheme", "scheme"),
+    _REPLICAS,
     _COUNT,
     columns.value("rounds", "rounds", brief=False, page=False),
     columns.median("step (ms) [95 %]", "step"),
@@ -151,6 +153,7 @@ TRACES = define(
     *columns.SETTINGS,
     _RANKS,
     _SCHEME,
+    _REPLICAS,
     *columns.values({"step without the profiler": "step_ms", "traced, first to last kernel": "span_ms"}),
     *columns.values({"computation": "computation_ms", "communication": "communication_ms"}),
     columns.value("hidden communication", "hidden_communication_ms"),
@@ -165,6 +168,7 @@ RATIOS = define(
     *columns.SETTINGS,
     _RANKS,
     _SCHEME,
+    _REPLICAS,
     columns.word("beside", "peer_setting"),
     columns.ratio("time, ours over torch’s", "ratio"),
     columns.value("peak memory, ours over torch’s", "peak_ratio"),
@@ -178,6 +182,7 @@ RUNS = define(
     _RANKS,
     *columns.cases({"global batch": "global_batch", "updates": "steps"}),
     _SCHEME,
+    _REPLICAS,
     _COUNT,
     *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
     columns.value("validation loss", "validation_loss", digits=5),
@@ -200,7 +205,7 @@ def overlap_findings(records: Sequence[Row]) -> list[Finding]:
         said += f"{{{which}_hidden_share:.0%}} with {{{which}}} "
         said += f"({{{which}_exposed_ms:n}} of {{{which}_communication_ms:n}} ms"
         said += ")" if which == "least" else " are exposed)"
-        figures |= {which: row.scheme, f"{which}_hidden_share": row.hidden_share}
+        figures |= {which: row.label, f"{which}_hidden_share": row.hidden_share}
         figures |= {f"{which}_exposed_ms": row.exposed_communication_ms}
         figures |= {f"{which}_communication_ms": row.communication_ms}
     return [found("parallel.hidden", f"{said}.", **figures)]
@@ -322,31 +327,31 @@ def _step_ms(row: ParallelRow) -> float | None:
 def _step_bar(row: ParallelRow, alone: float | None) -> Bar:
     step = _step_ms(row)
     if step is None:
-        return Bar(row.scheme, None, row.status, f"{row.status}: {row.reason}")
+        return Bar(row.label, None, row.status, f"{row.status}: {row.reason}")
     tip = f"{number(step)} ms"
     if alone is not None and row.scheme != "single":
         tip += f"\n{number(step - alone)} ms beyond {number(alone)} ms without communication"
     base = step if row.scheme == "single" else min(alone or 0, step)
     times = row.times["step"]
-    return Bar(row.scheme, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
+    return Bar(row.label, step, f"{number(step)} ms", tip, low=times.low, high=times.high, base=base)
 
 
 def _memory_bar(row: ParallelRow) -> Bar:
     peak = row.peak_gib
     if peak is None:
-        return Bar(row.scheme, None, NONE, row.reason or "not measured")
+        return Bar(row.label, None, NONE, row.reason or "not measured")
     kept = {
         "weights": row.before_step_weights_gib or 0,
         "gradients": row.before_step_gradients_gib or 0,
         "optimizer state": row.before_step_optimizer_state_gib or 0,
     }
     tip = "\n".join([f"peak {number(peak)} GiB", *(f"{kind} {number(size)}" for kind, size in kept.items())])
-    return Bar(row.scheme, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
+    return Bar(row.label, peak, f"{number(peak)} GiB", tip, base=min(sum(kept.values()), peak))
 
 
 def _traced(rows: Sequence[ParallelTraceRow]) -> list[Block]:
     """Steps below one another, a figure for each workload and number of ranks; and their sums."""
-    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme")
+    groups = by_case([row for row in rows if row.status == "ok" and row.bars], "scheme", "replicas")
     charts = [
         Chart(
             f"parallel-trace{f'-{place}' if place else ''}",

@@ -25,7 +25,12 @@ def _shown(title: str, name: str) -> Column:
     return Column(title, columns.case(title, name).cell)
 
 
-_MESH = (_shown("strategy", "strategy"), columns.case("GPUs", "gpus"), _shown("tp", "tensor_parallel"))
+_MESH = (
+    _shown("strategy", "strategy"),
+    columns.case("GPUs", "gpus"),
+    _shown("tp", "tensor_parallel"),
+    columns.case("replicas", "replicas"),
+)
 _PARTS = ("weights", "gradients", "optimizer_state", "activations", "buffers", "peak")
 _SPLIT = columns.values({f"{name.rpartition('_')[2]} (GiB)": f"{name}_gib" for name in _PARTS})
 _ROOM = Column("room for tensors (GiB)", lambda row: number(row.values.get("tensors_gib"), 4), setting=True)

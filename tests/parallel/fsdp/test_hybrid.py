@@ -1,0 +1,414 @@
+"""Hybrid sharding: replicas of a model, each sharded over a row of ranks, train as one process does."""
+
+import collections
+import contextlib
+import functools
+import platform
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
+from tests.parallel.fsdp.test_wrapper import CASES, Delays, _poisoned_copy, assert_same, error, in_turn
+from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from trainstep.errors import UsageError
+from trainstep.measure.collectives import recorded_collectives
+from trainstep.model.transformer import build_transformer, cross_entropy
+from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp import group as groups
+from trainstep.parallel.fsdp.group import GatherGroup
+from trainstep.parallel.ranks import DIMENSIONS
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = [(2, 2), (4, 1), (1, 4)]
+
+
+def mesh_of(*shape, names=("replicate", "shard")):
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def gradients_of(sharded):
+    """Name → (this rank's rows, their gradient)."""
+    found = {}
+    for parameter in sharded.sharded_parameters():
+        gradient, rows = parameter.shard.grad, parameter.rows or slice(None)
+        found[parameter.name] = rows, None if gradient is None else gradient.clone().as_subclass(torch.Tensor)
+    return found
+
+
+def _train(process, shape, case, steps=4, **settings):
+    """Parameters after some steps, and each step's loss and gradients."""
+    options, how, dtype = CASES[case]
+    sharded = FullyShardedDataParallel(build(**options), compute_dtype=dtype, mesh=mesh_of(*shape), **settings)
+    optimizer = OPTIMIZERS[how](sharded.parameters())
+    losses, gradients = [], []
+    for step in range(steps):
+        loss = loss_of(sharded, batch(step).chunk(process.world_size)[process.rank])
+        loss.backward()
+        sharded.finish_gradient_synchronization()
+        losses.append(loss.item())
+        gradients.append(gradients_of(sharded))
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters(), losses, gradients
+
+
+def _train_cases(process, shape, cases):
+    return [_train(process, shape, case) for case in cases]
+
+
+def in_pairs(gradients):
+    """The mean of four ranks, first of the two of a row."""
+    first, second = ((a[0] / 2 + b[0] / 2) / 2 for a, b in (gradients[:2], gradients[2:]))
+    return first + second
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_trains_as_one_process(four, shape):
+    """Losses, gradients and parameters within the error budget, since four ranks are added up in another order; between
+    replicas, and where two ranks are added up at a time, to the bit."""
+    names = ["adamw", "tied", "frozen", "unused", "bfloat16", "float16"]
+    by_rank = four.run(_train_cases, shape, names)
+    for number, name in enumerate(names):
+        options, how, dtype = CASES[name]
+        losses, gradients = [], []
+
+        def note(module, losses=losses, gradients=gradients):
+            with torch.no_grad():
+                losses.append([loss_of(module, share).item() for share in batch(len(losses)).chunk(4)])
+            gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+
+        expected = train_alone(options, how, 4, ranks=4, dtype=dtype, change=note, combine=in_pairs)
+        found = by_rank[0][number][0]
+        oracle = train_alone(options, how, 4, ranks=1, trained=torch.float64)
+        budget = 2 * error(expected, oracle) + torch.finfo(torch.float32).eps
+        assert 0 < error(found, oracle) <= budget, name
+        for rank, (parameters, own_losses, own_gradients) in enumerate(ranks[number] for ranks in by_rank):
+            assert_same(parameters, found, name)
+            rounding = 1e-5 if dtype is None else torch.finfo(dtype).eps
+            assert own_losses == pytest.approx([each[rank] for each in losses], rel=rounding), name
+            for key, (rows, gradient) in own_gradients[0].items():
+                whole = gradients[0][key]
+                if whole is None or gradient is None:
+                    assert whole is gradient is None, key
+                elif shape == (2, 2) and whole.dim() > 1:
+                    assert torch.equal(gradient, whole[rows]), f"{name}: {key} on rank {rank}"
+                else:
+                    assert error({key: gradient}, {key: whole[rows]}) < 1e-5 or not whole[rows].any(), key
+            above = by_rank[rank % shape[1]][number][2]  # the same shards, in the first replica
+            for ours, theirs in zip(own_gradients, above, strict=True):
+                assert_same(*({key: g for key, (_, g) in each.items() if g is not None} for each in (ours, theirs)))
+
+
+def _accumulate(process, settings):
+    found = []
+    for without_sync in settings:
+        sharded = FullyShardedDataParallel(build(unused=True), mesh=mesh_of(2, 2))
+        optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+        for step in range(2):
+            for round_ in range(3):
+                with sharded.no_sync() if without_sync and round_ < 2 else contextlib.nullcontext():
+                    loss_of(sharded, batch(step * 3 + round_).chunk(4)[process.rank]).backward()
+            sharded.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(sharded.gather_full_parameters())
+    return found
+
+
+def test_gradients_accumulate_with_and_without_synchronisation(four):
+    def mean(gradients):
+        return in_turn([in_turn(rounds) for rounds in gradients]) / 4
+
+    expected = train_alone({"unused": True}, "sgd", 2, ranks=4, rounds=3, combine=mean)
+    for found in four.run(_accumulate, [True, False])[3]:
+        assert error(found, expected) < 1e-6
+
+
+def _clip(process, shape, norm_type):
+    sharded = FullyShardedDataParallel(build(frozen=True), mesh=mesh_of(*shape))
+    loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+    return sharded.clip_grad_norm_(0.01, norm_type).item(), gradients_of(sharded)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_clipping_counts_every_element_of_one_replica(four, shape, norm_type):
+    clipped = {}
+
+    def clip(module):
+        clipped["norm"] = nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type).item()
+        clipped["gradients"] = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+    train_alone({"frozen": True}, "sgd", 1, ranks=4, change=clip)
+    norms, gradients = zip(*four.run(_clip, shape, norm_type), strict=True)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(clipped["norm"], rel=1e-5)
+    for own in gradients:
+        for name, whole in clipped["gradients"].items():
+            rows, found = own[name]
+            assert error({name: found}, {name: whole[rows]}) < 1e-5, name
+
+
+def _scale(process):
+    """An overflow on rank 3 alone, in the second replica: no rank may step."""
+    sharded = FullyShardedDataParallel(build(), compute_dtype=torch.float16, mesh=mesh_of(2, 2))
+    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0**10, process_group=process.group)
+    before = sharded.gather_full_parameters()
+    scaler.scale(loss_of(sharded, batch(0).chunk(4)[process.rank])).backward()
+    sharded.finish_gradient_synchronization()
+    if process.rank == 3:
+        next(p for p in sharded.parameters() if p.numel() > 0).grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    after = sharded.gather_full_parameters()
+    return any(not torch.equal(after[name], before[name]) for name in before), scaler.get_scale()
+
+
+def test_gradient_scaling_skips_a_step_in_all_replicas(four):
+    assert four.run(_scale) == [(False, 2.0**9)] * 4
+
+
+def _late(process, dtype):
+    """Twice, with other delays, and gathered memory that starts as NaN."""
+    original, found = GatherGroup._copy_own, []
+    GatherGroup._copy_own = _poisoned_copy(original)
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
+    try:
+        for seed in range(2):
+            sharded = FullyShardedDataParallel(build(tied=True), compute_dtype=dtype, mesh=mesh_of(2, 2))
+            Delays(process, sharded, seed)
+            optimizer = OPTIMIZERS["adamw"](sharded.parameters())
+            for step in range(3):
+                loss_of(sharded, batch(step).chunk(4)[process.rank]).backward()
+                sharded.finish_gradient_synchronization()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(sharded.gather_full_parameters())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        GatherGroup._copy_own = original
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_delays_change_nothing(four, dtype):
+    (first, second), *others = four.run(_late, dtype)
+    assert_same(second, first)
+    for each in others:
+        assert_same(each[1], first)
+    assert error(first, train_alone({"tied": True}, "adamw", 3, ranks=4, dtype=dtype)) < 1e-4
+
+
+def _recorded(process, shape, dtype):
+    """The collectives of the second step, and the order in which means begin and are waited for."""
+    torch.manual_seed(0)
+    sharded = FullyShardedDataParallel(build_transformer(CONFIG), compute_dtype=dtype, mesh=mesh_of(*shape))
+    tokens, order = batch(0, vocabulary=24).chunk(4)[process.rank], []
+    originals = {"within": groups.reduce_scatter_mean, "between": groups.all_reduce_mean}
+
+    class Noted:
+        def __init__(self, what, *arguments):
+            number = sum((each[0], each[-1]) == (what, "begins") for each in order)
+            self.work, self.what = originals[what](*arguments), (what, number)
+            order.append((*self.what, "begins"))
+
+        def wait(self):
+            order.append((*self.what, "is awaited"))
+            self.work.wait()
+
+    groups.reduce_scatter_mean, groups.all_reduce_mean = (functools.partial(Noted, what) for what in originals)
+    try:
+        for _ in range(2):
+            order.clear()
+            with recorded_collectives() as calls:
+                cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:]).backward()
+                sharded.finish_gradient_synchronization()
+            sharded.zero_grad()
+    finally:
+        groups.reduce_scatter_mean, groups.all_reduce_mean = originals.values()
+    return [(call.name, call.bytes) for call in calls if call.bytes > 64], order  # the agreement's calls are smaller
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_collective_and_its_bytes(four, shape, dtype):
+    """Between replicas go shards, in float32; within them what would go without replicas."""
+    calls, _ = four.run(_recorded, shape, dtype)[1]
+    width, (replicas, ranks) = 4 if dtype is None else 2, shape
+    sizes = collections.defaultdict(list)
+    for name, size in calls:
+        sizes[name].append(size)
+    gradients = [EDGE, *[BLOCK] * LAYERS, EDGE]  # in the order of backward
+    flat = 4 * (GAINS + PARAMETERS)
+    own = [4 * -(-each // ranks) for each in gradients] if replicas > 1 else []
+    assert sizes.pop("all-reduce") == [*own, flat]
+    if ranks > 1:
+        kept = BLOCK + EDGE  # from forward to backward
+        assert sum(sizes.pop("all-gather")) == width * (2 * sum(gradients) - kept)
+        assert sizes.pop("reduce-scatter" if dtype is None else "all-to-all") == [width * each for each in gradients]
+    assert not sizes, "and nothing else"
+
+
+def test_gradients_travel_between_replicas_beside_the_backward_of_two_more_groups(four):
+    _, order = four.run(_recorded, (2, 2), None)[0]
+    when = {event: place for place, event in enumerate(order)}
+    for number in range(LAYERS):
+        begins, ends = (when["between", number, each] for each in ("begins", "is awaited"))
+        assert when["within", number, "is awaited"] < begins < when["within", number + 1, "begins"] < ends
+        assert ends < when["between", number + 1, "begins"] < when["within", number + 2, "begins"], "one at a time"
+
+
+def _by_copies(process):
+    """With rows of ranks of one host, and the rows on two: copies stay within a row."""
+    node = platform.node
+    platform.node = lambda: f"host {process.rank // 2}"
+    try:
+        found = [_train(process, (2, 2), "bfloat16", transport=each)[0] for each in ("peer-copies", "collectives")]
+        return found, _message(lambda: _train(process, (1, 4), "bfloat16", transport="peer-copies"))
+    finally:
+        platform.node = node
+
+
+def test_copies_are_made_within_a_host_and_collectives_between_them(four):
+    for (copies, collectives), refused in four.run(_by_copies):
+        assert_same(copies, collectives)
+        assert "the ranks are on 2 hosts" in refused
+
+
+def _one_row_cannot(process):
+    """Rank 3 is on another host than rank 2, in whose row it is; ranks 0 and 1 could make copies."""
+    node = platform.node
+    platform.node = lambda: "elsewhere" if process.rank == 3 else node()
+    try:
+        return _message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), transport="peer-copies"))
+    finally:
+        platform.node = node
+
+
+def test_every_replica_hears_of_one_that_cannot_make_copies(four):
+    assert all("the ranks are on 2 hosts" in said for said in four.run(_one_row_cannot))
+
+
+def _message(attempt):
+    try:
+        attempt()
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def _step_with(process, change):
+    sharded = FullyShardedDataParallel(build(), mesh=mesh_of(2, 2))
+    if process.rank >= 2:
+        change(sharded.module)
+    loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
+    sharded.finish_gradient_synchronization()
+
+
+def _in_another_order(module):
+    first, second, *others = module.blocks
+    module.blocks = nn.ModuleList([second, first, *others])
+
+
+def _replicas_differ(process):
+    second = process.rank >= 2
+    return [
+        _message(lambda: FullyShardedDataParallel(build(inner=19 + second), mesh=mesh_of(2, 2))),
+        _message(lambda: FullyShardedDataParallel(build(), mesh=mesh_of(2, 2), prefetch=1 + second)),
+        _message(lambda: FullyShardedDataParallel(build(), mesh=_mesh_by_rank(second))),
+        _message(lambda: _step_with(process, _in_another_order)),
+    ]
+
+
+def _mesh_by_rank(second):
+    """The groups of both meshes on every rank, as making them takes all; the second replica means another one."""
+    rows, columns = mesh_of(2, 2), mesh_of(4, 1)
+    return columns if second else rows
+
+
+def test_replicas_that_differ_are_noticed_as_ranks_of_one_are(four):
+    by_rank = four.run(_replicas_differ)
+    assert all(said == by_rank[0] for said in by_rank)
+    width, prefetch, mesh, order = by_rank[0]
+    assert "rank 2 has blocks.0.up.weight (float32 (20, 12)) as parameter 4, rank 0" in width
+    assert "rank 2 has prefetch = 2 as setting, rank 0 prefetch = 1" in prefetch
+    assert "rank 2 has mesh = ('cpu', [[0], [1], [2], [3]])" in mesh
+    assert "rank 0 comes to gather blocks.0, rank 1 comes to gather blocks.0, rank 2 comes to gather blocks.1" in order
+
+
+def _some_of_all(process):
+    """Ranks 1 to 3 as one row; rank 0, which makes the mesh with them, is not in it. Then ranks 1 to 2 as two rows."""
+    found = []
+    for ranks in ([[1, 2, 3]], [[1], [2]]):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+        if process.rank not in mesh.mesh.flatten().tolist():
+            found.append(_message(functools.partial(FullyShardedDataParallel, build(), mesh=mesh)))
+            continue
+        sharded = FullyShardedDataParallel(build(), mesh=mesh)
+        loss_of(sharded, batch(0).chunk(4)[process.rank]).backward()
+        sharded.finish_gradient_synchronization()
+        sharded.clip_grad_norm_(1e6)
+        found.append((sharded.process_group.size(), gradients_of(sharded)["position"]))
+    return found
+
+
+def test_a_mesh_may_have_some_of_all_ranks(four):
+    outside, *inside = four.run(_some_of_all)
+    assert "mesh has the ranks [[1, 2, 3]], and this process is rank 0; only its members may use it" in outside[0]
+    assert "[[1], [2]]" in outside[1]
+    shares = batch(0).chunk(4)
+    modules = [build() for _ in shares]
+    for module, share in zip(modules, shares, strict=True):
+        loss_of(module, share).backward()
+    for rank, (row, column) in zip((1, 2), inside, strict=False):
+        for (size, (rows, found)), members in ((row, (1, 2, 3)), (column, (1, 2))):
+            assert size == len(members)
+            expected = sum(modules[each].position.grad for each in members) / len(members)
+            assert error({"position": found}, {"position": expected[rows]}) < 1e-6, rank
+
+
+def _cut_from_another(process):
+    """A mesh cut from one of three dimensions, as frameworks make them: here the first of two pipeline stages."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    sharded = FullyShardedDataParallel(build(), mesh=mesh["dp_replicate", "dp_shard"])
+    one = FullyShardedDataParallel(build(), mesh=mesh["dp_shard"])
+    return [(each.process_group.size(), next(each.parameters()).shape) for each in (sharded, one)]
+
+
+def test_a_mesh_may_be_a_part_of_another_and_of_one_dimension_its_group(four):
+    for hybrid, one in four.run(_cut_from_another):
+        assert hybrid == (4, (4, 12)), "half of the rows of position"
+        assert one == (2, (4, 12))
+
+
+def _mistakes(process):
+    mesh = mesh_of(2, 2)
+    attempts = {
+        "process_group and mesh were both given": {"process_group": process.group, "mesh": mesh},
+        "mesh is a list; expected a DeviceMesh": {"mesh": [[0, 1], [2, 3]]},
+        'mesh has the dimensions "shard", "replicate"; expected one': {"mesh": mesh_of(2, 2, names=DIMENSIONS[::-1])},
+        'mesh has the dimensions "dp", "tp"; expected one': {"mesh": mesh_of(2, 2, names=("dp", "tp"))},
+        "mesh has the dimensions of shape (1, 2, 2); expected": {"mesh": init_device_mesh("cpu", (1, 2, 2))},
+        "mesh has no process groups": {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)},
+        "mesh has 6 ranks, up to rank 5, and there are 4 (0 to 3)": {
+            "mesh": DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], _init_backend=False)
+        },
+        "the module would train on meta": {"mesh": mesh, "device": "meta"},
+    }
+    return [
+        (said, _message(functools.partial(FullyShardedDataParallel, build(), **given)))
+        for said, given in attempts.items()
+    ]
+
+
+def test_every_mistake_is_named(four):
+    for found in four.run(_mistakes):
+        for expected, message in found:
+            assert expected in message

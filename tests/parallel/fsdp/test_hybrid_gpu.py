@@ -1,0 +1,126 @@
+"""Hybrid sharding on GPUs: two as 2×1 and 1×2, four as 2×2 and 4×1, train as one process without the host waiting."""
+
+import gc
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel.fsdp.test_gpu import _late, error
+from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
+from tests.workers import Workers
+from trainstep.config import SIZES
+from trainstep.model.transformer import build_transformer, cross_entropy, init_module
+from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp.group import GatherGroup
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            shape,
+            marks=pytest.mark.skipif(shape[0] * shape[1] > GPUS, reason=f"{shape} needs more GPUs than {GPUS}"),
+            id=str(shape),
+        )
+        for shape in SHAPES
+    ],
+)
+def gpus(request):
+    """Workers with one GPU each, and the shape of their mesh."""
+    replicas, ranks = request.param
+    with Workers(replicas * ranks, device="cuda", timeout_s=120, limit_s=600) as workers:
+        yield workers, request.param
+
+
+def _mesh(shape):
+    return init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _train(process, shape, dtype, late):
+    sharded = FullyShardedDataParallel(build(tied=True), device=process.device, compute_dtype=dtype, mesh=_mesh(shape))
+    if late is not None:
+        hook = _late(torch.Generator().manual_seed(1000 * late + process.rank))
+        for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
+            module.register_forward_pre_hook(hook)
+            module.register_full_backward_hook(hook)
+    optimizer = OPTIMIZERS["sgd"](sharded.parameters())
+    for step in range(3):
+        tokens = batch(step).chunk(process.world_size)[process.rank].to(process.device)
+        loss_of(sharded, tokens).backward()
+        sharded.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.gather_full_parameters(device="cpu"), sharded.transport
+
+
+def _train_all(process, shape):
+    """By dtype: on time, and with GPUs that are late, gathered memory starting as NaN."""
+    original = GatherGroup._copy_own
+
+    def copy_own(group):
+        torch.empty(0, dtype=torch.uint8, device=process.device).set_(group._storage).fill_(255)
+        original(group)
+
+    GatherGroup._copy_own = copy_own
+    try:
+        return {
+            dtype: [_train(process, shape, dtype, late) for late in (None, 1, 2, 3)]
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+    finally:
+        GatherGroup._copy_own = original
+
+
+def test_trains_as_one_process_however_late_a_gpu_is(gpus):
+    workers, shape = gpus
+    by_rank = workers.run(_train_all, shape)
+    ranks = shape[0] * shape[1]
+    for dtype in (torch.float32, torch.bfloat16):
+        oracle = train_alone({"tied": True}, "sgd", 3, ranks=1, trained=torch.float64)
+        own = error(train_alone({"tied": True}, "sgd", 3, ranks=ranks, dtype=dtype), oracle)
+        (first, transport), *late = by_rank[0][dtype]
+        assert 0 < error(first, oracle) <= 2 * own + torch.finfo(torch.float32).eps, dtype
+        assert transport == ("peer-copies" if shape[1] > 1 else "collectives"), "between GPUs of a row"
+        assert all(error(found, first) < 1e-6 for found, _ in late)
+        for found in by_rank[1:]:
+            assert all(torch.equal(found[dtype][0][0][name], value) for name, value in first.items())
+
+
+def _without_waiting(process, shape):
+    """Bytes at rest after each step, while any wait of the host for the device is an error."""
+    gc.collect()  # earlier wrappers, which refer to themselves
+    sharded = FullyShardedDataParallel(
+        build_transformer(SIZES["tiny"], impl="sdpa", device="meta"),
+        compute_dtype=torch.bfloat16,
+        initialize=init_module,
+        mesh=_mesh(shape),
+    )
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
+    tokens = torch.zeros(2, 33, dtype=torch.long, device=process.device)
+    at_rest = []
+    for step in range(6):
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        try:
+            loss = cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            sharded.finish_gradient_synchronization()
+            norm = sharded.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss, norm
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        at_rest.append(torch.cuda.memory_allocated())
+    return at_rest
+
+
+def test_the_host_never_waits_and_nothing_stays(gpus):
+    workers, shape = gpus
+    for at_rest in workers.run(_without_waiting, shape):
+        assert len(set(at_rest[2:])) == 1, "bytes at rest are the same after every step"
