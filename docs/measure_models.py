@@ -32,6 +32,7 @@ from tests.realworld.models import LEAVES_OUT_LAYERS, MODELS
 
 from tables import RESULTS
 from trainstep.bench.check.reference import OWN_ARITHMETIC
+from trainstep.bench.check.step import RIGHT_UNCOMPILED
 from trainstep.errors import UsageError
 from trainstep.kinds import CheckpointingRow, MemoryTimelineRow, ParallelRow, PeakRow, StepRow
 from trainstep.measure.environment import describe
@@ -105,7 +106,8 @@ def outcome(rows: Sequence[Row], ended: str, last: str) -> dict[str, Any]:
     for row in rows:
         if row.status != "ok":
             peers = isinstance(row, ParallelRow) and SCHEMES[row.scheme].peer is not None
-            is_limit = row.status == "unsupported" or peers or OWN_ARITHMETIC in row.reason
+            is_torch_s = any(each in row.reason for each in (OWN_ARITHMETIC, RIGHT_UNCOMPILED))
+            is_limit = row.status == "unsupported" or peers or is_torch_s
             what = "limit" if is_limit else row.status
             found.setdefault(what, {})[f"{row.scheme}: {row.reason}" if peers else str(row.reason)] = None
         elif (why := row.values.get("not_checked")) and why != PLAIN:

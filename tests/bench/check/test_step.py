@@ -14,7 +14,7 @@ from tests.planted.right import RIGHT
 from tests.planted.step import BASE, BF16, PLAIN, WRONG, in_bf16_alone
 from trainstep.bench.check import dropout
 from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.step import StepCheck, Verdict, plain_form
+from trainstep.bench.check.step import RIGHT_UNCOMPILED, StepCheck, Verdict, plain_form
 from trainstep.bench.check.updates import UpdateError
 from trainstep.config import StepConfig
 from trainstep.workload import WorkloadSource
@@ -180,7 +180,13 @@ def test_what_a_compiled_model_draws_by_itself_is_compared_with_eager_code_s_num
     assert (found.is_right, found.compared) == (True, "with eager code's random numbers"), found
     wrong = source_of(lambda: in_blocks(OwnRandom), scale=lambda step: 1.0 if is_plain(step) else 1.3)
     assert not verdict_of(wrong, compile="blocks").is_right
-    assert not verdict_of(source_of(lambda: in_blocks(OtherCompiled)), compile="blocks").is_right, "it draws nothing"
+    of_the_compiler = verdict_of(source_of(lambda: in_blocks(OtherCompiled)), compile="blocks")
+    assert not of_the_compiler.is_right, "it draws nothing"
+    assert str(of_the_compiler).endswith(f"({RIGHT_UNCOMPILED})")
+    wrong_anyway = source_of(
+        lambda: in_blocks(OtherCompiled), scale=lambda step: 1.3 if step.optimizer == "sgd" else 1.0
+    )
+    assert RIGHT_UNCOMPILED not in str(verdict_of(wrong_anyway, compile="blocks", optimizer="sgd"))
 
 
 def is_plain(step):

@@ -154,8 +154,8 @@ class Deviation:
     """The error of the parameter, or the row of one, that uses most of what it is allowed, relative to its gradient."""
     worst_allowed: float
     worst_name: str
-    alike: str = ""
-    """Which plain step is off alike, so that what is wrong is not what was changed; empty where none is."""
+    note: str = ""
+    """Which other step is off alike, or is not: where the mistake may lie. Empty where nothing is known of that."""
 
     @property
     def is_right(self) -> bool:
@@ -182,7 +182,7 @@ class Deviation:
         parts = [(name, getattr(self, key), getattr(self, f"{key}_allowed")) for name, key in named.items() if name]
         over = [part for part in parts if not part[1] <= part[2]]
         said = ", ".join(f"{name} off by {found:.2g} of {allowed:.2g}" for name, found, allowed in over or parts)
-        return f"{said} ({self.alike})" if self.alike else said
+        return f"{said} ({self.note})" if self.note else said
 
 
 def compare(found: Gradients, reference: Gradients, plain: Rounding, rounding: float) -> Deviation:

@@ -223,7 +223,7 @@ class Reference:
         plain = self._differentiate(step, step.place(self.places[place].batch))
         if not compare(found, plain, known.random, one_rounding(form[0])).is_right:
             return deviation
-        return dataclasses.replace(deviation, alike=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
+        return dataclasses.replace(deviation, note=f"so is the plain step in {form[0]}, {OWN_ARITHMETIC}")
 
     def _measure(self, precision: PrecisionName, narrow_weights: bool) -> list[_Measured]:
         """What this precision's rounding does in each place, by a few drawings."""

@@ -40,6 +40,8 @@ from trainstep.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]
 """How gradients were held against the reference."""
+RIGHT_UNCOMPILED = "the same step is right without torch.compile"
+"""What is said of a compiled step that is wrong, where that is so."""
 OTHER_BATCHES = "other ones in every build; gradients are compared on the reference's"
 START, TRAINED = 0, 1
 """The places of a `Reference`."""
@@ -172,7 +174,7 @@ class StepCheck:
             else:
                 float32 = tried
         step = build_step(self.source, config)
-        own, compared = self._judge(step, START)
+        own, compared = self._judge_compiled(step, START)
         update = self._update(step)
         if float32 is not None:
             update = max(update, float32.update, key=lambda each: each.share)
@@ -183,7 +185,7 @@ class StepCheck:
     def end(self, step: TrainingStep, verdict: Verdict) -> Verdict:
         """Judge the same step, after it was timed, with trained weights."""
         load(step.module, self.reference.places[TRAINED].state)
-        own, how = self._judge(step, TRAINED)
+        own, how = self._judge_compiled(step, TRAINED)
         compared = verdict.compared if how == "as it is" else how
         return dataclasses.replace(
             verdict, own=max(verdict.own, own, key=lambda each: each.severity), compared=compared
@@ -200,7 +202,7 @@ class StepCheck:
 
     def _judge_twice(self, config: StepConfig) -> Verdict:
         step = build_step(self.source, config)
-        own, compared = self._judge(step, START)
+        own, compared = self._judge_compiled(step, START)
         return self.end(step, Verdict(own, self._update(step), compared=compared))
 
     def _judge(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
@@ -222,6 +224,17 @@ class StepCheck:
                 if found.is_right:
                     return found, "with eager code's random numbers"
         return self._hold_anew(step.config, without, place, without_dropout), "without dropout"
+
+    def _judge_compiled(self, step: TrainingStep, place: int) -> tuple[Deviation, Compared]:
+        """The same, and of compiled code that is wrong, whether it is right uncompiled."""
+        found, compared = self._judge(step, place)
+        if not found.is_right and step.config.compile != "off":
+            plain = build_step(self.source, dataclasses.replace(step.config, compile="off"))
+            if place != START:
+                load(plain.module, self.reference.places[place].state)
+            if self._judge(plain, place)[0].is_right:
+                found = dataclasses.replace(found, note=RIGHT_UNCOMPILED)
+        return found, compared
 
     def _hold(self, step: TrainingStep, reference: Reference, place: int) -> Deviation:
         is_own = place == START and not reference.batches_differ  # its own data first
