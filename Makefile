@@ -11,7 +11,7 @@ analyze: $(READY)
 
 test: $(READY) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough" $(ARGS)
-	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 8)
+	$(if $(ARGS),,$(BIN)/python tests/mutants.py --sample 6)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py $(ARGS)

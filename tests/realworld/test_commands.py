@@ -52,7 +52,9 @@ def test_memory_is_one_figure_however_it_is_looked_at(name: str) -> None:
     assert 0 < kept / 2**30 < step.peak_gib
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "t5", "lora"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("mixtral", "t5", "lora"))]
+)
 def test_a_step_in_bf16_is_checked_and_its_dtypes_are_seen(name: str) -> None:
     source = source_of(name)
     config = dataclasses.replace(CONFIG, precision="bf16")
@@ -68,7 +70,7 @@ def test_a_step_in_bf16_is_checked_and_its_dtypes_are_seen(name: str) -> None:
     assert "bf16" in {dtype for row in dtypes for dtype in row.outputs or ()}
 
 
-@pytest.mark.parametrize("name", ["gpt2_eager", "qwen3"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2_eager", marks=pytest.mark.thorough), "qwen3"])
 def test_a_compiled_block_keeps_no_more_than_an_eager_one(name: str) -> None:
     """Their masks and caches are made in forward, before the block is called."""
     source = source_of(name)
