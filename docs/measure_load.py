@@ -1,6 +1,6 @@
-"""Climb the ladder of ten models that others wrote on a quiet machine and beside other work: cpu-load.jsonl.
+"""Climb the ladder of eleven models that others wrote on a quiet machine and beside other work: cpu-load.jsonl.
 
-    python docs/measure_load.py                         # all: an hour on two cores, which nothing else should use
+    python docs/measure_load.py                         # all: half an hour on two cores, which nothing else should use
     python docs/measure_load.py --models t5 --beside 2  # one model, beside other work alone
 
 The other work is one process per core. Each multiplies matrices for a time drawn between 0.2 and 2 seconds, sleeps for

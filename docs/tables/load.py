@@ -26,6 +26,7 @@ class Pair:
 
 
 def all_pairs() -> list[Pair]:
+    """The ladders of docs/results/cpu-load.jsonl by model."""
     path = RESULTS / "cpu-load.jsonl"
     if not path.exists():
         raise NotMeasuredError(path.name)
@@ -91,6 +92,7 @@ class Rung:
 
 
 def rungs_of(pairs: Sequence[Pair]) -> Iterator[Rung]:
+    """The rungs that both ladders of a model tried on the same step and timed."""
     for pair in pairs:
         alone, beside = dict(_tried(pair.alone)), dict(_tried(pair.beside))
         for key in alone.keys() & beside.keys():
@@ -140,6 +142,7 @@ def rungs() -> Table:
 
 
 def are_apart(one: Ratio, other: Ratio) -> bool:
+    """Whether two intervals have nothing in common."""
     assert one.interval is not None
     assert other.interval is not None
     return one.interval.high < other.interval.low or other.interval.high < one.interval.low

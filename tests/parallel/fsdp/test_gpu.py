@@ -112,13 +112,14 @@ def test_late_streams_change_nothing(gpus, transport):
             assert error(found, on_time) < 1e-6
 
 
-def _steps_without_waiting(process):
+def _steps_without_waiting(process, mesh=None):
     """Bytes at rest after each step, while any wait of the host for the device is an error."""
     gc.collect()  # earlier wrappers, which refer to themselves: collected in between, they would count as freed here
     sharded = FullyShardedDataParallel(
         build_transformer(SIZES["tiny"], impl="sdpa", device="meta"),
         compute_dtype=torch.bfloat16,
         initialize=init_module,
+        mesh=mesh,
     )
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
     tokens = torch.zeros(2, 33, dtype=torch.long, device=process.device)

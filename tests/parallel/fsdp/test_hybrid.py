@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
 from tests.parallel.fsdp.test_wrapper import CASES, Delays, _poisoned_copy, assert_same, error, in_turn
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
-from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.model.transformer import build_transformer, cross_entropy
 from trainstep.parallel import FullyShardedDataParallel
@@ -294,14 +294,6 @@ def _one_row_cannot(process):
 
 def test_every_replica_hears_of_one_that_cannot_make_copies(four):
     assert all("the ranks are on 2 hosts" in said for said in four.run(_one_row_cannot))
-
-
-def _message(attempt):
-    try:
-        attempt()
-    except UsageError as error:
-        return str(error)
-    return "no error"
 
 
 def _step_with(process, change):

@@ -1,16 +1,12 @@
 """Hybrid sharding on GPUs: two as 2×1 and 1×2, four as 2×2 and 4×1, train as one process without the host waiting."""
 
-import gc
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.fsdp.test_gpu import _late, error
+from tests.parallel.fsdp.test_gpu import _late, _steps_without_waiting, error
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from tests.workers import Workers
-from trainstep.config import SIZES
-from trainstep.model.transformer import build_transformer, cross_entropy, init_module
 from trainstep.parallel import FullyShardedDataParallel
 from trainstep.parallel.fsdp.group import GatherGroup
 
@@ -93,34 +89,11 @@ def test_trains_as_one_process_however_late_a_gpu_is(gpus):
 
 
 def _without_waiting(process, shape):
-    """Bytes at rest after each step, while any wait of the host for the device is an error."""
-    gc.collect()  # earlier wrappers, which refer to themselves
-    sharded = FullyShardedDataParallel(
-        build_transformer(SIZES["tiny"], impl="sdpa", device="meta"),
-        compute_dtype=torch.bfloat16,
-        initialize=init_module,
-        mesh=_mesh(shape),
-    )
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
-    tokens = torch.zeros(2, 33, dtype=torch.long, device=process.device)
-    at_rest = []
-    for step in range(6):
-        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
-        try:
-            loss = cross_entropy(sharded(tokens[:, :-1]), tokens[:, 1:])
-            loss.backward()
-            sharded.finish_gradient_synchronization()
-            norm = sharded.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            del loss, norm
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        at_rest.append(torch.cuda.memory_allocated())
-    return at_rest
+    return _steps_without_waiting(process, _mesh(shape))
 
 
 def test_the_host_never_waits_and_nothing_stays(gpus):
     workers, shape = gpus
-    for at_rest in workers.run(_without_waiting, shape):
+    for at_rest, on_device in workers.run(_without_waiting, shape):
+        assert on_device, "from meta, the mesh's device"
         assert len(set(at_rest[2:])) == 1, "bytes at rest are the same after every step"

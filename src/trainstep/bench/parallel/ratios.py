@@ -1,8 +1,7 @@
 """Ours over torch's, from the rows of one run of `bench parallel`: what the same training takes on the same GPUs.
 
 A peer is held against every scheme of ours that keeps the same parts of the training state on a rank, in as many
-replicas. Of a peer with
-several settings the fastest is taken, so ours tuned is the least of the ratios of one peer.
+replicas. Of a peer with several settings the fastest is taken, so ours tuned is the least of the ratios of one peer.
 """
 
 from __future__ import annotations
