@@ -7,9 +7,10 @@ through `__torch_function__` before anything is computed:
 `StandIn`
     has a shape and a dtype and no elements. What its owner does with a use is up to the owner: fill in the whole, or
     raise.
-`RankGradient`
-    has this rank's rows of a gradient. Elementwise functions are those of the whole, row by row, and run; everything
-    else raises. An optimizer never sees it: before a step the rows are put in its place as a plain tensor.
+`RankGradient`, `RankValues`
+    have this rank's rows of a gradient, or of a parameter's values. Elementwise functions are those of the whole, row
+    by row, and run; everything else raises. An optimizer never sees them: before a step the rows of gradients are put
+    in their place as plain tensors.
 
 `before_optimizer_steps` lets a wrapper look at an optimizer before it steps: whether it is one that may be given parts,
 and whether gradients are complete.
@@ -21,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -103,24 +104,19 @@ class StandIn(Tensor):
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
 
-class RankGradient(Tensor):
-    """This rank's rows of a gradient. `for_wrapper` makes the class that one wrapper's gradients have.
+class RankRows(Tensor):
+    """This rank's rows of what is divided among ranks. A subclass says of what, and what to do instead.
 
     Attributes:
         plain: the rows as a plain tensor, sharing memory.
     """
 
     plain: Tensor
-    _group: dist.ProcessGroup
-    _is_complete: Callable[[], bool]
+    _what: ClassVar[str]
+    _instead: ClassVar[str]
 
     @classmethod
-    def for_wrapper(cls, group: dist.ProcessGroup, is_complete: Callable[[], bool]) -> type[RankGradient]:
-        """`is_complete`: whether all gradients are there, so that they may be changed."""
-        return type(cls.__name__, (cls,), {"_group": group, "_is_complete": staticmethod(is_complete)})
-
-    @classmethod
-    def mark(cls, rows: Tensor) -> RankGradient:
+    def mark(cls, rows: Tensor) -> Any:
         marked = rows.as_subclass(cls)
         marked.plain = rows
         return marked
@@ -132,25 +128,64 @@ class RankGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         name = name_of(func)
-        overflow_check = name == "_amp_foreach_non_finite_check_and_unscale_"
-        if not (overflow_check or _is_local(func)):
+        if not cls._is_served(func, name):
             raise UsageError(
-                f"{name} of a sharded parameter's gradient: a rank has only its rows of it, so the result "
-                "would be another one on every rank. Clip with clip_grad_norm_ of FullyShardedDataParallel, which "
-                "takes the norm over all ranks; for this rank's rows as they are, gradient.as_subclass(torch.Tensor)"
+                f"{name} of a sharded parameter's {cls._what}: a rank has only its rows of it, so the result "
+                f"would be another one on every rank. {cls._instead}; for this rank's rows as they are, "
+                f"{cls._what}.as_subclass(torch.Tensor)"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = cls._called(func, name, args, kwargs or {})
+        return _marked(result, cls) if func not in METADATA else result
+
+    @classmethod
+    def _is_served(cls, func: Callable[..., Any], name: str) -> bool:
+        return _is_local(func)
+
+    @classmethod
+    def _called(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class RankValues(RankRows):
+    """This rank's rows of a parameter's values, as `data` of it has them."""
+
+    _what = "data"
+    _instead = "Take the whole from gather_full_parameters() of FullyShardedDataParallel"
+
+
+class RankGradient(RankRows):
+    """This rank's rows of a gradient. `for_wrapper` makes the class that one wrapper's gradients have."""
+
+    _what = "gradient"
+    _instead = "Clip with clip_grad_norm_ of FullyShardedDataParallel, which takes the norm over all ranks"
+    _group: dist.ProcessGroup
+    _is_complete: Callable[[], bool]
+
+    @classmethod
+    def for_wrapper(cls, group: dist.ProcessGroup, is_complete: Callable[[], bool]) -> type[RankGradient]:
+        """`is_complete`: whether all gradients are there, so that they may be changed."""
+        return type(cls.__name__, (cls,), {"_group": group, "_is_complete": staticmethod(is_complete)})
+
+    @classmethod
+    def _is_served(cls, func: Callable[..., Any], name: str) -> bool:
+        return name == _OVERFLOW_CHECK or super()._is_served(func, name)
+
+    @classmethod
+    def _called(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if changes(name) and name != "requires_grad_" and not cls._is_complete():
             raise UsageError(
                 f"{name} on a gradient before finish_gradient_synchronization(): other gradients are still "
                 "on their way and would be left out; call it first"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if overflow_check:  # one rank's rows may overflow alone: then no rank may step
-                dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=cls._group)
-        return _marked(result, cls) if func not in METADATA else result
+        result = super()._called(func, name, args, kwargs)
+        if name == _OVERFLOW_CHECK:  # one rank's rows may overflow alone: then no rank may step
+            dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=cls._group)
+        return result
+
+
+_OVERFLOW_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 _checks: weakref.WeakKeyDictionary[Any, Callable[[Any, torch.optim.Optimizer], None]] = weakref.WeakKeyDictionary()
@@ -286,8 +321,8 @@ def name_of(func: Callable[..., Any]) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
-def _marked(result: Any, cls: type[RankGradient]) -> Any:
-    if isinstance(result, RankGradient):
+def _marked(result: Any, cls: type[RankRows]) -> Any:
+    if isinstance(result, RankRows):
         return result
     if isinstance(result, Tensor):
         return cls.mark(result)

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from trainstep.errors import UsageError
-from trainstep.parallel.partial import StandIn, changes, name_of
+from trainstep.parallel.partial import RankValues, StandIn, changes, name_of
 
 if TYPE_CHECKING:
     from trainstep.parallel.fsdp.shards import ShardedParameter
 
 
 class Placeholder(StandIn):
-    """Has the full parameter's shape, and the dtype it is computed with. Its `grad` is that of the shard.
+    """Has the full parameter's shape, and the dtype it is computed with. Its `grad` is that of the shard, and so is its
+    `data` outside of the wrapper's forward.
 
     Attributes:
         parameter: what it stands for.
@@ -77,6 +78,8 @@ class Placeholder(StandIn):
         if what == "copy_" and first is args[0] and not torch.is_grad_enabled() and parameter.fits(args[1]):
             parameter.load(args[1], None)  # as Module.load_state_dict does
             return first
+        if what == "data" and func.__name__ == "__get__" and not first.may_read():
+            return RankValues.mark(parameter.shard.data)
         if what == "data" or changes(what):
             raise UsageError(
                 f"{what} of {parameter.name}, which is sharded: what is changed outside of its module's forward would "
