@@ -215,9 +215,12 @@ def _no_number(constant: str) -> None:
     raise ValueError(f"{constant}, which is no number of JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _parsed(line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line, parse_constant=_no_number)
+        row = _DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg})") from error
     except RecursionError as error:

@@ -135,6 +135,13 @@ def _required(kind: type[Row]) -> list[str]:
 
 
 @cache
+def _factories(kind: type[Row]) -> list[tuple[str, Callable[[], Any]]]:
+    """The fields whose default is made anew for each row."""
+    made = [(each.name, each.default_factory) for each in dataclasses.fields(kind)]
+    return [(name, make) for name, make in made if make is not MISSING]
+
+
+@cache
 def _layout(kind: type[Row]) -> tuple[dict[str, str], str | None, dict[str, str]]:
     """Of a kind: the section of each plain field, the field that holds `Times`, and by section the open one."""
     fields = dataclasses.fields(kind)
@@ -157,17 +164,23 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     Raises:
         ValueError: a column that the kind does not have, or one that is missing.
     """
-    found: dict[str, Any] = {name: {} for name in _layout(kind)[2].values()}  # type: ignore[arg-type]
+    found: dict[str, Any] = {name: make() for name, make in _factories(kind)} | rest  # type: ignore[arg-type]
     for section, columns in (("case", case), ("values", values)):
         places = _places(kind, section, tuple(columns))  # type: ignore[arg-type]  # classes are hashable
-        found |= {name: tuple(value) if type(value := columns[name]) is list else value for name in places.plain}
-        found |= {field: {name: columns[name] for name in names} for field, names in places.open.items()}
-        for name, phases in places.times.items():
-            parts: dict[str, list[Any]] = {phase: list(map(columns.get, every)) for phase, every in phases.items()}
-            found[name] = {phase: Times(*each) for phase, each in parts.items() if each[0] is not None}
-    if missing := [name for name in _required(kind) if name not in found]:  # type: ignore[arg-type]
-        raise ValueError(f"a row of kind {kind.kind!r} lacks {missing[0]!r} in its case")
-    return kind(**found, **rest)
+        for name in places.plain:
+            value = columns[name]
+            found[name] = tuple(value) if type(value) is list else value
+        for field_name, names in places.open.items():
+            found[field_name] = {name: columns[name] for name in names}
+        for field_name, phases in places.times.items():
+            parts = [(phase, map(columns.get, every)) for phase, every in phases if columns[every[0]] is not None]
+            found[field_name] = {phase: Times(*each) for phase, each in parts}  # type: ignore[arg-type]
+    for name in _required(kind):  # type: ignore[arg-type]
+        if name not in found:
+            raise ValueError(f"a row of kind {kind.kind!r} lacks {name!r} in its case")
+    row = object.__new__(kind)  # what is left has its default in the class; `__init__` would take most of the time
+    row.__dict__.update(found)
+    return row
 
 
 @dataclass(frozen=True)
@@ -178,20 +191,22 @@ class _Places:
     """Columns that are fields."""
     open: Mapping[str, Sequence[str]]
     """Field → the columns it takes in."""
-    times: Mapping[str, Mapping[str, Sequence[str]]]
-    """Field → phase → its columns in the order of `Times`, some of which may not be there."""
+    times: Mapping[str, Sequence[tuple[str, Sequence[str]]]]
+    """Field → each phase with its columns in the order of `Times`; only the first, the median, is there for certain."""
 
 
 @lru_cache(4096)
 def _places(kind: type[Row], section: str, names: tuple[str, ...]) -> _Places:
     plain, times_field, open_fields = _layout(kind)  # type: ignore[arg-type]  # classes are hashable
-    own, further, phases = list[str](), list[str](), dict[str, Sequence[str]]()
+    own, further, phases = list[str](), list[str](), list[tuple[str, Sequence[str]]]()
     for name in names:
         part = _part_of_times(name) if times_field is not None and section == "values" else None
         if plain.get(name) == section:
             own.append(name)
         elif part is not None and f"{part[0]}_ms" in names:
-            phases[part[0]] = [f"{part[0]}_{_TIME_COLUMNS[each.name]}" for each in dataclasses.fields(Times)]
+            if part[1] == "median":
+                columns = [f"{part[0]}_{_TIME_COLUMNS[each.name]}" for each in dataclasses.fields(Times)]
+                phases.append((part[0], columns))
         elif section in open_fields:
             further.append(name)
         else:
@@ -224,11 +239,18 @@ def check_columns(
 
 
 def _are_all(values: Collection[object], is_one: Callable[[object], bool]) -> bool:
-    """Whether `is_one`, `_is_number` or `_is_scalar`, is true of all; of floats at once, as a finite sum has finite
+    """Whether `is_one`, `_is_number` or `_is_scalar`, is true of all; looked at by type, as a finite sum has finite
     terms."""
-    floats = [value for value in values if type(value) is float]
-    others = () if len(floats) == len(values) else [value for value in values if type(value) is not float]
-    return all(map(is_one, others)) and (math.isfinite(sum(floats)) or all(map(math.isfinite, floats)))
+    kinds = set(map(type, values))
+    if not kinds <= _SCALARS or (str in kinds and is_one is _is_number):
+        return all(map(is_one, values))
+    floats: list[Any] = [value for value in values if type(value) is float] if float in kinds else []
+    whole: list[Any] = [value for value in values if type(value) is int] if int in kinds else []
+    fits = not whole or (min(whole) > -_LARGEST and max(whole) < _LARGEST)
+    return fits and (math.isfinite(sum(floats)) or all(map(math.isfinite, floats)))
+
+
+_SCALARS = frozenset([str, bool, NoneType, float, int])
 
 
 def _is_number(value: object) -> bool:
