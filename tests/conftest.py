@@ -1,5 +1,8 @@
 """Markers: tests that need a GPU are skipped with the reason where there is none. Workers for distributed tests."""
 
+import gc
+import importlib
+
 import pytest
 import torch
 
@@ -13,6 +16,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What a whole run imports is left out of every search for garbage, which took a third of the judges' tests."""
+    if hasattr(session.config, "workerinput"):  # a process of `pytest -n`
+        importlib.import_module("torch._inductor.compile_fx")
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ outlive their parent: each watches it, and ends at once when it is gone, even in
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -177,6 +178,7 @@ def _work(connection: Connection, rank: int, world_size: int, device: str, init_
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # several workers share the machine
+    gc.freeze()  # what was imported is no garbage, and is not to be searched for any
     try:
         bound = bind_device(device, rank)
         with joined(bound, rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s) as process:
