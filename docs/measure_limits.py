@@ -1,4 +1,4 @@
-"""Train every odd model (tests/parallel/odd_models.py) under our wrappers and torch's: docs/results/cpu-limits.json.
+"""Train every odd model (tests/parallel/odd) under our wrappers and torch's: docs/results/cpu-limits.json.
 
 python docs/measure_limits.py                # all of them: minutes, on the CPU
 python docs/measure_limits.py "torch's clip" # only print these
@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tests.parallel.odd_models import SCENARIOS
-from tests.parallel.odd_runs import OURS, PEERS, outcome_of
+from tests.parallel.odd.runs import OURS, PEERS, outcome_of
+from tests.parallel.odd.scenarios import SCENARIOS
 from tests.workers import Workers
 
 from tables import RESULTS
@@ -26,7 +26,7 @@ def main(*names: str) -> None:
     """Run, print, and keep what came out."""
     environment = describe(torch.device("cpu"))
     scenarios: dict[str, dict[str, object]] = {}
-    with Workers(2, timeout_s=10, limit_s=60, preload=["tests.parallel.odd_models"]) as workers:
+    with Workers(2, timeout_s=10, limit_s=60, preload=["tests.parallel.odd.scenarios"]) as workers:
         for name in names or SCENARIOS:
             outcomes: dict[str, object] = {}
             scenarios[name] = {"odd": SCENARIOS[name].what, "outcomes": outcomes}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.odd_models import SCENARIOS
-from tests.parallel.odd_runs import OURS, PEERS, outcome_of
+from tests.parallel.odd.runs import OURS, PEERS, outcome_of
+from tests.parallel.odd.scenarios import SCENARIOS
 from tests.workers import Workers
 
 pytestmark = pytest.mark.distributed
@@ -73,7 +73,7 @@ RAISES = {
 
 @pytest.fixture(scope="module")
 def workers():
-    with Workers(2, timeout_s=20, preload=["tests.parallel.odd_models"]) as started:
+    with Workers(2, timeout_s=20, preload=["tests.parallel.odd.scenarios"]) as started:
         yield started
 
 

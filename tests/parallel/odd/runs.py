@@ -1,4 +1,4 @@
-"""Train an odd model (`odd_models`) under a wrapper, ours or torch's, and say what came out.
+"""Train an odd model (`scenarios`) under a wrapper, ours or torch's, and say what came out.
 
 `Alone` is the yardstick: one process that takes every rank's share of the batch in turn and averages their gradients.
 """
@@ -43,12 +43,25 @@ def mean_loss(run: Run, x: Tensor) -> Tensor:
     return to_target(run.module(x), x)
 
 
-def three_steps(run: Run) -> None:
-    for step in range(STEPS):
-        run.backward(step)
-        run.finish()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def steps(change: Any = None, *, optimizer_first: bool = False, finish: bool = True, zero: bool = True) -> Any:
+    """Three steps with `change(run)` between the gradients and the optimizer's step."""
+
+    def train(run: Run) -> None:
+        assert run.optimizer is not None
+        for step in range(STEPS):
+            run.backward(step)
+            if finish:
+                run.finish()
+            if change is not None:
+                change(run)
+            run.optimizer.step()
+            if zero:
+                run.optimizer.zero_grad()
+
+    return train
+
+
+three_steps = steps()
 
 
 def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -269,7 +282,7 @@ def _of_failures(failures: dict[int, str]) -> Outcome:
 
 def _train(process: Any, name: str, scheme: str) -> tuple[float, str]:
     """How far the weights are off on this rank, of how far they moved; and in words."""
-    from tests.parallel.odd_models import SCENARIOS
+    from tests.parallel.odd.scenarios import SCENARIOS
 
     scenario = SCENARIOS[name]
     reference = scenario_weights(name)
@@ -283,7 +296,7 @@ def _train(process: Any, name: str, scheme: str) -> tuple[float, str]:
 @functools.cache
 def scenario_weights(name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Every weight at the start and after training in one process."""
-    from tests.parallel.odd_models import SCENARIOS
+    from tests.parallel.odd.scenarios import SCENARIOS
 
     torch.manual_seed(0)
     inner = SCENARIOS[name].model()
