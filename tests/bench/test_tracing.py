@@ -139,6 +139,44 @@ def test_a_model_larger_than_this_machine_is_traced():
     assert traced.peak >= 4 * traced.weights
 
 
+class Masked(nn.Module):
+    """Attention under a mask that it makes from positions; on tensors without data nothing says what is in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        at = torch.arange(x.shape[-2])
+        x = x * self.width
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=at[:, None] >= at)
+
+
+def test_a_large_models_masks_are_taken_for_causal(monkeypatch):
+    """transformers' decoders make a mask where a step is traced on tensors without data."""
+    source = source_of(Masked, shape=(2, 3, 8, 16))
+    expected = trace_step(source, CPU)
+    assert "run" in expected.basis
+    monkeypatch.setattr("trainstep.bench.tracing.REAL_BYTES_SHARE", 0.0)
+    traced = trace_step(source, CPU, only_shapes=True)
+    assert traced.basis.endswith("attention under a mask taken for causal")
+    assert traced.flops == expected.flops > 0
+
+
+def test_a_model_without_room_is_never_built_as_it_is(monkeypatch):
+    real = []
+
+    def routed():
+        module = Routed()
+        real.append(not isinstance(next(module.parameters()), FakeTensor))
+        return module
+
+    monkeypatch.setattr("trainstep.bench.tracing.REAL_BYTES_SHARE", 0.0)
+    with pytest.raises(UnsupportedError, match=r"too large to be run here.*nonzero"):
+        trace_step(source_of(routed), CPU, only_shapes=True)
+    assert real == [False]
+
+
 def test_what_the_author_compiled_is_traced_as_it_is_written():
     class Compiled(nn.Module):
         def __init__(self):

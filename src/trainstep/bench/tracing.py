@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -56,40 +56,30 @@ def trace_calls(
     """
     if config.compile != "off":
         raise UnsupportedError("compiled code has no operators to trace; use --compile off")
-    why = ""
-    for build in _builds(source, config, only_shapes):
-        try:
-            fakes = FakeTensorMode(allow_non_fake_inputs=True)
-            return _traced(build(fakes), config, mode, fakes, _FAKE)
-        except Exception as error:  # whatever the model's own code raises when its tensors have no data
-            of = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-            why = f"{of}{one_line(error, 120)}"
-    workload = source.build(config)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    large = _without_room(source, config, fakes) if only_shapes else None
+    try:
+        if large is not None:
+            return _traced(large, config, mode, fakes, _LARGE)
+        return _traced(source.build(config), config, mode, FakeTensorMode(allow_non_fake_inputs=True), _FAKE)
+    except Exception as error:  # whatever the model's own code raises when its tensors have no data
+        of = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        why = f"{of}{one_line(error, 120)}"
+    workload = large or source.build(config)
     if not _has_room(workload.module):
         raise UnsupportedError(f"the step is too large to be run here, and cannot be traced on shapes alone ({why})")
     return _traced(workload, config, mode, None, f"{_REAL} ({why})")
 
 
-def _builds(
-    source: WorkloadSource, config: StepConfig, only_shapes: bool
-) -> Iterator[Callable[[FakeTensorMode], Workload]]:
-    """Ways to build the workload: as it is, as far as it is known to have room, and of fake tensors."""
-
-    def of_shapes(fakes: FakeTensorMode) -> Workload:
+def _without_room(source: WorkloadSource, config: StepConfig, fakes: FakeTensorMode) -> Workload | None:
+    """The workload built of fake tensors, if real ones would have no room."""
+    try:
         with fakes:
-            return source.build(config)
-
-    def as_it_is(_: FakeTensorMode) -> Workload:
-        return source.build(config)
-
-    if only_shapes:
-        try:
-            if not _has_room(of_shapes(FakeTensorMode(allow_non_fake_inputs=True)).module):
-                yield of_shapes
-                return
-        except Exception:  # a mistake in the factory comes up again where it is built as it is
-            logging.getLogger(__name__).debug("the factory does not work on fake tensors", exc_info=True)
-    yield as_it_is
+            workload = source.build(config)
+    except Exception:  # a mistake in the factory comes up again where it is built as it is
+        logging.getLogger(__name__).debug("the factory does not work on fake tensors", exc_info=True)
+        return None
+    return None if _has_room(workload.module) else workload
 
 
 def _has_room(module: nn.Module) -> bool:
@@ -101,6 +91,7 @@ def _has_room(module: nn.Module) -> bool:
 _WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"}
 """Operators that keep what their shape functions leave out."""
 _FAKE = "one step was traced on tensors without data"
+_LARGE = f"{_FAKE}, attention under a mask taken for causal"
 _REAL = "one step was run and traced, as it cannot be traced without data"
 
 
@@ -137,7 +128,7 @@ def _traced_eagerly(
             raise UnsupportedError(f"the workspace of {unknown.pop()} is not known without running it")
         flops = None
         if config.checkpointing == "none":
-            with counted_flops() as count:
+            with counted_flops(masks_are_known=basis != _LARGE) as count:
                 step(batch, mode="forward" if mode == "forward" else "forward-backward")
             flops = count() or None
     groups = _groups(module)

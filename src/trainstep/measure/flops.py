@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def _may_be_product(packet: Any, args: Any) -> bool:
 class _WrittenOut:
     """Attention written out as products and a softmax: which of them are of scores that are zero above the diagonal."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_lower: Callable[[torch.Tensor], bool]) -> None:
+        self._is_lower = is_lower
         self._products: Counter[tuple[int, frozenset[int]]] = Counter()
         self._softmaxes: Counter[tuple[int, frozenset[int]]] = Counter()
         self._causal: Counter[tuple[int, frozenset[int]]] = Counter()
@@ -96,7 +98,7 @@ class _WrittenOut:
             return
         shape = _scores(weights)
         self._softmaxes[shape] += 1
-        self._causal[shape] += _is_lower(weights.detach() != 0)
+        self._causal[shape] += self._is_lower(weights.detach() != 0)
 
     def beyond_diagonal(self) -> int:
         """FLOPs of what causal scores leave out: half of their products."""
@@ -115,27 +117,39 @@ def _is_lower(used: torch.Tensor) -> bool:
     return not bool(above.any()) and bool(used.any())
 
 
+def _is_square(used: torch.Tensor) -> bool:
+    """The same where no element is known: as many queries as keys, as in a decoder that is trained."""
+    return used.shape[-1] == used.shape[-2]
+
+
 @contextmanager
-def counted_flops() -> Iterator[FlopCount]:
-    """Count what runs inside."""
-    written_out = _WrittenOut()
-    with _Counter(_formulas(written_out)) as counter:
+def counted_flops(*, masks_are_known: bool = True) -> Iterator[FlopCount]:
+    """Count what runs inside.
+
+    Args:
+        masks_are_known: whether a mask can be looked at. If not, as with tensors that have no data, attention of as
+            many queries as keys is taken for causal where it has a mask, or is written out.
+    """
+    is_lower = _is_lower if masks_are_known else _is_square
+    written_out = _WrittenOut(is_lower)
+    with _Counter(_formulas(written_out, is_lower)) as counter:
         yield FlopCount(counter, written_out)
 
 
-def _formulas(written_out: _WrittenOut) -> dict[Any, Callable[..., int]]:
+def _formulas(written_out: _WrittenOut, is_lower: Callable[[torch.Tensor], bool]) -> dict[Any, Callable[..., int]]:
     aten = torch.ops.aten
+    attention = partial(_attention_flops, is_lower)
     formulas: dict[Any, Callable[..., int]] = {}
     for suffix, times in (("", 1), ("_backward", 2)):
         for name in _FUSED:
             packet = getattr(aten, f"_scaled_dot_product_{name}{suffix}")
-            formulas[packet] = _of_arguments(packet, _attention_flops, times)
+            formulas[packet] = _of_arguments(packet, attention, times)
         for name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
             packet = getattr(aten, f"{name}{suffix}")
             formulas[packet] = _of_arguments(packet, _recurrent_flops, times)
         ours = getattr(torch.ops.trainstep, f"flash_attention{suffix or '_forward'}", None)
         if ours is not None:  # there once our kernels were used
-            formulas[ours] = _of_arguments(ours, _attention_flops, times)
+            formulas[ours] = _of_arguments(ours, attention, times)
     formulas[aten.convolution_backward] = _of_arguments(aten.convolution_backward, _convolution_backward_flops)
     if hasattr(aten, "_grouped_mm"):
         formulas[aten._grouped_mm] = _of_arguments(
@@ -168,13 +182,13 @@ def _of_arguments(packet: Any, formula: Callable[[Mapping[str, Any]], int], time
     return flops
 
 
-def _attention_flops(given: Mapping[str, Any]) -> int:
+def _attention_flops(is_lower: Callable[[torch.Tensor], bool], given: Mapping[str, Any]) -> int:
     q, k, v = (given[name if name in given else name[0]].shape for name in ("query", "key", "value"))
     flops = 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
     mask = given.get("attn_mask", given.get("attn_bias"))
     if mask is not None and mask.dim() > 1 and 1 not in mask.shape[-2:]:
         weighs = mask if mask.dtype == torch.bool else mask > _MASKED
-        return flops // 2 if _is_lower(weighs) else flops
+        return flops // 2 if is_lower(weighs) else flops
     return flops // 2 if given.get("is_causal") else flops
 
 
