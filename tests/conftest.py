@@ -1,4 +1,4 @@
-"""Markers: tests that need a GPU are skipped with the reason where there is none. Workers for distributed tests."""
+"""Markers: tests that need a GPU or Slurm are skipped with the reason where there is none. Workers and clusters."""
 
 import gc
 import importlib
@@ -6,16 +6,20 @@ import importlib
 import pytest
 import torch
 
+from tests import slurm as slurm_cluster
 from tests.workers import Workers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none")
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs an NVIDIA GPU, and torch finds none"
+    if slurm_cluster.MISSING:
+        reasons["slurm"] = f"needs Slurm (Debian's slurm-wlm), and there is no {' and no '.join(slurm_cluster.MISSING)}"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for marker, reason in reasons.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -38,3 +42,19 @@ def four():
     """Four Gloo workers."""
     with Workers(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def slurm_node(tmp_path_factory):
+    """A cluster of this machine alone."""
+    with slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_node, monkeypatch):
+    """The same, as this process's Slurm, without a job from before."""
+    for name, value in slurm_node.environment.items():
+        monkeypatch.setenv(name, value)
+    yield slurm_node
+    slurm_node.clear()

@@ -239,3 +239,17 @@ def default_size() -> str:
 def short_name(size: str | Path) -> str:
     """What tables call a size or a file that describes one."""
     return Path(size).stem if str(size).endswith(".toml") else str(size)
+
+
+def words_of(command: Common, without: Sequence[str] = ()) -> list[str]:
+    """The flags that make this command again, without those of the fields `without`."""
+    given: dict[str, Any] = {}
+    for each in dataclasses.fields(command):
+        value = getattr(command, each.name)
+        if each.name not in without:
+            given |= value if isinstance(value, dict) else {each.name: value} if value != each.default else {}
+    words = []
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", shown(value)]
+    return words

@@ -56,6 +56,8 @@ class Sweep(Common):
     """GPUs of each case's job on Slurm."""
     cpus: int = 8
     """CPU cores of each case's job on Slurm."""
+    memory: Annotated[float | None, arg(metavar="GIB")] = None
+    """GiB of the node's memory for each case's job on Slurm; by default what Slurm gives."""
     dry_run: FlagCreatePairsOff[bool] = False
     """Check the file and print what would run."""
     out: Path | None = None
@@ -63,13 +65,15 @@ class Sweep(Common):
 
     def run(self) -> int:
         from trainstep.bench.sweep.cases import load_grid
+        from trainstep.bench.sweep.jobs import require_slurm
         from trainstep.bench.sweep.rows import RETRIED, sweep_records
-        from trainstep.bench.sweep.run import require_slurm
         from trainstep.guards import StopSignals, held_folder
 
         if (self.jobs is not None and self.jobs < 1) or self.time < 1 or min(self.gpus, self.cpus) < 0:
             given = f"jobs is {self.jobs}, time {self.time}, gpus {self.gpus}, cpus {self.cpus}"
             raise UsageError(f"{given}; expected jobs and minutes from 1 up")
+        if self.memory is not None and not self.memory > 0:
+            raise UsageError(f"memory is {self.memory:g}; expected GiB above 0")
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"timeout is {self.timeout:g}; expected seconds above 0")
         out = self.out or Path("results") / f"sweep-{self.file.stem}"
@@ -98,14 +102,17 @@ class Sweep(Common):
     def _execute(
         self, out: Path, timeout_s: float | None, lock: int, pending: Sequence[Case]
     ) -> Generator[Case, None, None]:
-        from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
+        from trainstep.bench.sweep.jobs import Resources, local_jobs, slurm_jobs
+        from trainstep.bench.sweep.run import run_here, visible_gpus
 
         if self.executor == "here":
             jobs = self.jobs or 1
             gpus = visible_gpus() if jobs > 1 else ()
             return run_here(pending, jobs=jobs, gpus=gpus, timeout_s=timeout_s, lock=lock)
-        asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus)
-        return run_jobs(pending, out / "jobs", self.executor, asked, jobs=self.jobs, timeout_s=timeout_s)
+        if self.executor == "local":
+            return local_jobs(pending, out / "jobs", self.time, jobs=self.jobs or 1, timeout_s=timeout_s)
+        asked = Resources(self.partition, self.account, self.time, self.gpus, self.cpus, self.memory)
+        return slurm_jobs(pending, out / "jobs", asked, jobs=self.jobs, timeout_s=timeout_s)
 
 
 def _count(cases: Sequence[Case], retried: Sequence[Status]) -> str:

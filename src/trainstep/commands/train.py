@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.commands.options import BuiltinModel, flags_of
+from trainstep.commands.options import BuiltinModel, flags_of, words_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
 from trainstep.config import load_toml, replace_checked
 from trainstep.errors import UsageError
 from trainstep.train.config import RunConfig, TrainConfig
+from trainstep.train.launchers import Launch
 
 TrainFlags: Any = flags_of(TrainConfig)
+LaunchFlags: Any = flags_of(Launch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class Train(BuiltinModel):
     """Train a model on text or token ids, alone or under torchrun; started again, it goes on where it was."""
 
     train: TrainFlags = field(default_factory=dict)
+    launch: LaunchFlags = field(default_factory=dict)
     resume_from: str | None = None
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
@@ -31,6 +34,9 @@ class Train(BuiltinModel):
     already goes on; another one is never overwritten."""
 
     def run(self) -> int:
+        if self.launch:
+            print(self.launch_file(), end="")
+            return 0
         from trainstep.bench.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
@@ -63,6 +69,15 @@ class Train(BuiltinModel):
         why = by.name if by else "another rank was told to stop"
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return INTERRUPTED if by is signal.SIGINT else 0
+
+    def launch_file(self) -> str:
+        """The file that starts this run elsewhere, when the run was checked for that many ranks."""
+        launch, on_gpu = Launch(**self.launch), self.step.get("device") != "cpu"
+        launch.check(list(self.launch), on_gpu=on_gpu)
+        if self.size is None and self.config is None:
+            raise UsageError("--emit needs --size or --config, as the default size depends on the machine")
+        self.run_config().check(launch.ranks, launch.nodes)
+        return launch.file(["train", *words_of(self, without=("launch",))], on_gpu=on_gpu)
 
     def run_config(self) -> RunConfig:
         """The run that these flags describe, checked."""

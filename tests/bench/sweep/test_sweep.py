@@ -16,7 +16,8 @@ import pytest
 from trainstep.bench.sweep import keeper
 from trainstep.bench.sweep import run as processes
 from trainstep.bench.sweep.cases import Case, flags, load_grid
-from trainstep.bench.sweep.run import Resources, run_here, run_jobs, visible_gpus
+from trainstep.bench.sweep.jobs import local_jobs
+from trainstep.bench.sweep.run import run_here, visible_gpus
 from trainstep.cli import main, parse
 from trainstep.commands.sweep import Sweep
 from trainstep.errors import UsageError
@@ -331,136 +332,12 @@ def test_only_one_sweep_at_a_time_in_a_folder(tmp_path):
 def test_jobs_of_submitit_here(tmp_path):
     found = [Case("bench step", {"workload": f"{HERE}:{name}", "steps": 7, "device": "cpu"})
              .below(tmp_path / "cases", ["workload"]) for name in ("trains", "crashes")]  # fmt: skip
-    ended = list(run_jobs(found, tmp_path / "jobs", "local", Resources(minutes=5), jobs=2))
+    ended = list(local_jobs(found, tmp_path / "jobs", 5, jobs=2))
     assert len(ended) == 2
     assert [case.finished()[0].status for case in found] == ["ok", "failed"]
     assert "SIGABRT" in found[1].finished()[0].reason
     first, second = (read_records(found[0].folder / name) for name in ("rows.jsonl", "rows.jsonl"))
     assert compare(first, second)[0].verdict == "inconclusive"
-
-
-def test_jobs_on_slurm(tmp_path, monkeypatch):
-    """With stand-ins for Slurm's commands, which run the array's jobs here.
-
-    The rows of one come after it is said to be done, as on a network file system; the other dies.
-    """
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    scripts = {
-        "sbatch": """
-            import os, re, subprocess, sys
-            text = open(sys.argv[1]).read()
-            first, last = map(int, re.search(r"--array=(\\d+)-(\\d+)", text).groups())
-            for task in range(first, last + 1):
-                names = dict(SLURM_JOB_ID=str(71 + task), SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID=str(task),
-                             SLURM_NTASKS="1", SLURM_JOB_NUM_NODES="1", SLURM_NODEID="0", SLURM_PROCID="0",
-                             SLURM_LOCALID="0", SLURM_JOB_NODELIST="here")
-                log = open(os.path.join(os.path.dirname(sys.argv[0]), f"log-{task}"), "w")
-                subprocess.Popen(["bash", sys.argv[1]], env={**os.environ, **names}, stdout=log, stderr=log,
-                                 stdin=subprocess.DEVNULL, start_new_session=True)
-            print("Submitted batch job 70")
-        """,
-        "srun": """
-            import os, sys
-            words = sys.argv[1:]
-            if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
-                sys.exit("slurmstepd: error: node failure")
-            while words[0].startswith("-"):
-                words = words[2:] if words[0] in ("--output", "--error") else words[1:]
-            os.execvp(words[0], words)
-        """,
-        "sacct": """
-            print("JobID|State|NodeList")
-            print("70_0|COMPLETED|here\\n70_1|NODE_FAIL|here")
-        """,
-        "scancel": "",
-    }
-    for name, script in scripts.items():
-        path = commands / name
-        path.write_text(f"#!{sys.executable}\n{textwrap.dedent(script)}")
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.chdir(REPOSITORY)
-    found = [Case("plan", {"size": size}).below(tmp_path / "cases", ["size"]) for size in ("small", "medium")]
-    asked = Resources(partition="fast", account="us", minutes=7, gpus=2, cpus=3)
-    assert len(list(run_jobs(found, tmp_path / "jobs", "slurm", asked, jobs=5))) == 2
-    text = next((tmp_path / "jobs").rglob("*submission*.sh")).read_text()
-    for words in ("--array=0-1%2", "--partition=fast", "--account=us", "--time=7", "--gpus-per-node=2",
-                  "--cpus-per-task=3", "--job-name=trainstep-sweep"):  # fmt: skip
-        assert words in text, text
-    assert {row.status for row in found[0].finished()} == {"ok"}
-    (lost,) = found[1].finished()
-    assert lost.status == "failed"
-    assert "NODE_FAIL" in lost.reason
-
-
-STAND_INS = {
-    "sbatch": """
-        import sys
-        print("Submitted batch job 70")
-        print("sbatch", file=open(sys.argv[0] + ".log", "a"))
-    """,
-    "srun": "",
-    "sacct": """
-        print("JobID|State|NodeList")
-        print("70_0|RUNNING|here\\n70_1|PENDING|")
-    """,
-    "scancel": """
-        import sys
-        print("scancel", *sys.argv[1:], file=open(sys.argv[0].replace("scancel", "sbatch") + ".log", "a"))
-    """,
-}
-"""Slurm's commands where jobs wait for ever; the log has what was submitted and cancelled, in order."""
-
-WAITING = """
-import sys
-from pathlib import Path
-from trainstep.bench.sweep.cases import Case
-from trainstep.bench.sweep.run import Resources, run_jobs
-out = Path(sys.argv[1])
-found = [Case("plan", {"size": size}).below(out / "cases", ["size"]) for size in ("small", "medium")]
-list(run_jobs(found, out / "jobs", "slurm", Resources()))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
-def test_jobs_on_slurm_do_not_outlive_the_sweep(number, tmp_path):
-    commands, log, submitted = tmp_path / "bin", tmp_path / "bin" / "sbatch.log", tmp_path / "jobs" / "submitted.txt"
-    commands.mkdir()
-    for name, script in STAND_INS.items():
-        (commands / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(script)}")
-        (commands / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
-
-    def started():
-        words = [sys.executable, "-c", WAITING, str(tmp_path)]
-        running = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
-        until(lambda: submitted.exists() and log.read_text().endswith("sbatch\n"))
-        time.sleep(0.3)
-        return running
-
-    running = started()
-    assert submitted.read_text() == "70\n"
-    running.send_signal(number)
-    running.wait(60)
-    until(lambda: "scancel" in log.read_text() and not submitted.exists())
-    assert {line.partition("_")[0] for line in log.read_text().splitlines()} == {"sbatch", "scancel 70"}
-    if number == signal.SIGKILL:  # and where what watches was killed too, as by a reboot: before anything is submitted
-        log.write_text("")
-        submitted.write_text("70\n81\n")
-        again = started()
-        again.kill()
-        again.wait(60)
-        assert log.read_text().splitlines()[:2] == ["scancel 70 81", "sbatch"]
-        until(lambda: not submitted.exists())
-
-
-def until(holds, seconds=60):
-    """Wait until it holds."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.thorough
