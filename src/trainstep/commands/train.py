@@ -1,25 +1,27 @@
-"""`trainstep train`: train one of our models, alone or on as many processes as torchrun starts."""
+"""`trainstep train`: train one of our models or a user's, alone or on as many processes as torchrun starts."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainstep.commands.options import BuiltinModel, flags_of
+from trainstep.commands.options import AnyModel, flags_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
 from trainstep.config import load_toml, replace_checked
 from trainstep.errors import UsageError
-from trainstep.train.config import RunConfig, TrainConfig
+from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
 
 TrainFlags: Any = flags_of(TrainConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(BuiltinModel):
-    """Train a model on text or token ids, alone or under torchrun; started again, it goes on where it was."""
+class Train(AnyModel):
+    """Train a model of ours on text or token ids, or a --workload on its own batches, alone or under torchrun; started
+    again, it goes on where it was."""
 
     train: TrainFlags = field(default_factory=dict)
     resume_from: str | None = None
@@ -37,12 +39,13 @@ class Train(BuiltinModel):
         from trainstep.train.metrics import Show
 
         config = self.run_config()
+        data = self.data if self.workload is None else self.source()
         mistake: AgreedError | None = None
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
             try:
-                outcome = train(config, self.data, self.out, process, show, resume_from=self.resume_from)
+                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from)
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
                 mistake = error
             except (RuntimeError, MemoryError) as error:
@@ -66,8 +69,29 @@ class Train(BuiltinModel):
 
     def run_config(self) -> RunConfig:
         """The run that these flags describe, checked."""
-        train = TrainConfig()
+        given = {} if self.config is None else dict(load_toml(self.config).train)
+        given |= self.train
+        self._check_given(given)
+        train = TrainConfig() if self.workload is None else OF_WORKLOADS
         if self.config is not None:
             train = replace_checked(train, load_toml(self.config).train, where=f"{self.config} [train]")
         train = dataclasses.replace(train, **self.train)
-        return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)
+        if self.workload is None:
+            return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)
+        source = self.source()
+        return RunConfig(source.name, None, self.own_step(source), train)
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        """Raise `UsageError` for settings that this model knows nothing of."""
+        instead = dict.fromkeys(OF_BUILTIN, "leave it out") | {
+            "global_batch": "give --batches-per-update instead",
+            "weight_decay": "its own optimizer has one",
+            "validation_fraction": "its Workload.validation has the batches to validate on",
+        }
+        for name in given:
+            flag = f"--{name.replace('_', '-')}"
+            if self.workload is not None and name in OF_BUILTIN:
+                raise UsageError(f"{flag} is for the built-in models, and --workload {self.workload} brings its own: "
+                                 f"{instead[name]}")  # fmt: skip
+            if self.workload is None and name in OF_OWN:
+                raise UsageError(f"{flag} is for a --workload, and none is named; leave it out")

@@ -139,6 +139,7 @@ class TrainRow(StepSettings, Timed, kind="train"):
     world_size: int | None = setting(None)
     replicas: int | None = setting(None)  # of a hybrid scheme
     global_batch: int | None = setting(None)
+    batches_per_update: int | None = setting(None)  # of a user's workload
     steps: int | None = setting(None)
     tokens_per_s: float | None = None
     utilisation: float | None = None

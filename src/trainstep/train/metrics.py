@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.hardware import find_device
 from trainstep.kinds import TrainRow
 from trainstep.measure.environment import describe, device_name
 from trainstep.measure.memory import GIB
 from trainstep.parallel.process import Process
-from trainstep.plan.flops import step_flops
 from trainstep.records import Times
 from trainstep.stats import summarize
 from trainstep.train.config import RunConfig
@@ -35,28 +36,35 @@ POINTS = 50  # updates whose losses are kept in the record; metrics.jsonl has al
 
 
 class Meter:
-    """Makes rows of what is read of updates; `first` is the update that this start goes on from, 0 where it is new."""
+    """Makes rows of what is read of updates.
 
-    def __init__(self, config: RunConfig, process: Process, first: int) -> None:
+    Args:
+        first: the update that this start goes on from, 0 where it is new.
+        tokens: that were trained on by then; None where a workload's batches do not tell.
+    """
+
+    def __init__(self, config: RunConfig, process: Process, first: int, tokens: int | None = 0) -> None:
         self._config, self._world_size, self._first = config, process.world_size, first
-        self._flops = step_flops(config.model, config.train.global_batch, config.step.context, "step")
+        self.tokens = tokens
+        """That the updates so far were trained on."""
         spec = find_device(device_name(process.device))
         self.peak_flops = None if spec is None else 1e12 * spec.peak_tflops(config.step.precision) * process.world_size
         """FLOP/s of all ranks at most, in the run's precision; None: no peak is known of the device."""
 
-    def row(self, reading: Reading, validation_loss: float | None) -> dict[str, Any]:
+    def row(self, reading: Reading, learning_rate: float, validation_loss: float | None) -> dict[str, Any]:
         """One update: the loss over the global batch, the gradient's norm before clipping, speed over all ranks."""
-        tokens = self._config.tokens_per_update
+        self.tokens = None if self.tokens is None or reading.tokens is None else self.tokens + reading.tokens
+        rate = None if reading.flops is None or self.peak_flops is None else reading.flops / reading.seconds
         return {
             "step": reading.step,
             "loss": reading.loss,
             "validation_loss": validation_loss,
-            "learning_rate": self._config.learning_rate(reading.step),
+            "learning_rate": None if math.isnan(learning_rate) else learning_rate,
             "gradient_norm": reading.gradient_norm,
             "step_ms": 1e3 * reading.seconds,
-            "tokens_per_s": tokens / reading.seconds,
-            "utilisation": None if self.peak_flops is None else self._flops / reading.seconds / self.peak_flops,
-            "tokens": reading.step * tokens,
+            "tokens_per_s": None if reading.tokens is None else reading.tokens / reading.seconds,
+            "utilisation": None if rate is None or self.peak_flops is None else rate / self.peak_flops,
+            "tokens": self.tokens,
             "world_size": self._world_size,
             "since_start": reading.step - self._first,
         }
@@ -165,8 +173,11 @@ class Show:
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}", f"learning rate {row['learning_rate']:.2e}"]
-    parts += [f"gradient norm {row['gradient_norm']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
+    parts = [f"update {row['step']:>6}", f"loss {row['loss']:.4f}"]
+    parts += [f"learning rate {row['learning_rate']:.2e}"] if row["learning_rate"] is not None else []
+    parts.append(f"gradient norm {row['gradient_norm']:.3f}")
+    speed = row["tokens_per_s"]
+    parts.append(f"{row['step_ms']:.4g} ms" if speed is None else f"{speed:,.0f} tokens/s")
     if row["utilisation"] is not None:
         parts.append(f"utilisation {100 * row['utilisation']:.1f} %")
     if row["validation_loss"] is not None:
@@ -176,10 +187,12 @@ def as_line(row: Mapping[str, Any]) -> str:
 
 def as_summary(record: TrainRow) -> str:
     """A finished run's record for the terminal."""
-    parts = [f"validation loss {record.validation_loss:.4f}"]
+    parts = [f"loss {record.last_loss:.4f}, not validated"]
+    if record.validation_loss is not None:
+        parts = [f"validation loss {record.validation_loss:.4f}"]
     if record.n:
-        step_ms = record.times["step"].median
-        parts.append(f"median of {record.n} updates: {step_ms:.4g} ms, {record.tokens_per_s:,.0f} tokens/s")
+        speed = "" if record.tokens_per_s is None else f", {record.tokens_per_s:,.0f} tokens/s"
+        parts.append(f"median of {record.n} updates: {record.times['step'].median:.4g} ms{speed}")
     if record.utilisation is not None:
         parts.append(f"utilisation {100 * record.utilisation:.1f} %")
     if record.peak_gib is not None:
@@ -203,19 +216,27 @@ def run_record(
     validations = [row for row in rows if row["validation_loss"] is not None]
     chosen = sorted({round(at) for at in np.linspace(0, len(rows) - 1, min(POINTS, len(rows)))})
     names = ("context", "batch", "precision", "compile", "attention", "loss", "optimizer", "seed")
+    settings = {name: getattr(config.step, name) for name in names}
+    tokens_per_s = None if times is None else 1e3 * config.tokens_per_update / times.median
+    if config.model is None:
+        settings |= dict.fromkeys(("context", "batch", "loss"))
+        settings |= {name: None for name in ("attention", "optimizer") if settings[name] == getattr(StepConfig(), name)}
+        speeds = [row["tokens_per_s"] for row in steady if row["tokens_per_s"] is not None]
+        tokens_per_s = float(np.median(speeds)) if speeds else None
     checkpointing, scheme = config.step.checkpointing, config.scheme(process.world_size, process.hosts)
     return TrainRow(
         workload=config.name,
-        **{name: getattr(config.step, name) for name in names},
+        **settings,
         checkpointing=None if checkpointing == "none" else checkpointing,
         scheme=scheme.name,
         replicas=scheme.replicas,
         world_size=process.world_size,
-        global_batch=config.train.global_batch,
+        global_batch=None if config.model is None else config.train.global_batch,
+        batches_per_update=config.train.batches_per_update if config.model is None else None,
         steps=config.train.steps,
         n=len(steady),
         times={} if times is None else {"step": Times.of(times, spread=False)},
-        tokens_per_s=None if times is None else 1e3 * config.tokens_per_update / times.median,
+        tokens_per_s=tokens_per_s,
         utilisation=float(np.median(utilisations)) if utilisations else None,
         first_loss=rows[0]["loss"],
         last_loss=rows[-1]["loss"],

@@ -180,7 +180,7 @@ RUNS = define(
     "Training runs: losses in nats per token; speed is the median over updates after the first ones",
     *columns.SETTINGS,
     _RANKS,
-    *columns.cases({"global batch": "global_batch", "updates": "steps"}),
+    *columns.cases({"global batch": "global_batch", "batches per update": "batches_per_update", "updates": "steps"}),
     _SCHEME,
     _REPLICAS,
     _COUNT,
