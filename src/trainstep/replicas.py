@@ -65,10 +65,10 @@ def build(
                 clip = sharded.clip_grad_norm_
             return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)
         case "fsdp":  # weights are gathered in the dtype they compute in
-            plain, groups = _sorted_by_name(make_optimizer, module)
+            plain, names = _sorted_by_name(make_optimizer, module)
             mesh = _mesh(scheme, process)
             fsdp = FullyShardedDataParallel(module, compute_dtype=dtype, mesh=mesh, transport=scheme.transport)
-            optimizer = _of_shards(plain, groups, fsdp, make_optimizer)
+            optimizer = _of_shards(plain, names, fsdp, make_optimizer)
             finish = fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
