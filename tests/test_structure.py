@@ -174,6 +174,7 @@ def loaded_after(statement):
             "import trainstep.plan.rows, trainstep.plan.measured",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
+        ("import trainstep.train.history, trainstep.commands.report, trainstep.report.page", {"torch", "triton"}),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
         ("import trainstep.report.page", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),

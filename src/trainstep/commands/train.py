@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainstep.commands.options import AnyModel, flags_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
+from trainstep.commands.report import PAGE
 from trainstep.config import load_toml, replace_checked
 from trainstep.errors import UsageError
 from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from trainstep.train.metrics import Show
 
 TrainFlags: Any = flags_of(TrainConfig)
 
@@ -28,15 +33,21 @@ class Train(AnyModel):
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
+    page_every: float = 60.0
+    """Seconds between two drawings of report.html while it trains, by a process of its own; 0: no page."""
     out: Path = Path("results/train")
-    """Folder of the run: metrics.jsonl, tensorboard/, checkpoints/, samples.txt, results.jsonl. A run that is there
-    already goes on; another one is never overwritten."""
+    """Folder of the run: metrics.jsonl, report.html, tensorboard/, checkpoints/, samples.txt, results.jsonl. A run that
+    is there already goes on; another one is never overwritten."""
 
     def run(self) -> int:
         from trainstep.bench.outcome import classify
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
+        from trainstep.train.pages import Pages
+
+        if not 0 <= self.page_every < math.inf:
+            raise UsageError(f"page_every is {self.page_every}; expected seconds, or 0 for no page")
 
         config = self.run_config()
         data = self.data if self.workload is None else self.source()
@@ -45,7 +56,8 @@ class Train(AnyModel):
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
             try:
-                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from)
+                pages = Pages(self.out if process.rank == 0 else None, self.page_every)
+                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
                 mistake = error
             except (RuntimeError, MemoryError) as error:
@@ -60,12 +72,27 @@ class Train(AnyModel):
             if process.rank == 0:
                 raise mistake
             return 2
+        if pages.draws:
+            pages.close()
+            self._draw_page(show)
         if outcome.is_finished:
             return 0
         by = outcome.stopped_by
         why = by.name if by else "another rank was told to stop"
         show.line(f"{why}: stopped after update {outcome.step}, which is saved; start again to go on")
         return INTERRUPTED if by is signal.SIGINT else 0
+
+    def _draw_page(self, show: Show) -> None:
+        """The page of the run as it ended. A run without a page is a run."""
+        from trainstep.report.page import write_html
+        from trainstep.train.history import history
+
+        try:
+            write_html([history(self.out)], self.out / PAGE)
+        except UsageError as error:
+            show.line(f"no {PAGE}: {error}")
+        else:
+            show.line(f"{self.out / PAGE} has its curves")
 
     def run_config(self) -> RunConfig:
         """The run that these flags describe, checked."""

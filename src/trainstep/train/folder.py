@@ -16,7 +16,7 @@ from trainstep.guards import LOCK
 from trainstep.records import Scalar
 from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
 from trainstep.train.config import RunConfig, counted, differences
-from trainstep.train.metrics import METRICS, read_metrics
+from trainstep.train.history import METRICS, read_metrics
 
 RUN = "run.json"  # what the run is: written once, at its start
 _DRAFT = f".{RUN}"

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainstep.replicas import build, uncounted_bytes
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData
 from trainstep.train.own import OwnData
-from trainstep.training_step import TrainingStep
+from trainstep.training_step import MakeOptimizer, Replica, TrainingStep
 
 PROMPT = 48  # tokens of validation text that a sample begins with
 BYTES = 256  # text has no other ids than these, so no other is drawn
@@ -40,6 +40,10 @@ class Update:
     norm: Tensor  # of the gradient over all ranks, before it was clipped
     tokens: float  # in this rank's batches; NaN where they do not tell
     flops: float  # of the model for these; NaN where they were not counted
+    data_s: float  # until its batches were drawn and on their way to the device, on the host
+    ready: Any = None
+    """The place in the device's work where its gradients were there, before it waited for other ranks'; None where it
+    has to wait for them all along, as with sharded weights."""
 
 
 class Learner:
@@ -49,19 +53,33 @@ class Learner:
         self._config, self._data, self._process = config, data, process
         step = dataclasses.replace(config.step, device=str(process.device))
         scheme, unused = config.scheme(process.world_size, process.hosts), config.train.allow_unused
-        parallelize = functools.partial(build, scheme, process, step, allow_unused=unused)
+
+        def parallelize(module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
+            replica = build(scheme, process, step, module, make_optimizer, allow_unused=unused)
+            finish = replica.finish_gradient_synchronization
+            if finish is None or scheme.shards_weights:
+                return replica
+            return dataclasses.replace(replica, finish_gradient_synchronization=functools.partial(self._ready, finish))
+
+        self._mark: Any = None
         self.step = TrainingStep(data.workload(step), step, parallelize)
         self._part = process.rank, process.world_size, step.batch
         """Which part of a global batch is this rank's, in passes of how many sequences."""
 
     def update(self, number: int) -> Update:
         """Update number `number` of the weights, from 1 on."""
+        start = time.perf_counter()
         parts = [self.step.place(part) for part in self._data.training_parts(number, *self._part)]
+        data_s = time.perf_counter() - start
         self._set_rates(number)
         tokens, flops = self._counts(parts)
         loss, norm = self.step.accumulate(parts, self._config.train.clip_norm)
         assert norm is not None, "a norm was given"
-        return Update(loss, norm, tokens, flops)
+        return Update(loss, norm, tokens, flops, data_s, self._mark)
+
+    def _ready(self, finish: Callable[[], object]) -> None:
+        self._mark = now(self._process.device)
+        finish()
 
     def validate(self) -> float:
         """The mean loss over the validation sequences of all ranks."""
@@ -166,55 +184,83 @@ class Reading:
     seconds: float  # from the end of the update before, or from `restart`, to this one's end
     tokens: int | None = None  # in the batches of all ranks; None where they do not tell
     flops: float | None = None  # of the model for these; None where they were not counted
+    ranks_own_ms: list[float | None] | None = None
+    """By rank: what an update took until it waited for others, a mean since these were told last; mostly not told."""
+    ranks_data_ms: list[float | None] | None = None  # the part of it in which batches were drawn
 
 
 class Readings:
-    """At most one update that is not read yet."""
+    """At most one update that is not read yet.
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._pending: tuple[int, Tensor, Any] | None = None
-        self._before = self._now()
+    Every `ranks_every` updates each rank's own times travel with the rest.
+    """
+
+    def __init__(self, process: Process, ranks_every: int) -> None:
+        self._process, self._every = process, ranks_every
+        self._pending: tuple[int, Update, Tensor, Any] | None = None
+        self._own: list[float] = []  # seconds of each update since they were told
+        self._data: list[float] = []
+        self._before = now(process.device)
 
     def post(self, step: int, update: Update, stop: bool) -> Reading | None:
         """Send off an update's values; returns those of the update before, if they have not been read."""
         told = torch.tensor([stop, update.tokens, update.flops], dtype=torch.float64, device=update.loss.device)
-        values = torch.cat([torch.stack([update.loss.double(), update.norm.double()]), told])
+        values = torch.cat([torch.stack([update.loss.double(), update.norm.double()]), told, *self._times(step)])
         dist.all_reduce(values, group=self._process.group)
         if values.is_cuda:
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = there.copy_(values, non_blocking=True)
-        end = self._now()
+        end = now(self._process.device)
         before = self.take()
-        self._pending = (step, values, end)
+        self._pending = (step, update, values, end)
         return before
+
+    def _times(self, step: int) -> list[Tensor]:
+        """This rank's times in its place among those of all ranks, where they are due."""
+        ranks = self._process.world_size
+        if ranks == 1 or step % self._every:
+            return []
+        times = torch.zeros(2, ranks, dtype=torch.float64)
+        for place, taken in enumerate((self._own, self._data)):
+            times[place, self._process.rank] = 1e3 * sum(taken) / len(taken) if taken else math.nan
+            taken.clear()
+        return [times.flatten().to(self._process.device)]
 
     def take(self) -> Reading | None:
         """Wait for the update that is not read yet, if there is one."""
         if self._pending is None:
             return None
-        step, values, end = self._pending
+        step, update, values, end = self._pending
         start, self._before, self._pending = self._before, end, None
         if isinstance(end, float):
             seconds = end - start
         else:
             end.synchronize()
             seconds = start.elapsed_time(end) / 1e3
-        loss, norm, *told = values.tolist()
-        stops, tokens, flops = (None if math.isnan(each) else each for each in told)
+        self._data.append(update.data_s)
+        if update.ready is not None:
+            is_host = isinstance(update.ready, float)
+            self._own.append(update.ready - start if is_host else start.elapsed_time(update.ready) / 1e3)
         ranks = self._process.world_size
+        loss, norm, *told = values.tolist()
+        stops, tokens, flops, *times = (None if math.isnan(each) else each for each in told)
         counted = None if tokens is None else round(tokens)
-        return Reading(step, loss / ranks, norm / ranks, bool(stops), seconds, counted, flops)
+        reading = Reading(step, loss / ranks, norm / ranks, bool(stops), seconds, counted, flops)
+        if not times:
+            return reading
+        own = None if None in times[:ranks] else times[:ranks]
+        return dataclasses.replace(reading, ranks_own_ms=own, ranks_data_ms=times[ranks:])
 
     def restart(self) -> None:
         """Begin the next update's time now: something else than training has just been done."""
         assert self._pending is None, "an update is not read yet"
-        self._before = self._now()
+        self._before = now(self._process.device)
 
-    def _now(self) -> Any:
-        """This place in the device's work: on a GPU an event, on a CPU, which works as it is asked, the host's time."""
-        if self._process.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def now(device: torch.device) -> Any:
+    """This place in the device's work: on a GPU an event, on a CPU, which works as it is asked, the host's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ from trainstep.train.checkpoints import (
 from trainstep.train.config import RunConfig, differences
 from trainstep.train.data import TokenData, open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
+from trainstep.train.history import METRICS, read_metrics
 from trainstep.train.learner import Learner, Reading, Readings, Update
-from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
+from trainstep.train.metrics import Meter, MetricsWriter, Show, as_summary, run_record
 from trainstep.train.own import OwnData, check_options, options_of, restore_options
 from trainstep.train.own_learner import OwnLearner
+from trainstep.train.pages import Pages
 from trainstep.workload import WorkloadSource
 
 
@@ -58,6 +61,7 @@ def train(
     show: Show,
     *,
     resume_from: str | None = None,
+    pages: Pages | None = None,
 ) -> Outcome:
     """Train, or go on training, in the folder `out`. Every rank calls it with the same arguments.
 
@@ -67,6 +71,7 @@ def train(
             workload, which has its own.
         out: the run's folder, seen by all ranks.
         resume_from: a checkpoint's name to go on from instead of the newest; later ones are set aside.
+        pages: what draws the run's page now and then; None draws none.
 
     Raises:
         UsageError: the configuration, the data, the folder or a checkpoint is not what it should be; ranks were
@@ -107,11 +112,14 @@ def train(
         written, tensorboard = out if process.rank == 0 else None, config.train.tensorboard
         metrics = on_all_ranks(process, lambda: MetricsWriter(written, step=start.step, tensorboard=tensorboard))
         stack.enter_context(metrics)
+        meter.again = metrics.removed
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
         note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
-        done = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show).go(start.step, signals)
+        done = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages).go(
+            start.step, signals
+        )
         is_finished = done == config.train.steps
         if is_finished:
             if config.train.samples and tokens.is_text:
@@ -184,11 +192,12 @@ class _Run:
     meter: Meter
     metrics: MetricsWriter
     show: Show
+    pages: Pages | None
 
     def go(self, done: int, signals: StopSignals) -> int:
         """Train on from update `done` to the last, or until some rank is told to stop; returns the updates made."""
         train = self.config.train
-        readings = Readings(self.process)
+        readings = Readings(self.process, train.log_every)
         stopping, first = False, done + 1
         while done < train.steps and not stopping:
             done += 1
@@ -201,10 +210,12 @@ class _Run:
             if validate or save or stopping:
                 reading = readings.take()
                 assert reading is not None, "the update was just sent off"
-                self._account(reading, validate=validate)
                 stopping = stopping or reading.stop
+                self._account(reading, validate=validate, saved=save or stopping)
                 if save or stopping:
+                    begun = time.perf_counter()
                     self.checkpoints.save(done, training_state(self.learner.step.replica), self._note(done))
+                    self.meter.checkpoint_ms = 1e3 * (time.perf_counter() - begun)
                 readings.restart()
             self.checkpoints.poll()
         self.checkpoints.wait()
@@ -233,14 +244,19 @@ class _Run:
             note |= {"options": options, **self.data.note(done, self.process)}
         return note
 
-    def _account(self, reading: Reading, *, validate: bool = False) -> None:
-        """Check an update, validate if that is due, and write and show its row."""
+    def _account(self, reading: Reading, *, validate: bool = False, saved: bool = False) -> None:
+        """Check an update, validate if that is due, and write and show its row; `saved` where a checkpoint follows."""
         if not (math.isfinite(reading.loss) and math.isfinite(reading.gradient_norm)):
             raise self._not_finite(reading)
         rate = self.learner.learning_rate(reading.step)
-        row = self.meter.row(reading, rate, self.learner.validate() if validate else None)
+        begun = time.perf_counter()
+        loss = self.learner.validate() if validate else None
+        took = 1e3 * (time.perf_counter() - begun) if validate else None
+        row = self.meter.row(reading, rate, loss, validation_ms=took) | ({"saved": True} if saved else {})
         self.metrics.write(row)
         self.show.update(row)
+        if self.pages is not None:
+            self.pages.draw()
 
     def _not_finite(self, reading: Reading) -> AgreedError:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
