@@ -204,8 +204,10 @@ class Readings:
 
     def post(self, step: int, update: Update, stop: bool) -> Reading | None:
         """Send off an update's values; returns those of the update before, if they have not been read."""
-        told = torch.tensor([stop, update.tokens, update.flops], dtype=torch.float64, device=update.loss.device)
-        values = torch.cat([torch.stack([update.loss.double(), update.norm.double()]), told, *self._times(step)])
+        told = torch.tensor([float(stop), update.tokens, update.flops, *self._times(step)], dtype=torch.float64)
+        if update.loss.is_cuda:  # from pinned memory, or the host would wait for the device
+            told = told.pin_memory().to(update.loss.device, non_blocking=True)
+        values = torch.cat([torch.stack([update.loss.double(), update.norm.double()]), told])
         dist.all_reduce(values, group=self._process.group)
         if values.is_cuda:
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -215,16 +217,16 @@ class Readings:
         self._pending = (step, update, values, end)
         return before
 
-    def _times(self, step: int) -> list[Tensor]:
+    def _times(self, step: int) -> list[float]:
         """This rank's times in its place among those of all ranks, where they are due."""
         ranks = self._process.world_size
         if ranks == 1 or step % self._every:
             return []
-        times = torch.zeros(2, ranks, dtype=torch.float64)
+        times = [0.0] * (2 * ranks)
         for place, taken in enumerate((self._own, self._data)):
-            times[place, self._process.rank] = 1e3 * sum(taken) / len(taken) if taken else math.nan
+            times[place * ranks + self._process.rank] = 1e3 * sum(taken) / len(taken) if taken else math.nan
             taken.clear()
-        return [times.flatten().to(self._process.device)]
+        return times
 
     def take(self) -> Reading | None:
         """Wait for the update that is not read yet, if there is one."""
