@@ -105,12 +105,10 @@ class Counting(torch.optim.SGD):
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr=lr)
-        for group in self.param_groups:
-            group.setdefault("count", 0)
 
     def step(self, closure=None):
         for group in self.param_groups:
-            group["count"] += 1
+            group["count"] = group.get("count", 0) + 1
             group["lr"] = 0.1 / group["count"]
         return super().step(closure)
 

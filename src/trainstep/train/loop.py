@@ -117,9 +117,8 @@ def train(
         stack.enter_context(show.progress(config.train.steps, start.step))
         note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
-        done = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages).go(
-            start.step, signals
-        )
+        run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages)
+        done = run.go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
             if config.train.samples and tokens.is_text:

@@ -279,10 +279,11 @@ def restore_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[st
     """Give each group what `options_of` found in it."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for name, value in values.items():
-            if isinstance(group[name], Tensor):
-                group[name].fill_(value)
+            own = group.get(name)  # None where an update put it there
+            if isinstance(own, Tensor):
+                own.fill_(value)
             else:
-                group[name] = tuple(value) if isinstance(group[name], tuple) else value
+                group[name] = tuple(value) if isinstance(own, tuple) else value
 
 
 def check_steps_once(optimizer: torch.optim.Optimizer) -> None:
