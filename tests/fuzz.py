@@ -61,7 +61,8 @@ from trainstep.train.checkpoints import (
     open_checkpoint,
     training_state,
 )
-from trainstep.train.metrics import METRICS, MetricsWriter, read_metrics
+from trainstep.train.history import METRICS, read_metrics
+from trainstep.train.metrics import MetricsWriter
 from trainstep.training_step import Replica
 
 SECONDS = 10.0  # of computing that a file may take

@@ -14,7 +14,7 @@ PACKAGE = Path(trainstep.__file__).parent
 GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
 STEP = {
-    *("casting", "randomness", "workload", "training_step", "blocks", "checkpointing", "repeating"),
+    *("casting", "randomness", "batches", "workload", "training_step", "blocks", "checkpointing", "repeating"),
     *("model", "attention"),
 }
 """What is run."""
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "stats": set(),
     "precision": set(),
     "randomness": set(),
+    "batches": {"errors"},
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "repeating": {"errors"},
     "checkpointing": {"blocks", "config", "errors", "repeating"},
     "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
-    "training_step": {"blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
+    "training_step": {"batches", "blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
     "parallel/fsdp": {"blocks", "errors", "parallel"},
@@ -47,7 +48,17 @@ MAY_IMPORT = {
     "measure/profile": {"blocks", "config", "errors", "measure"},
     "measure/allocations": {"blocks", "config", "errors", "measure", "measure/profile"},
     "peers": {"blocks", "errors", "parallel", "training_step"},
-    "replicas": {"casting", "config", "measure", "parallel", "parallel/fsdp", "peers", "schemes", "training_step"},
+    "replicas": {
+        "casting",
+        "config",
+        "errors",
+        "measure",
+        "parallel",
+        "parallel/fsdp",
+        "peers",
+        "schemes",
+        "training_step",
+    },
     "plan": GROUND,
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
     "bench/check": GROUND | STEP | {"bench"},
@@ -163,6 +174,7 @@ def loaded_after(statement):
             "import trainstep.plan.rows, trainstep.plan.measured",
             {"torch", "numpy", "pandas", "bokeh"},
         ),
+        ("import trainstep.train.history, trainstep.commands.report, trainstep.report.page", {"torch", "triton"}),
         ("import trainstep.records, trainstep.kinds", {"torch", "numpy", "pandas", "bokeh"}),
         ("import trainstep.report.page", {"torch", "pandas", "bokeh"}),
         ("import trainstep.attention.eager", {"triton"}),

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from trainstep.batches import map_tensors
 from trainstep.config import SIZES, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.training_step import TrainingStep, build_step
-from trainstep.workload import Workload, builtin_source, factory_source, map_tensors, resolve_device
+from trainstep.workload import Workload, builtin_source, factory_source, resolve_device
 
 
 def write_module(folder, monkeypatch, name, text):

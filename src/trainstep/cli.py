@@ -24,12 +24,15 @@ from trainstep.commands.options import Common, parse_as
 from trainstep.commands.output import BAD_INPUT, INTERRUPTED, output_failed, steady_outputs
 from trainstep.commands.plan import Plan
 from trainstep.commands.profile import Analyze, Dtypes, Profile
+from trainstep.commands.report import Report
 from trainstep.commands.run import Run, parse_run, split_script
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
 from trainstep.errors import UsageError, printable
 
-COMMANDS: Any = Run | Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Tune | Info
+COMMANDS: Any = (
+    Run | Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Report | Tune | Info
+)
 
 LEFT = "trainstep: interrupted"
 

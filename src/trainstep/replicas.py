@@ -7,8 +7,9 @@ and optimizer state is read in one way for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainstep.casting import autocast_dtype
 from trainstep.config import StepConfig
+from trainstep.errors import UsageError
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.process import Process
@@ -63,9 +65,11 @@ def build(
                 clip = sharded.clip_grad_norm_
             return Replica(ddp, optimizer, ddp.finish_gradient_synchronization, ddp.no_sync, clip)
         case "fsdp":  # weights are gathered in the dtype they compute in
+            plain, names = _sorted_by_name(make_optimizer, module)
             mesh = _mesh(scheme, process)
             fsdp = FullyShardedDataParallel(module, compute_dtype=dtype, mesh=mesh, transport=scheme.transport)
-            optimizer, finish = make_optimizer(fsdp.parameters()), fsdp.finish_gradient_synchronization
+            optimizer = _of_shards(plain, names, fsdp, make_optimizer)
+            finish = fsdp.finish_gradient_synchronization
             return Replica(fsdp, optimizer, finish, fsdp.no_sync, fsdp.clip_grad_norm_)
         case "torch-ddp" | "torch-zero":
             wrapped = distributed_data_parallel(module, process, bucket_mb=scheme.bucket_mb, allow_unused=allow_unused)
@@ -77,6 +81,48 @@ def build(
             mesh, fixed_order = _mesh(scheme, process), not allow_unused
             shard_fully(module, mesh, dtype, narrow_reduce=scheme.narrow_reduce, fixed_order=fixed_order)
             return Replica(module, make_optimizer(module.parameters()))
+
+
+def _sorted_by_name(make_optimizer: MakeOptimizer, module: nn.Module) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer of the plain module, and the names of the parameters in each of its groups, which it lets go.
+
+    A user's optimizer may sort parameters by what they are in the module, which a shard does not tell.
+    """
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    optimizer = make_optimizer(module.parameters())
+    if any(id(parameter) not in name_of for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("the optimizer has a parameter that is not the module's; give it those that it is called with")
+    groups = [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if not optimizer.state:
+        for group in optimizer.param_groups:
+            group["params"] = []
+    return optimizer, groups
+
+
+def _of_shards(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[str]],
+    module: FullyShardedDataParallel,
+    make_optimizer: MakeOptimizer,
+) -> torch.optim.Optimizer:
+    """The optimizer with the shards of these names in its groups; one that has a state already is made anew.
+
+    Raises:
+        UsageError: made of shards, it has other groups.
+    """
+    shards = {name: parameter.shard for parameter in module.sharded_parameters() for name in parameter.names}
+    sharded = [[shards[name] for name in names] for names in groups]
+    if not optimizer.state:
+        for group, parameters in zip(optimizer.param_groups, sharded, strict=True):
+            group["params"] = parameters
+        return optimizer
+    again = make_optimizer(module.parameters())  # such as Adagrad, whose state begins in the shape of its parameters
+    if [list(map(id, group["params"])) for group in again.param_groups] != [list(map(id, each)) for each in sharded]:
+        raise UsageError(
+            f"{type(again).__name__}, which has a state from the start, sorts shards into other groups than the "
+            "module's own parameters; sort them by shape or order, or use --scheme ddp"
+        )
+    return again
 
 
 def _mesh(scheme: Scheme, process: Process) -> DeviceMesh:

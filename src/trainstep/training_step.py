@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.batches import map_tensors
 from trainstep.blocks import find_blocks
 from trainstep.casting import (
     autocast,
@@ -30,7 +31,7 @@ from trainstep.checkpointing import Checkpointing
 from trainstep.config import PhaseContext, StepConfig, StepMode, no_phases
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.precision import PRECISIONS
-from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, map_tensors, resolve_device
+from trainstep.workload import Workload, WorkloadSource, has_bf16_weights, resolve_device
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

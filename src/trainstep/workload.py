@@ -6,12 +6,11 @@ seed, because comparing two settings means starting twice from the same weights.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
 from trainstep.errors import UnsupportedError, UsageError, place_of
@@ -50,13 +48,18 @@ class Workload:
     """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=3e-4)`."""
     forward: Callable[[nn.Module, Any], Any] = call_with_first
     """(module, batch) → what the loss takes; by default module(batch[0])."""
+    validation: Iterable[Any] | None = None
+    """Batches that `trainstep train` validates on, with the same forward and loss, the module in eval mode; every
+    validation starts at the first. None: there is no validation."""
 
     def __post_init__(self) -> None:
         """Raise `UsageError` where a part is of another kind, such as an optimizer that is made already."""
         if not isinstance(self.module, nn.Module):
             raise UsageError(f"a Workload's module is a {type(self.module).__name__}; expected an nn.Module")
-        if not hasattr(self.batches, "__iter__") and not hasattr(self.batches, "__getitem__"):
-            raise UsageError(f"a Workload's batches are a {type(self.batches).__name__}; expected a list or a loader")
+        given = {"batches": self.batches, **({} if self.validation is None else {"validation": self.validation})}
+        for name, batches in given.items():
+            if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+                raise UsageError(f"a Workload's {name} are a {type(batches).__name__}; expected a list or a loader")
         for name in ("loss", "optimizer", "forward"):
             part = getattr(self, name)
             if not callable(part):
@@ -238,41 +241,3 @@ def resolve_device(name: str) -> torch.device:
         found = f"{count} CUDA devices" if count else "no CUDA device"
         raise UsageError(f"device is {name!r}, but this machine has {found}; use --device auto")
     return device
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to every tensor in its tuples, lists and dicts, and in classes derived from them.
-
-    A mapping of another class (such as the `BatchEncoding` of Hugging Face) and a dataclass are shallow copies.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (MutableMapping, list)):
-        changed = copy.copy(value)  # of the same class, for what a loss reads as an attribute
-        for key in range(len(value)) if isinstance(value, list) else list(value):
-            changed[key] = map_tensors(value[key], change)
-        return changed
-    if isinstance(value, PackedSequence):
-        fields = {name: map_tensors(item, change) for name, item in value._asdict().items() if name != "batch_sizes"}
-        return value._replace(**fields)  # its batch_sizes belong on the CPU
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # a namedtuple, or plain
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        other = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(other, field.name, map_tensors(getattr(value, field.name), change))
-        return other
-    return value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors that `map_tensors` changes."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, collect)
-    return found

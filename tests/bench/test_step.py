@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch._inductor.exc import InductorError
 
+from trainstep.batches import count_tokens
 from trainstep.bench import step as bench_step
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.step import case_columns, count_tokens, measure_step, measured_fields, run_cases, step_cases
+from trainstep.bench.step import case_columns, measure_step, measured_fields, run_cases, step_cases
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.plan.flops import step_flops

@@ -122,7 +122,7 @@ def test_the_first_line_says_what_is_trained_how_and_from_where():
     older = Checkpoint(Path("runs/a/checkpoints/step-00000004"), 4, {"world_size": 1, "sha256": {}})
 
     def first(start):
-        return start.describe(config(), 2, Path("runs/a"))
+        return start.describe(config(), 2, Path("runs/a"), f"{MODEL.num_parameters:,} parameters")
 
     what = (
         f"small test: {MODEL.num_parameters:,} parameters, 12 updates of 8 × 32 tokens (2 ranks × 2 passes × batch 2), "

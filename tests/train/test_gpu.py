@@ -3,11 +3,17 @@
 import time
 
 import pytest
+import torch
 
+from tests.train import test_own
 from tests.train.runs import alone, config, far_apart, losses, names, rows
+from trainstep.hardware import find_device
+from trainstep.measure.environment import device_name
 from trainstep.records import read_records
 
 pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("scheme", ["single", "ddp", "sharded-optimizer", "fsdp"])
@@ -31,3 +37,17 @@ def test_times_add_up_to_no_more_than_the_run_took(tmp_path):
     times = [row["step_ms"] for row in rows(tmp_path / "run")]
     assert all(each > 0 for each in times)
     assert sum(times) < took_ms
+
+
+@pytest.mark.parametrize("scheme", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["tied", "batch_norm"])
+def test_a_users_workload_goes_on_on_a_gpu(tmp_path, name, scheme):
+    """Dropout and running statistics among it; FLOPs are counted on the device, in every start."""
+    run = test_own.own(name, step={"device": "cuda"}, scheme=scheme, batches_per_update=2, steps=12, save_every=20)
+    test_own.alone(run, tmp_path / "whole")
+    test_own.alone(run, tmp_path / "parts", stop_after=6)
+    test_own.alone(run, tmp_path / "parts")
+    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    assert [row["since_start"] for row in parts] == [*range(1, 7), *range(1, 7)]
+    assert far_apart([row["loss"] for row in whole], [row["loss"] for row in parts]) < 1e-5
+    assert all(row["utilisation"] is not None for row in parts) == (find_device(device_name(CUDA)) is not None)

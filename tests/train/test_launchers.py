@@ -161,7 +161,7 @@ def test_a_size_is_named_and_no_torch_is_needed(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", *SLURM])
     assert stop.value.code == 2
-    assert "--emit needs --size or --config" in capsys.readouterr().err
+    assert "--emit needs --size, --config or --workload" in capsys.readouterr().err
     program = f"""
 import sys
 from trainstep.cli import main

@@ -13,7 +13,8 @@ from trainstep.errors import UsageError
 from trainstep.kinds import TrainRow
 from trainstep.parallel.process import Process
 from trainstep.records import Times
-from trainstep.train.metrics import WARMUP, MetricsWriter, Show, as_summary, read_metrics, run_record
+from trainstep.train.history import WARMUP, read_metrics
+from trainstep.train.metrics import MetricsWriter, Show, as_summary, run_record
 
 ROW = {"loss": 2.5, "learning_rate": 3e-4, "gradient_norm": 1.25, "tokens_per_s": 12345.6, "utilisation": None,
        "validation_loss": None}  # fmt: skip
@@ -129,6 +130,7 @@ def rows_of(*starts):
         found += [
             {"step": first + number, "since_start": number, "step_ms": 1000.0 if number <= WARMUP else milliseconds,
              "loss": 9.0 - 0.01 * (first + number), "validation_loss": None, "utilisation": None,
+             "tokens_per_s": 256.0 if number <= WARMUP else 256e3 / milliseconds,
              "tokens": 256 * (first + number)}
             for number in range(1, count + 1)
         ]  # fmt: skip

@@ -19,6 +19,7 @@ WORDS = [
     "train", "--vocab-size", "256", "--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2",
     "--batch", "2", "--context", "32", "--learning-rate", "3e-3", "--device", "cpu", "--global-batch", "8",
     "--samples", "0", "--no-tensorboard", "--validation-fraction", "0.1", "--data", str(TEXT), "--timeout", "60",
+    "--page-every", "0",
     *(word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", str(value))),
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.batches import map_tensors, tensors_of
 from trainstep.bench.outcome import Failure, attempt, failed_row
 from trainstep.bench.step import case_columns
 from trainstep.blocks import find_blocks, without_numbers
@@ -21,7 +22,7 @@ from trainstep.measure.dtypes import short_name
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import MIB, Residual, Residuals, residual_stream_bytes, residuals
 from trainstep.training_step import TrainingStep, build_step, uncompiled
-from trainstep.workload import WorkloadSource, map_tensors, resolve_device, tensors_of
+from trainstep.workload import WorkloadSource, resolve_device
 
 TOP = 5
 """The largest groups that are rows of their own."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainstep.batches import count_tokens, tensors_of
 from trainstep.bench.cases import expand
 from trainstep.bench.check.step import StepCheck, Verdict, plain_form
 from trainstep.bench.outcome import Failure, attempt, failed_row
@@ -29,7 +30,7 @@ from trainstep.precision import PrecisionName
 from trainstep.records import Scalar, Times
 from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step, uncompiled
-from trainstep.workload import WorkloadSource, resolve_device, tensors_of
+from trainstep.workload import WorkloadSource, resolve_device
 
 CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
@@ -236,14 +237,6 @@ def step_peaks(step: TrainingStep, batch: Any, mode: StepMode) -> MemoryPeaks | 
     step.on_outputs = lambda outputs: None
     is_uncompiled = step.device.type == "cpu" and step.compiles_by_itself
     return dataclasses.replace(found, is_uncompiled=is_uncompiled, cache=max(caches, default=0))
-
-
-def count_tokens(batch: Any) -> int | None:
-    """Elements of the batch's first integer tensor of two dimensions (sequences × tokens), or None."""
-    if isinstance(batch, Tensor):
-        return batch.numel() if batch.dim() == 2 and not batch.is_floating_point() else None
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((count for item in items if (count := count_tokens(item)) is not None), None)
 
 
 def _count_flops(

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from trainstep.batches import count_tokens, map_tensors, tensors_of
 from trainstep.bench.outcome import one_line
-from trainstep.bench.step import WARMUP, count_tokens
+from trainstep.bench.step import WARMUP
 from trainstep.blocks import find_blocks
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UnsupportedError, UsageError
@@ -26,7 +27,7 @@ from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
 from trainstep.plan.traced import TracedOperator, TracedStep
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource, map_tensors, resolve_device, tensors_of
+from trainstep.workload import Workload, WorkloadSource, resolve_device
 
 REAL_BYTES_SHARE = 0.5
 """Of the memory that is free: what weights, gradients and two moments may take where a step is traced on real

@@ -157,13 +157,11 @@ class BuiltinModel(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneModel(BuiltinModel):
-    """Commands that take one workload."""
+class AnyModel(BuiltinModel):
+    """Commands that take one of our models, or a user's."""
 
     workload: str | None = None
     """Your own model: package.module:factory, a function returning a trainstep.Workload."""
-    steps: int = 10
-    """Timed steps per measurement; ratios have intervals from 7 up."""
 
     def source(self) -> WorkloadSource:
         """The workload these flags name."""
@@ -179,6 +177,14 @@ class OneModel(BuiltinModel):
         if "precision" in self.step or config.precision != StepConfig().precision:
             return config
         return dataclasses.replace(config, precision=source.own_precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel(AnyModel):
+    """Commands that measure one workload."""
+
+    steps: int = 10
+    """Timed steps per measurement; ratios have intervals from 7 up."""
 
     def require_nothing_to_run(self, flag: str) -> None:
         """Raise `UsageError` if flags say what to measure beside `flag`, which reads a file instead."""

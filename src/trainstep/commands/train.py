@@ -1,27 +1,34 @@
-"""`trainstep train`: train one of our models, alone or on as many processes as torchrun starts."""
+"""`trainstep train`: train one of our models or a user's, alone or on as many processes as torchrun starts."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainstep.commands.options import BuiltinModel, flags_of, words_of
+from trainstep.commands.options import AnyModel, flags_of, words_of
 from trainstep.commands.output import INTERRUPTED, console_for_output
+from trainstep.commands.report import PAGE
 from trainstep.config import load_toml, replace_checked
 from trainstep.errors import UsageError
-from trainstep.train.config import RunConfig, TrainConfig
+from trainstep.train.config import OF_BUILTIN, OF_OWN, OF_WORKLOADS, RunConfig, TrainConfig
 from trainstep.train.launchers import Launch
+
+if TYPE_CHECKING:
+    from trainstep.train.metrics import Show
 
 TrainFlags: Any = flags_of(TrainConfig)
 LaunchFlags: Any = flags_of(Launch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(BuiltinModel):
-    """Train a model on text or token ids, alone or under torchrun; started again, it goes on where it was."""
+class Train(AnyModel):
+    """Train a model of ours on text or token ids, or a --workload on its own batches, alone or under torchrun; started
+    again, it goes on where it was."""
 
     train: TrainFlags = field(default_factory=dict)
     launch: LaunchFlags = field(default_factory=dict)
@@ -29,9 +36,11 @@ class Train(BuiltinModel):
     """Go on from this checkpoint (its folder's name) instead of the newest; later ones are renamed, not removed."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others before it is an error."""
+    page_every: float = 60.0
+    """Seconds between two drawings of report.html while it trains, by a process of its own; 0: no page."""
     out: Path = Path("results/train")
-    """Folder of the run: metrics.jsonl, tensorboard/, checkpoints/, samples.txt, results.jsonl. A run that is there
-    already goes on; another one is never overwritten."""
+    """Folder of the run: metrics.jsonl, report.html, tensorboard/, checkpoints/, samples.txt, results.jsonl. A run that
+    is there already goes on; another one is never overwritten."""
 
     def run(self) -> int:
         if self.launch:
@@ -41,14 +50,20 @@ class Train(BuiltinModel):
         from trainstep.parallel.process import AgreedError, join_group_or_alone
         from trainstep.train.loop import train
         from trainstep.train.metrics import Show
+        from trainstep.train.pages import Pages
+
+        if not 0 <= self.page_every < math.inf:
+            raise UsageError(f"page_every is {self.page_every}; expected seconds, or 0 for no page")
 
         config = self.run_config()
+        data = self.data if self.workload is None else self.source()
         mistake: AgreedError | None = None
         with join_group_or_alone(config.step.device, timeout_s=self.timeout) as process:
             console = console_for_output() if process.rank == 0 else None
             show = Show(console, log_every=config.train.log_every)
             try:
-                outcome = train(config, self.data, self.out, process, show, resume_from=self.resume_from)
+                pages = Pages(self.out if process.rank == 0 else None, self.page_every)
+                outcome = train(config, data, self.out, process, show, resume_from=self.resume_from, pages=pages)
             except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
                 mistake = error
             except (RuntimeError, MemoryError) as error:
@@ -63,6 +78,9 @@ class Train(BuiltinModel):
             if process.rank == 0:
                 raise mistake
             return 2
+        if pages.draws:
+            pages.close()
+            self._draw_page(show)
         if outcome.is_finished:
             return 0
         by = outcome.stopped_by
@@ -74,15 +92,48 @@ class Train(BuiltinModel):
         """The file that starts this run elsewhere, when the run was checked for that many ranks."""
         launch, on_gpu = Launch(**self.launch), self.step.get("device") != "cpu"
         launch.check(list(self.launch), on_gpu=on_gpu)
-        if self.size is None and self.config is None:
-            raise UsageError("--emit needs --size or --config, as the default size depends on the machine")
+        if self.size is None and self.config is None and self.workload is None:
+            raise UsageError("--emit needs --size, --config or --workload, as the default size depends on the machine")
         self.run_config().check(launch.ranks, launch.nodes)
         return launch.file(["train", *words_of(self, without=("launch",))], on_gpu=on_gpu)
 
+    def _draw_page(self, show: Show) -> None:
+        """The page of the run as it ended. A run without a page is a run."""
+        from trainstep.report.page import write_html
+        from trainstep.train.history import history
+
+        try:
+            write_html([history(self.out)], self.out / PAGE)
+        except UsageError as error:
+            show.line(f"no {PAGE}: {error}")
+        else:
+            show.line(f"{self.out / PAGE} has its curves")
+
     def run_config(self) -> RunConfig:
         """The run that these flags describe, checked."""
-        train = TrainConfig()
+        given = {} if self.config is None else dict(load_toml(self.config).train)
+        given |= self.train
+        self._check_given(given)
+        train = TrainConfig() if self.workload is None else OF_WORKLOADS
         if self.config is not None:
             train = replace_checked(train, load_toml(self.config).train, where=f"{self.config} [train]")
         train = dataclasses.replace(train, **self.train)
-        return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)
+        if self.workload is None:
+            return RunConfig(self.model_name(), self.model_config(), self.step_config(), train)
+        source = self.source()
+        return RunConfig(source.name, None, self.own_step(source), train)
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        """Raise `UsageError` for settings that this model knows nothing of."""
+        instead = dict.fromkeys(OF_BUILTIN, "leave it out") | {
+            "global_batch": "give --batches-per-update instead",
+            "weight_decay": "its own optimizer has one",
+            "validation_fraction": "its Workload.validation has the batches to validate on",
+        }
+        for name in given:
+            flag = f"--{name.replace('_', '-')}"
+            if self.workload is not None and name in OF_BUILTIN:
+                raise UsageError(f"{flag} is for the built-in models, and --workload {self.workload} brings its own: "
+                                 f"{instead[name]}")  # fmt: skip
+            if self.workload is None and name in OF_OWN:
+                raise UsageError(f"{flag} is for a --workload, and none is named; leave it out")

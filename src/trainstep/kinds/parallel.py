@@ -133,12 +133,13 @@ class ParallelTraceRow(SchemeSettings, kind="parallel trace"):
 
 
 class TrainRow(StepSettings, Timed, kind="train"):
-    """A finished training run; its curve is in the series."""
+    """A training run, finished or as far as it has come; its curve is in the series."""
 
     scheme: str | None = setting(None)
     world_size: int | None = setting(None)
     replicas: int | None = setting(None)  # of a hybrid scheme
     global_batch: int | None = setting(None)
+    batches_per_update: int | None = setting(None)  # of a user's workload
     steps: int | None = setting(None)
     tokens_per_s: float | None = None
     utilisation: float | None = None
@@ -147,3 +148,8 @@ class TrainRow(StepSettings, Timed, kind="train"):
     validation_loss: float | None = None
     tokens: int | None = None
     peak_gib: float | None = None
+    done: int | None = None  # updates made
+    starts: int | None = None  # how often it was started, the first one among them
+    trained_again: int | None = None  # updates that were made once more after a restart
+    validation_share: float | None = None  # of the time of updates, validations and checkpoints together
+    checkpoint_share: float | None = None  # the same of what updates waited for checkpoints

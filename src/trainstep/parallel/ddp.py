@@ -325,7 +325,7 @@ class DistributedDataParallel(nn.Module):
         return (
             f"{len(absent)} parameter{'s' if len(absent) > 1 else ''} got no gradient on rank "
             f"{self.process_group.rank()}: {shown}. Let the loss depend on them, freeze them (requires_grad=False) "
-            "before wrapping, or pass allow_unused=True"
+            "before wrapping, or pass allow_unused=True (--allow-unused)"
         )
 
 

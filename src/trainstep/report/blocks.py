@@ -178,6 +178,7 @@ TOPICS: Mapping[str, str] = {
     "gain": "Gain proven",
     "ratio": "Between runs",
     "loss": "Loss",
+    "training": "Training",
     "script": "The script",
     "data": "Waiting for data",
     "waits": "Host waits",

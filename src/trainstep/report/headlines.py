@@ -24,7 +24,7 @@ from trainstep.records import Row, Scalar, Times, of_kind
 from trainstep.report.blocks import Finding, Headline, listed, span, told_apart
 from trainstep.report.columns import Cell, ratio_cell
 from trainstep.report.numbers import NONE, as_float, gib, number
-from trainstep.report.subjects import run, script_ladder
+from trainstep.report.subjects import run, script_ladder, training
 from trainstep.report.subjects.ladder_findings import (
     BASELINE,
     after_precision,
@@ -65,7 +65,7 @@ def headlines(records: Sequence[Row], found: Sequence[Finding]) -> list[Headline
         elif pairs:
             told += [_pair(row) for row in pairs[:1]]
         else:
-            others = (_fastest(records, found), _peak(records), _counted(records, found))
+            others = (training.headline(records), _fastest(records, found), _peak(records), _counted(records, found))
             told += [each for each in others if each is not None][:1]
     return told
 

@@ -28,12 +28,16 @@ class TrainConfig:
     """Updates of the weights."""
     global_batch: int = 32
     """Sequences per update over all ranks: --batch per rank and pass, accumulated over as many passes as it takes."""
+    batches_per_update: int = 1
+    """Batches of a --workload per update, over all ranks, which share them out; ranks that are more than the batches
+    divide their rows."""
     warmup: float = 0.1
-    """The part of the updates over which the learning rate rises to --learning-rate; a cosine follows."""
+    """The part of the updates over which the learning rate rises to --learning-rate; a cosine follows. 0 for a
+    --workload, whose optimizer has its own rates: they rise to themselves."""
     min_learning_rate: float = 0.1
-    """Where the cosine ends, as a fraction of --learning-rate."""
+    """Where the cosine ends, as a fraction of --learning-rate. 1 for a --workload: its rates stay as they are."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm, taken over all of them together; inf: never."""
+    """Gradients are scaled down to this norm, taken over all of them together; inf, as for a --workload: never."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, of all parameters."""
     validation_fraction: float = 0.05
@@ -56,6 +60,9 @@ class TrainConfig:
     """Of hsdp, each sharded over consecutive ranks; 0: one on each host, or two on a single host."""
     bucket_mb: float = 25.0
     """Megabytes of gradients per call (ddp and sharded-optimizer)."""
+    allow_unused: bool = False
+    """Parameters of a --workload may get no gradient (ddp and sharded-optimizer), at a collective and a wait of the
+    host in every update."""
     samples: int = 2
     """Texts written by the model at the end, continuing validation text; 0 for none."""
     sample_tokens: int = 120
@@ -66,7 +73,8 @@ class TrainConfig:
     """Write TensorBoard's event files too (needs the package tensorboard)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch", "eval_every", "eval_batches", "save_every", "keep", "log_every"):
+        counts = ("steps", "global_batch", "batches_per_update", "eval_every", "eval_batches", "save_every", "keep")
+        for name in (*counts, "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name in ("weight_decay", "bucket_mb", "replicas", "samples", "sample_tokens", "temperature"):
@@ -80,6 +88,11 @@ class TrainConfig:
         if not 0 < self.validation_fraction < 1:
             raise UsageError(f"validation_fraction is {self.validation_fraction}; expected a number between 0 and 1")
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the learning rate changes from update to update."""
+        return self.warmup > 0 or self.min_learning_rate < 1
+
     def validates_after(self, step: int) -> bool:
         return step % self.eval_every == 0 or step == self.steps
 
@@ -87,27 +100,39 @@ class TrainConfig:
         return step % self.save_every == 0 or step == self.steps
 
 
+OF_WORKLOADS = TrainConfig(warmup=0.0, min_learning_rate=1.0, clip_norm=math.inf)
+"""What a run of a user's workload goes by unless flags say otherwise: its optimizer as it is, and nothing clipped."""
+OF_BUILTIN = ("global_batch", "weight_decay", "validation_fraction", "samples", "sample_tokens", "temperature")
+"""Fields that say nothing of a workload, which has its own batches and optimizer."""
+OF_OWN = ("batches_per_update", "allow_unused")
+"""Fields that say nothing of a built-in model."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A run in full: the model, how a step is taken, and how the run goes."""
 
     name: str
-    """What the model is called in tables."""
-    model: ModelConfig
+    """What the model is called in tables; of a user's workload, what names its factory."""
+    model: ModelConfig | None
+    """The shape of the built-in model; None for a user's workload."""
     step: StepConfig
     """Its batch is that of one rank and one pass; its learning rate is the schedule's peak."""
     train: TrainConfig
 
     @property
     def tokens_per_update(self) -> int:
+        """Of a built-in model; a workload's batches are counted as they come."""
         return self.train.global_batch * self.step.context
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int, peak: float | None = None) -> float:
         """The learning rate of update number `step`, from 1 on: warm-up, then half a cosine (Loshchilov & Hutter 2017).
 
         It is peak · step / warmup up to the end of the warm-up, and then falls to peak · floor at the last update.
+        The peak is by default the step's learning rate.
         """
-        peak, floor, steps = self.step.learning_rate, self.train.min_learning_rate, self.train.steps
+        peak = self.step.learning_rate if peak is None else peak
+        floor, steps = self.train.min_learning_rate, self.train.steps
         assert 1 <= step <= steps, f"update {step} of {steps}"
         warmup = round(self.train.warmup * steps)
         if step <= warmup:
@@ -124,7 +149,19 @@ class RunConfig:
         return scheme.on(world_size, hosts, self.train.replicas or None)
 
     def passes(self, world_size: int) -> int:
+        if self.model is None:
+            return division(self.train.batches_per_update, world_size)[0]
         return self.train.global_batch // (self.step.batch * world_size)
+
+    def describe_update(self, world_size: int) -> str:
+        """What an update takes, and how the ranks share it."""
+        passes = self.passes(world_size)
+        how = f"{counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''}"
+        if self.model is not None:
+            return f"{self.train.global_batch} × {self.step.context} tokens ({how} × batch {self.step.batch})"
+        groups = division(self.train.batches_per_update, world_size)[1]
+        batches = "1 batch" if self.train.batches_per_update == 1 else f"{self.train.batches_per_update} batches"
+        return f"{batches} ({how}{f', {groups} ranks divide the rows of a batch' if groups > 1 else ''})"
 
     def check(self, world_size: int, hosts: int = 1) -> None:
         """See that this can be trained on that many ranks, before anything is built.
@@ -133,20 +170,8 @@ class RunConfig:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
             UnsupportedError: fp16, the chunked loss with sharded weights, or ranks that make no replicas.
         """
-        sizes = {"parameters": self.model.num_parameters, "tokens of an update": self.tokens_per_update}
-        for name, count in sizes.items():
-            if count > MOST:
-                raise UsageError(f"the number of {name} is {count:.3g}; at most {MOST:.0e} can be. Check the sizes")
-        at_once = self.step.batch * world_size
-        if self.train.global_batch % at_once:
-            ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-            raise UsageError(
-                f"global_batch {self.train.global_batch} does not divide into passes of {at_once} sequences: {ranks} × "
-                f"batch {self.step.batch}; choose --global-batch among the multiples of {at_once}, or another --batch"
-            )
-        if self.step.context > (most := self.model.max_context):
-            too_long = f"context {self.step.context} is longer than the model's max_context {most}"
-            raise UsageError(f"{too_long}; choose a context up to {most}")
+        if self.model is not None:
+            self._check_sizes(self.model, world_size)
         if self.train.scheme == "single" and world_size > 1:
             raise UsageError(
                 f"scheme single on {world_size} ranks would train {world_size} models that know nothing of each other; "
@@ -159,10 +184,37 @@ class RunConfig:
             )
         self.scheme(world_size, hosts).check(self.step, world_size)
 
+    def _check_sizes(self, model: ModelConfig, world_size: int) -> None:
+        sizes = {"parameters": model.num_parameters, "tokens of an update": self.tokens_per_update}
+        for name, count in sizes.items():
+            if count > MOST:
+                raise UsageError(f"the number of {name} is {count:.3g}; at most {MOST:.0e} can be. Check the sizes")
+        at_once = self.step.batch * world_size
+        if self.train.global_batch % at_once:
+            raise UsageError(
+                f"global_batch {self.train.global_batch} does not divide into passes of {at_once} sequences: "
+                f"{counted(world_size, 'rank')} × batch {self.step.batch}; choose --global-batch among the multiples "
+                f"of {at_once}, or another --batch"
+            )
+        if self.step.context > (most := model.max_context):
+            too_long = f"context {self.step.context} is longer than the model's max_context {most}"
+            raise UsageError(f"{too_long}; choose a context up to {most}")
+
     def settings(self, data: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """All of the run, by name. `data` describes the tokens."""
-        rooms = {"model": self.model, "step": self.step, "train": self.train}
-        fields = {f"{room}.{name}": value for room, config in rooms.items() for name, value in vars(config).items()}
+        """All of the run, by name. `data` describes the tokens, or the workload's module and batches."""
+        rooms = {"step": vars(self.step), "train": vars(self.train)}
+        if self.model is not None:
+            rooms = {"model": vars(self.model), **rooms}
+        beside = [f"train.{name}" for name in (OF_BUILTIN if self.model is None else OF_OWN)]
+        if self.model is None:
+            beside += [f"step.{name}" for name in ("batch", "context", "loss", "learning_rate")]
+        fields: dict[str, Scalar] = {} if self.model is not None else {"workload": self.name}
+        fields |= {
+            f"{room}.{name}": value
+            for room, values in rooms.items()
+            for name, value in values.items()
+            if f"{room}.{name}" not in beside
+        }
         numbers = {name: "inf" if value == math.inf else value for name, value in fields.items()}
         return numbers | {f"data.{name}": value for name, value in data.items()}
 
@@ -174,7 +226,7 @@ class RunConfig:
 MAY_CHANGE = {
     *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "checkpointing", "device")),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
-    *(f"train.{name}" for name in ("replicas", "sample_tokens", "temperature", "tensorboard")),
+    *(f"train.{name}" for name in ("replicas", "sample_tokens", "temperature", "tensorboard", "allow_unused")),
 }
 """What may differ when a run goes on: the curve does not depend on it, or by roundings only."""
 
@@ -183,3 +235,17 @@ def differences(mine: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> lis
     """Fields in which two identities differ, as `name: theirs → mine`."""
     pairs = [(name, theirs.get(name, "absent"), mine.get(name, "absent")) for name in dict.fromkeys([*theirs, *mine])]
     return [f"{name}: {there} → {here}" for name, there, here in pairs if there != here]
+
+
+def division(batches: int, world_size: int) -> tuple[int, int]:
+    """How ranks share the batches of an update: how many batches a rank takes part in, and how many ranks divide each.
+
+    As few as can be: 4 ranks take 4 batches whole, and of 2 batches, or of 6, each is divided among 2 ranks.
+    """
+    groups = math.gcd(batches, world_size)
+    return batches // groups, world_size // groups
+
+
+def counted(count: int | None, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {what}{'s' if count != 1 else ''}"

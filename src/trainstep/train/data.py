@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from trainstep.config import ModelConfig, StepConfig
 from trainstep.errors import UsageError
 from trainstep.model.text import Tokens, cut_sequences, load_tokens
 from trainstep.records import Scalar
 from trainstep.train.config import RunConfig
+from trainstep.workload import Workload, builtin_workload, make_optimizer
 
 _PIECES, _PIECE_TOKENS = 64, 2**16
 """Of the tokens this many pieces, evenly spaced, are hashed; of a small data set that is all of it."""
@@ -36,6 +39,23 @@ class TokenData:
     is_text: bool  # whether the tokens are the bytes of text
     config: RunConfig
     """Says how many sequences of which length make an update and a validation, and which seed chooses them."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are tokens to validate on."""
+        return True
+
+    @property
+    def parameters(self) -> str:
+        """How many the model has."""
+        return f"{self._model.num_parameters:,} parameters"
+
+    def workload(self, step: StepConfig) -> Workload:
+        """The model, with the optimizer and the weight decay of the run. Its batches come from here."""
+        made = builtin_workload(self._model, step, batches=())
+        decay = self.config.train.weight_decay
+        made.optimizer = partial(make_optimizer, step.optimizer, step.learning_rate, weight_decay=decay)
+        return made
 
     def training_parts(self, step: int, rank: int, world_size: int, batch: int) -> list[Batch]:
         """A rank's part of update number `step`, in passes of `batch` sequences."""
@@ -67,18 +87,23 @@ class TokenData:
         for tokens in () if self.is_text else (self.training, self.validation):
             part = np.array_split(tokens, world_size)[rank]
             for start in range(0, len(part), _CHECKED_TOKENS):
-                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self.config.model.vocab_size:
+                if (largest := int(part[start : start + _CHECKED_TOKENS].max())) >= self._model.vocab_size:
                     raise UsageError(
-                        f"the data holds token id {largest}, beyond the vocabulary of {self.config.model.vocab_size}; "
+                        f"the data holds token id {largest}, beyond the vocabulary of {self._model.vocab_size}; "
                         "give the data that fits the model, or --vocab-size"
                     )
         return self
+
+    @property
+    def _model(self) -> ModelConfig:
+        assert self.config.model is not None, "a workload has its own batches"
+        return self.config.model
 
     def _parts(
         self, tokens: Tokens, starts: npt.NDArray[np.integer], rank: int, world_size: int, batch: int
     ) -> list[Batch]:
         mine = np.split(starts, world_size)[rank]
-        context, vocab_size = self.config.step.context, self.config.model.vocab_size
+        context, vocab_size = self.config.step.context, self._model.vocab_size
         return [cut_sequences(tokens, part, context, vocab_size) for part in np.split(mine, len(mine) // batch)]
 
 
@@ -88,6 +113,7 @@ def open_data(path: Path | None, config: RunConfig) -> TokenData:
     Raises:
         UsageError: no such data, or too little of it for one sequence to train on and one to validate on.
     """
+    assert config.model is not None, "a workload has its own batches"
     tokens = load_tokens(path, config.model.vocab_size)
     context = config.step.context
     kept = int(len(tokens) * config.train.validation_fraction)

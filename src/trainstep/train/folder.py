@@ -15,8 +15,8 @@ from trainstep.errors import UsageError
 from trainstep.guards import LOCK
 from trainstep.records import Scalar
 from trainstep.train.checkpoints import Checkpoint, name_of, open_checkpoint, set_aside, steps_in, tidy
-from trainstep.train.config import RunConfig, differences
-from trainstep.train.metrics import METRICS, read_metrics
+from trainstep.train.config import RunConfig, counted, differences
+from trainstep.train.history import METRICS, read_metrics
 
 RUN = "run.json"  # what the run is: written once, at its start
 _DRAFT = f".{RUN}"
@@ -35,18 +35,22 @@ class Start:
     def step(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
-    def describe(self, config: RunConfig, world_size: int, out: Path) -> str:
-        """A run's first lines for the terminal: what is trained how, and from where."""
+    def tokens(self, config: RunConfig) -> int | None:
+        """That the run was trained on so far; None where a workload's batches do not tell."""
+        if config.model is not None:
+            return self.step * config.tokens_per_update
+        return 0 if self.checkpoint is None else self.checkpoint.note["tokens"]
+
+    def describe(self, config: RunConfig, world_size: int, out: Path, parameters: str) -> str:
+        """A run's first lines for the terminal: what is trained how, and from where. `parameters` says how many."""
         if self.is_finished:
             return f"the run in {out} is finished: all {config.train.steps} updates are made; nothing to do"
-        train, passes, batch = config.train, config.passes(world_size), config.step.batch
-        how = f"{_counted(world_size, 'rank')} × {passes} pass{'es' if passes > 1 else ''} × batch {batch}"
         told = (
-            f"{config.name}: {config.model.num_parameters:,} parameters, {train.steps} updates of {train.global_batch} "
-            f"× {config.step.context} tokens ({how}), {config.scheme(world_size).name}, {config.step.precision} → {out}"
+            f"{config.name}: {parameters}, {config.train.steps} updates of {config.describe_update(world_size)}, "
+            f"{config.scheme(world_size).name}, {config.step.precision} → {out}"
         )
         if self.checkpoint is not None:
-            writers = _counted(self.checkpoint.note.get("world_size"), "rank")
+            writers = counted(self.checkpoint.note.get("world_size"), "rank")
             told += f"\nresumed from {self.checkpoint.path.name}, written by {writers}"
             if not self.checkpoint.is_summed:
                 told += "; it has no checksums, as it is of an earlier version, so damage to it goes unnoticed"
@@ -149,7 +153,3 @@ def _check_same(where: Path, mine: Mapping[str, Scalar], theirs: Mapping[str, Sc
             f"{where} is of another run (its own → asked for): {'; '.join(found)}. Go on with its own settings, or "
             "start a new run with another --out"
         )
-
-
-def _counted(count: int | None, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"

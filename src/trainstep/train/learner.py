@@ -1,15 +1,17 @@
 """The model of a run on one rank: updates, validations, samples of text, and how an update's values are read.
 
-An update leaves its loss, its gradient norm and whether to stop. The three travel in one small all-reduce behind the
-update's work and are copied to the host without waiting. They are read when the next update has been given to the
-device, so the device never idles while the host reads.
+An update leaves its loss, its gradient norm, what it counted and whether to stop. These travel in one small all-reduce
+behind the update's work and are copied to the host without waiting. They are read when the next update has been given
+to the device, so the device never idles while the host reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,50 +21,88 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainstep.parallel.process import Process
+from trainstep.plan.flops import step_flops
 from trainstep.replicas import build, uncounted_bytes
 from trainstep.train.config import RunConfig
 from trainstep.train.data import TokenData
-from trainstep.training_step import TrainingStep
-from trainstep.workload import builtin_workload, make_optimizer
+from trainstep.train.own import OwnData
+from trainstep.training_step import MakeOptimizer, Replica, TrainingStep
 
 PROMPT = 48  # tokens of validation text that a sample begins with
 BYTES = 256  # text has no other ids than these, so no other is drawn
 
 
-class Learner:
-    """Built from the seed, the same for every scheme; every rank has one and calls it alike."""
+@dataclass(frozen=True)
+class Update:
+    """One update on this rank. Tensors are on the device, where they may not be computed yet."""
 
-    def __init__(self, config: RunConfig, tokens: TokenData, process: Process) -> None:
-        self._config, self._tokens, self._process = config, tokens, process
+    loss: Tensor
+    norm: Tensor  # of the gradient over all ranks, before it was clipped
+    tokens: float  # in this rank's batches; NaN where they do not tell
+    flops: float  # of the model for these; NaN where they were not counted
+    data_s: float  # until its batches were drawn and on their way to the device, on the host
+    ready: Any = None
+    """The place in the device's work where its gradients were there, before it waited for other ranks'; None where it
+    has to wait for them all along, as with sharded weights."""
+
+
+class Learner:
+    """A built-in model, built from the seed, the same for every scheme; every rank has one and calls it alike."""
+
+    def __init__(self, config: RunConfig, data: TokenData | OwnData, process: Process) -> None:
+        self._config, self._data, self._process = config, data, process
         step = dataclasses.replace(config.step, device=str(process.device))
-        workload = builtin_workload(config.model, step, batches=())
-        workload.optimizer = functools.partial(
-            make_optimizer, step.optimizer, step.learning_rate, weight_decay=config.train.weight_decay
-        )
-        parallelize = functools.partial(build, config.scheme(process.world_size, process.hosts), process, step)
-        self.step = TrainingStep(workload, step, parallelize)
+        scheme, unused = config.scheme(process.world_size, process.hosts), config.train.allow_unused
+
+        def parallelize(module: nn.Module, make_optimizer: MakeOptimizer) -> Replica:
+            replica = build(scheme, process, step, module, make_optimizer, allow_unused=unused)
+            finish = replica.finish_gradient_synchronization
+            if finish is None or scheme.shards_weights:
+                return replica
+            return dataclasses.replace(replica, finish_gradient_synchronization=functools.partial(self._ready, finish))
+
+        self._mark: Any = None
+        self.step = TrainingStep(data.workload(step), step, parallelize)
         self._part = process.rank, process.world_size, step.batch
         """Which part of a global batch is this rank's, in passes of how many sequences."""
 
-    def update(self, number: int) -> tuple[Tensor, Tensor]:
-        """Update number `number` of the weights, from 1 on.
-
-        Returns this rank's loss, and the norm of the gradient over all ranks before it was clipped; both on the device,
-        where they may not be computed yet.
-        """
-        parts = self._tokens.training_parts(number, *self._part)
-        for group in self.step.optimizer.param_groups:
-            group["lr"] = self._config.learning_rate(number)
-        loss, norm = self.step.accumulate([self.step.place(part) for part in parts], self._config.train.clip_norm)
+    def update(self, number: int) -> Update:
+        """Update number `number` of the weights, from 1 on."""
+        start = time.perf_counter()
+        parts = [self.step.place(part) for part in self._data.training_parts(number, *self._part)]
+        data_s = time.perf_counter() - start
+        self._set_rates(number)
+        tokens, flops = self._counts(parts)
+        loss, norm = self.step.accumulate(parts, self._config.train.clip_norm)
         assert norm is not None, "a norm was given"
-        return loss, norm
+        return Update(loss, norm, tokens, flops, data_s, self._mark)
+
+    def _ready(self, finish: Callable[[], object]) -> None:
+        self._mark = now(self._process.device)
+        finish()
 
     def validate(self) -> float:
         """The mean loss over the validation sequences of all ranks."""
-        parts = self._tokens.validation_parts(*self._part)
+        parts = self._data.validation_parts(*self._part)
         loss = self.step.evaluate([self.step.place(part) for part in parts]).double()
         dist.all_reduce(loss, group=self._process.group)
         return float(loss) / self._process.world_size
+
+    def learning_rate(self, number: int) -> float:
+        """Of an update; where an optimizer has several groups, of the first."""
+        return self._config.learning_rate(number)
+
+    def _set_rates(self, number: int) -> None:
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = self._config.learning_rate(number)
+
+    def _counts(self, parts: Sequence[Any]) -> tuple[float, float]:
+        """Tokens of these parts, and the model's FLOPs for them; NaN where that is not known."""
+        del parts  # each is as large as configured
+        config, ranks = self._config, self._process.world_size
+        assert config.model is not None, "a workload has a learner of its own"
+        flops = step_flops(config.model, config.train.global_batch, config.step.context, "step")
+        return config.tokens_per_update / ranks, flops / ranks
 
     def peak_bytes(self) -> int | None:
         """The most GPU memory that any rank has held since it started; None on a CPU."""
@@ -78,7 +118,8 @@ class Learner:
 
         All ranks must call it, and the data must be text.
         """
-        train, context, validation = self._config.train, self._config.step.context, self._tokens.validation
+        assert isinstance(self._data, TokenData), "a workload has no text"
+        train, context, validation = self._config.train, self._config.step.context, self._data.validation
         length = min(PROMPT, context)
         starts = np.linspace(0, len(validation) - length, train.samples + 1).astype(np.int64)[:-1]
         prompts = np.stack([validation[start : start + length] for start in starts]).astype(np.int64)
@@ -141,51 +182,87 @@ class Reading:
     gradient_norm: float  # before clipping
     stop: bool  # whether some rank was told to stop by the end of this update
     seconds: float  # from the end of the update before, or from `restart`, to this one's end
+    tokens: int | None = None  # in the batches of all ranks; None where they do not tell
+    flops: float | None = None  # of the model for these; None where they were not counted
+    ranks_own_ms: list[float | None] | None = None
+    """By rank: what an update took until it waited for others, a mean since these were told last; mostly not told."""
+    ranks_data_ms: list[float | None] | None = None  # the part of it in which batches were drawn
 
 
 class Readings:
-    """At most one update that is not read yet."""
+    """At most one update that is not read yet.
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._pending: tuple[int, Tensor, Any] | None = None
-        self._before = self._now()
+    Every `ranks_every` updates each rank's own times travel with the rest.
+    """
 
-    def post(self, step: int, loss: Tensor, gradient_norm: Tensor, stop: bool) -> Reading | None:
+    def __init__(self, process: Process, ranks_every: int) -> None:
+        self._process, self._every = process, ranks_every
+        self._pending: tuple[int, Update, Tensor, Any] | None = None
+        self._own: list[float] = []  # seconds of each update since they were told
+        self._data: list[float] = []
+        self._before = now(process.device)
+
+    def post(self, step: int, update: Update, stop: bool) -> Reading | None:
         """Send off an update's values; returns those of the update before, if they have not been read."""
-        values = torch.stack([loss.double(), gradient_norm.double(), torch.full_like(loss, stop, dtype=torch.float64)])
+        told = torch.tensor([float(stop), update.tokens, update.flops, *self._times(step)], dtype=torch.float64)
+        if update.loss.is_cuda:  # from pinned memory, or the host would wait for the device
+            told = told.pin_memory().to(update.loss.device, non_blocking=True)
+        values = torch.cat([torch.stack([update.loss.double(), update.norm.double()]), told])
         dist.all_reduce(values, group=self._process.group)
         if values.is_cuda:
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = there.copy_(values, non_blocking=True)
-        end = self._now()
+        end = now(self._process.device)
         before = self.take()
-        self._pending = (step, values, end)
+        self._pending = (step, update, values, end)
         return before
+
+    def _times(self, step: int) -> list[float]:
+        """This rank's times in its place among those of all ranks, where they are due."""
+        ranks = self._process.world_size
+        if ranks == 1 or step % self._every:
+            return []
+        times = [0.0] * (2 * ranks)
+        for place, taken in enumerate((self._own, self._data)):
+            times[place * ranks + self._process.rank] = 1e3 * sum(taken) / len(taken) if taken else math.nan
+            taken.clear()
+        return times
 
     def take(self) -> Reading | None:
         """Wait for the update that is not read yet, if there is one."""
         if self._pending is None:
             return None
-        step, values, end = self._pending
+        step, update, values, end = self._pending
         start, self._before, self._pending = self._before, end, None
         if isinstance(end, float):
             seconds = end - start
         else:
             end.synchronize()
             seconds = start.elapsed_time(end) / 1e3
-        loss, norm, stops = (values / self._process.world_size).tolist()
-        return Reading(step, loss, norm, stops > 0, seconds)
+        self._data.append(update.data_s)
+        if update.ready is not None:
+            is_host = isinstance(update.ready, float)
+            self._own.append(update.ready - start if is_host else start.elapsed_time(update.ready) / 1e3)
+        ranks = self._process.world_size
+        loss, norm, *told = values.tolist()
+        stops, tokens, flops, *times = (None if math.isnan(each) else each for each in told)
+        counted = None if tokens is None else round(tokens)
+        reading = Reading(step, loss / ranks, norm / ranks, bool(stops), seconds, counted, flops)
+        if not times:
+            return reading
+        own = None if None in times[:ranks] else times[:ranks]
+        return dataclasses.replace(reading, ranks_own_ms=own, ranks_data_ms=times[ranks:])
 
     def restart(self) -> None:
         """Begin the next update's time now: something else than training has just been done."""
         assert self._pending is None, "an update is not read yet"
-        self._before = self._now()
+        self._before = now(self._process.device)
 
-    def _now(self) -> Any:
-        """This place in the device's work: on a GPU an event, on a CPU, which works as it is asked, the host's time."""
-        if self._process.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def now(device: torch.device) -> Any:
+    """This place in the device's work: on a GPU an event, on a CPU, which works as it is asked, the host's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

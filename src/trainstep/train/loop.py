@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,12 +26,24 @@ from trainstep.guards import StopSignals, held_folder
 from trainstep.measure.environment import device_name
 from trainstep.parallel.process import AgreedError, Process, is_restart, on_all_ranks, on_first_rank
 from trainstep.records import Scalar, write_whole
-from trainstep.train.checkpoints import CheckpointWriter, form_of, load_training_state, name_of, training_state
+from trainstep.train.checkpoints import (
+    Checkpoint,
+    CheckpointWriter,
+    form_of,
+    load_training_state,
+    name_of,
+    training_state,
+)
 from trainstep.train.config import RunConfig, differences
-from trainstep.train.data import open_data
+from trainstep.train.data import TokenData, open_data
 from trainstep.train.folder import CHECKPOINTS, RESULTS, check_not_of_others, check_shared, open_folder
-from trainstep.train.learner import Learner, Reading, Readings
-from trainstep.train.metrics import METRICS, Meter, MetricsWriter, Show, as_summary, read_metrics, run_record
+from trainstep.train.history import METRICS, read_metrics
+from trainstep.train.learner import Learner, Reading, Readings, Update
+from trainstep.train.metrics import Meter, MetricsWriter, Show, as_summary, run_record
+from trainstep.train.own import OwnData, check_options, options_of, restore_options
+from trainstep.train.own_learner import OwnLearner
+from trainstep.train.pages import Pages
+from trainstep.workload import WorkloadSource
 
 
 @dataclass(frozen=True)
@@ -41,15 +54,24 @@ class Outcome:
 
 
 def train(
-    config: RunConfig, data: Path | None, out: Path, process: Process, show: Show, *, resume_from: str | None = None
+    config: RunConfig,
+    data: Path | WorkloadSource | None,
+    out: Path,
+    process: Process,
+    show: Show,
+    *,
+    resume_from: str | None = None,
+    pages: Pages | None = None,
 ) -> Outcome:
     """Train, or go on training, in the folder `out`. Every rank calls it with the same arguments.
 
     Args:
         config, process, show: the run, this rank, and the terminal (silent on all ranks but the first).
-        data: text, a folder of text, or a `.bin` of token ids; None: the standard library's source.
+        data: text, a folder of text, or a `.bin` of token ids; None: the standard library's source. Or a user's
+            workload, which has its own.
         out: the run's folder, seen by all ranks.
         resume_from: a checkpoint's name to go on from instead of the newest; later ones are set aside.
+        pages: what draws the run's page now and then; None draws none.
 
     Raises:
         UsageError: the configuration, the data, the folder or a checkpoint is not what it should be; ranks were
@@ -58,7 +80,10 @@ def train(
     """
     on_first_rank(process, lambda: config.check(process.world_size, process.hosts))
     on_all_ranks(process, lambda: check_precision(config.step.precision, process.device))
-    tokens = on_all_ranks(process, lambda: open_data(data, config).check_ids(process.rank, process.world_size))
+    tokens = on_all_ranks(process, lambda: _open(data, config, process))
+    if isinstance(tokens, OwnData):
+        tokens.check_ranks(process)
+        on_all_ranks(process, partial(tokens.check_rows, process.world_size))
     data_read = tokens.describe()
     _check_started_alike(config.settings(data_read), process)
     identity = config.identity(data_read)
@@ -68,26 +93,32 @@ def train(
         opening = partial(open_folder, out, identity, updates=config.train.steps, resume_from=resume_from)
         start = on_first_rank(process, lambda: opening(is_restart=is_restart()))
         on_all_ranks(process, lambda: check_shared(out))
-        show.line(start.describe(config, process.world_size, out))
+        show.line(start.describe(config, process.world_size, out, tokens.parameters))
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
-        learner = Learner(config, tokens, process)
+        meter = Meter(config, process, start.step, start.tokens(config))
+        making = partial(_learner, config, tokens, process, counts_flops=meter.peak_flops is not None)
+        learner = on_all_ranks(process, making)
         last = start.step if start.checkpoint else None
         gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=process.timeout_s))  # its default is longer
         checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
             load_training_state(start.checkpoint, learner.step.replica, process, gloo)
-        meter = Meter(config, process, start.step)
+            _go_on(start.checkpoint, learner, tokens, process, show)
         if meter.peak_flops is None:
             show.line(f"utilisation is left out: no peak is known of {device_name(process.device)}")
+        if not tokens.validates:
+            show.line("no validation: the workload names no batches for it (Workload.validation)")
         written, tensorboard = out if process.rank == 0 else None, config.train.tensorboard
         metrics = on_all_ranks(process, lambda: MetricsWriter(written, step=start.step, tensorboard=tensorboard))
         stack.enter_context(metrics)
+        meter.again = metrics.removed
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
         note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
-        done = _Run(config, process, learner, checkpoints, note, meter, metrics, show).go(start.step, signals)
+        run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages)
+        done = run.go(start.step, signals)
         is_finished = done == config.train.steps
         if is_finished:
             if config.train.samples and tokens.is_text:
@@ -96,7 +127,7 @@ def train(
                     (out / "samples.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
                 for line in ("samples, what the model wrote in ⟦⟧:", *texts):
                     show.line(line)
-            elif config.train.samples:
+            elif config.train.samples and isinstance(tokens, TokenData):
                 show.line("no samples of text: the token ids of a .bin file have no tokenizer here")
             peak = learner.peak_bytes()
             if process.rank == 0:
@@ -105,6 +136,31 @@ def train(
                 show.line(f"{as_summary(record)} → {out}")
         checkpoints.close()
     return Outcome(done, is_finished, signals.received)
+
+
+def _open(data: Path | WorkloadSource | None, config: RunConfig, process: Process) -> TokenData | OwnData:
+    if isinstance(data, WorkloadSource):
+        return OwnData(data, config)
+    return open_data(data, config).check_ids(process.rank, process.world_size)
+
+
+def _learner(config: RunConfig, data: TokenData | OwnData, process: Process, *, counts_flops: bool) -> Learner:
+    if isinstance(data, OwnData):
+        return OwnLearner(config, data, process, counts_flops=counts_flops)
+    return Learner(config, data, process)
+
+
+def _go_on(checkpoint: Checkpoint, learner: Learner, data: TokenData | OwnData, process: Process, show: Show) -> None:
+    """Put a user's workload where it was when the checkpoint was taken: its optimizer's options and its batches."""
+    if not isinstance(data, OwnData) or not isinstance(learner, OwnLearner):
+        return
+    step, note = checkpoint.step, checkpoint.note
+    if "options" in note:
+        on_all_ranks(process, lambda: check_options(learner.made, note["options"]["made"]))
+        restore_options(learner.step.optimizer, note["options"]["now"])
+    if said := data.before_resuming(step):
+        show.line(said)
+    on_all_ranks(process, lambda: data.check_resumed(step, note))
 
 
 def _check_started_alike(settings: dict[str, Scalar], process: Process) -> None:
@@ -128,46 +184,78 @@ class _Run:
 
     config: RunConfig
     process: Process
+    data: TokenData | OwnData
     learner: Learner
     checkpoints: CheckpointWriter
     note: Mapping[str, Any]  # what goes into every checkpoint beside the state
     meter: Meter
     metrics: MetricsWriter
     show: Show
+    pages: Pages | None
 
     def go(self, done: int, signals: StopSignals) -> int:
         """Train on from update `done` to the last, or until some rank is told to stop; returns the updates made."""
         train = self.config.train
-        readings = Readings(self.process)
-        stopping = False
+        readings = Readings(self.process, train.log_every)
+        stopping, first = False, done + 1
         while done < train.steps and not stopping:
             done += 1
-            loss, norm = self.learner.update(done)
-            before = readings.post(done, loss, norm, stop=signals.received is not None)
+            update = self._first(done) if done == first else self.learner.update(done)
+            before = readings.post(done, update, stop=signals.received is not None)
             if before is not None:
                 self._account(before)
                 stopping = before.stop
-            validate, save = train.validates_after(done), train.saves_after(done)
+            validate, save = self.data.validates and train.validates_after(done), train.saves_after(done)
             if validate or save or stopping:
                 reading = readings.take()
                 assert reading is not None, "the update was just sent off"
-                self._account(reading, validate=validate)
                 stopping = stopping or reading.stop
+                self._account(reading, validate=validate, saved=save or stopping)
                 if save or stopping:
-                    note = {**self.note, "tokens": done * self.config.tokens_per_update}
-                    self.checkpoints.save(done, training_state(self.learner.step.replica), note)
+                    begun = time.perf_counter()
+                    self.checkpoints.save(done, training_state(self.learner.step.replica), self._note(done))
+                    self.meter.checkpoint_ms = 1e3 * (time.perf_counter() - begun)
                 readings.restart()
             self.checkpoints.poll()
         self.checkpoints.wait()
         return done
 
-    def _account(self, reading: Reading, *, validate: bool = False) -> None:
-        """Check an update, validate if that is due, and write and show its row."""
+    def _first(self, number: int) -> Update:
+        """The first update of this start, which may find what a user's workload cannot do."""
+        if not isinstance(self.learner, OwnLearner):
+            return self.learner.update(number)
+        update = on_all_ranks(self.process, lambda: self.learner.update(number))
+        if lost := self.learner.buffers.lost():
+            self.show.line(
+                f"{', '.join(lost)}: training changes {'these buffers' if len(lost) > 1 else 'this buffer'}, and no "
+                "checkpoint has what is not persistent: after a restart they begin anew (register_buffer(…, "
+                "persistent=True) keeps them)"
+            )
+        return update
+
+    def _note(self, done: int) -> dict[str, Any]:
+        """What goes into the checkpoint after an update beside the state. All ranks call it."""
+        note = {**self.note, "tokens": self.meter.tokens}
+        if isinstance(self.learner, OwnLearner) and isinstance(self.data, OwnData):
+            self.learner.buffers.look()
+            self.learner.buffers.share()
+            options = {"made": self.learner.made, "now": options_of(self.learner.step.optimizer)}
+            note |= {"options": options, **self.data.note(done, self.process)}
+        return note
+
+    def _account(self, reading: Reading, *, validate: bool = False, saved: bool = False) -> None:
+        """Check an update, validate if that is due, and write and show its row; `saved` where a checkpoint follows."""
         if not (math.isfinite(reading.loss) and math.isfinite(reading.gradient_norm)):
             raise self._not_finite(reading)
-        row = self.meter.row(reading, self.learner.validate() if validate else None)
+        rate = self.learner.learning_rate(reading.step)
+        begun = time.perf_counter()
+        loss = self.learner.validate() if validate else None
+        took = 1e3 * (time.perf_counter() - begun) if validate else None
+        row = self.meter.row(reading, rate, loss, validation_ms=took) | ({"saved": True} if saved else {})
         self.metrics.write(row)
         self.show.update(row)
+        if self.pages is not None:
+            self.pages.draw()
 
     def _not_finite(self, reading: Reading) -> AgreedError:
         """What every rank raises. The checkpoint under way is of an update before, so it is completed first."""
@@ -177,7 +265,7 @@ class _Run:
             good = f"the last good checkpoint is {self.checkpoints.folder / name_of(last)}"
         return AgreedError(
             f"update {reading.step}: the loss is {reading.loss:g} and the gradient norm {reading.gradient_norm:g}, at "
-            f"learning rate {self.config.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "
+            f"learning rate {self.learner.learning_rate(reading.step):.3g} in {self.config.step.precision}. Stopped, "
             f"and nothing of it is saved; {good}. A lower --learning-rate, a longer --warmup or a wider --precision "
             "may help, as a new run with another --out"
         )

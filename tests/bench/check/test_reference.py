@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import trainstep.bench.check.reference as reference_module
 from tests.bench.check import source_of, verdict_of
+from trainstep.batches import fingerprint
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Gradients, compare
 from trainstep.bench.check.reference import DRAWS, MORE_DRAWS, OWN_ARITHMETIC, Reference, gradients_at
-from trainstep.bench.check.reproducible import fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.casting import cast_parameters
 from trainstep.config import StepConfig

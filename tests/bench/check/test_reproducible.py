@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from trainstep.batches import fingerprint
 from trainstep.bench.check.gradients import VACUOUS, Deviation, Gradients
 from trainstep.bench.check.reproducible import (
     REPEATS,
     NotReproducibleError,
     check_same_gradients,
     check_same_weights,
-    fingerprint,
 )
 from trainstep.bench.check.step import OTHER_BATCHES, StepCheck, Verdict
 from trainstep.bench.check.updates import UpdateError

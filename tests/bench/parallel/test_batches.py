@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.planted.parallel import quick
-from trainstep.bench.check.reproducible import fingerprint
+from trainstep.batches import fingerprint
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import KEPT, Kept

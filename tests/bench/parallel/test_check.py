@@ -8,11 +8,12 @@ import torch
 
 from tests.bench.parallel import agreement, deviation
 from tests.planted.parallel import CONFIG, RIGHT, SOURCE, WRONG, judge_right, judge_wrong, quick
+from trainstep.batches import share_of
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.gradients import Gradients
 from trainstep.bench.check.reference import DRAWS
 from trainstep.bench.check.updates import UpdateError
-from trainstep.bench.parallel import ParallelCase, share_of
+from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.check import _BITS, _checksum, compare_with_one_process
 from trainstep.bench.parallel.check import agreement as judge
 from trainstep.bench.parallel.one_process import MOVED, SHRUNK, STEPS, _places, expected

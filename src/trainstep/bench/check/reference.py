@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.batches import fingerprint, map_tensors
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
-from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights, fingerprint
+from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
 from trainstep.bench.outcome import attempt
@@ -32,7 +33,7 @@ from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
 from trainstep.randomness import from_seed, generator_states
 from trainstep.training_step import TrainingStep, build_step, uncompiled
-from trainstep.workload import WorkloadSource, map_tensors
+from trainstep.workload import WorkloadSource
 
 TRAINED_STEPS = 10
 """Updates before the second place."""

@@ -7,9 +7,7 @@ or gradients make every comparison void. Other batches need not: all sides are t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Gradients, Rounding
 from trainstep.errors import UnsupportedError
 from trainstep.precision import PrecisionName
-from trainstep.workload import tensors_of
 
 REPEATS = 1e-3
 """Gradients of one batch and the same weights that are further apart were made by other random numbers: on a GPU, sums
@@ -28,15 +25,6 @@ SEEDS = "torch, numpy and `random` are seeded before the factory is called; seed
 
 class NotReproducibleError(UnsupportedError):
     """Two builds of a workload from one seed are not alike."""
-
-
-def fingerprint(batch: Any) -> str:
-    """Of the types, shapes and bits of a batch's tensors."""
-    found = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_of(batch):
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def check_same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
+from trainstep.batches import share_of
 from trainstep.bench.step import case_columns
 from trainstep.config import StepConfig
-from trainstep.errors import UsageError
 from trainstep.parallel.process import Process
 from trainstep.records import Scalar
 from trainstep.replicas import build
 from trainstep.schemes import Scheme
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource, map_tensors
+from trainstep.workload import Workload, WorkloadSource
 
 
 @dataclass(frozen=True)
@@ -59,25 +57,6 @@ class ParallelCase:
 def part_of(workload: Workload, rank: int, world_size: int) -> Workload:
     """The workload with a rank's share of its batches."""
     return dataclasses.replace(workload, batches=_Shares(workload, rank, world_size))
-
-
-def share_of(batch: Any, rank: int, world_size: int) -> Any:
-    """A rank's rows of each tensor's first dimension.
-
-    Raises:
-        UsageError: there are not as many rows for each rank.
-    """
-
-    def rows(tensor: Tensor) -> Tensor:
-        count = tensor.shape[0] if tensor.dim() else 0
-        if count == 0 or count % world_size:
-            raise UsageError(
-                f"a batch with a tensor of shape {tuple(tensor.shape)} cannot be divided among {world_size} ranks; "
-                f"its first dimension must be a multiple of {world_size}"
-            )
-        return tensor.chunk(world_size)[rank]
-
-    return map_tensors(batch, rows)
 
 
 @dataclass(frozen=True)

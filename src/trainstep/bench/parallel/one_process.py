@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstep.batches import map_tensors, share_of
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
 from trainstep.bench.check.gradients import Gradients, Rounding, dense
@@ -31,14 +32,13 @@ from trainstep.bench.check.reproducible import REPEATS
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import UPDATES
 from trainstep.bench.outcome import Failure, attempt
-from trainstep.bench.parallel import share_of
 from trainstep.casting import autocast_dtype, stored_dtype
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
 from trainstep.randomness import from_seed
 from trainstep.replicas import local_gradients
 from trainstep.training_step import TrainingStep
-from trainstep.workload import Workload, WorkloadSource, map_tensors
+from trainstep.workload import Workload, WorkloadSource
 
 STEPS = 5
 BATCHES = (1, 3)

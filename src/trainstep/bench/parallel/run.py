@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainstep.batches import count_tokens
 from trainstep.bench.outcome import Failure, attempt_on_all_ranks, failed_row
 from trainstep.bench.parallel import ParallelCase
 from trainstep.bench.parallel.batches import same_on_all_ranks
 from trainstep.bench.parallel.check import Agreement, compare_with_one_process
 from trainstep.bench.parallel.ratios import ratio_rows
 from trainstep.bench.parallel.trace import trace_row, traced_step
-from trainstep.bench.step import count_tokens, phase_samples
+from trainstep.bench.step import phase_samples
 from trainstep.config import ModelConfig, OptimizerImpl
 from trainstep.errors import UsageError
 from trainstep.kinds import ParallelRatioRow, ParallelRow, ParallelTraceRow

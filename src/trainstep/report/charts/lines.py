@@ -29,6 +29,16 @@ class Series:
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
     texts: Sequence[str] | None = None  # What hovering shows for each y, where that is not y itself
+    hover: bool = True  # Whether hovering shows it
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line across the chart."""
+
+    x: float
+    role: str
+    dash: str = "dashed"
 
 
 def key_of(series: Sequence[Series]) -> list[tuple[str, str]]:
@@ -44,6 +54,7 @@ def lines(
     log: bool = False,
     around_zero: bool = False,
     hover: bool = True,
+    marks: Sequence[Mark] = (),
 ) -> figure:
     """Lines over a common x; hovering shows all of them at one x."""
     from bokeh.models import FixedTicker, Range1d, Span
@@ -61,6 +72,9 @@ def lines(
     plot.y_range = Range1d(*_room(series, log, around_zero))
     if around_zero:
         plot.add_layout(Span(location=0, dimension="width", line_color=COLOURS["neutral"], level="underlay"))
+    for mark in marks:
+        style = {"line_color": COLOURS[mark.role], "line_dash": mark.dash, "line_width": 1.2}
+        plot.add_layout(Span(location=mark.x, dimension="height", **style))
     for one in series:
         colour = COLOURS[one.role]
         spans = [
@@ -76,7 +90,7 @@ def lines(
         if one.markers:
             plot.scatter(list(one.x), list(one.y), size=8, fill_color=colour, line_color=COLOURS["paper"], line_width=1)
     if hover:
-        _hover_columns(plot, series, ticks, [f"{x_axis} {x:g}" for x in ticks])
+        _hover_columns(plot, [one for one in series if one.hover], ticks, [f"{x_axis} {x:g}" for x in ticks])
     return plot
 
 

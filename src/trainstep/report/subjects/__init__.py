@@ -26,13 +26,14 @@ from trainstep.report.subjects import (
     script_ladder,
     steps,
     sweep,
+    training,
     workload,
 )
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, memory, precision, plan, sweep,
-    workload, noise,
+    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, training, memory, precision,
+    plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""
 

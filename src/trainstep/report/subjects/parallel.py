@@ -1,4 +1,4 @@
-"""Several ranks: collectives by size, schemes of data parallel training, their traced steps, and training runs."""
+"""Several ranks: collectives by size, schemes of data parallel training, and their traced steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from trainstep.kinds import (
     ParallelRatioRow,
     ParallelRow,
     ParallelTraceRow,
-    TrainRow,
 )
 from trainstep.records import Row, Scalar, by_case, of_kind
 from trainstep.report import columns
@@ -173,22 +172,6 @@ RATIOS = define(
     columns.ratio("time, ours over torch’s", "ratio"),
     columns.value("peak memory, ours over torch’s", "peak_ratio"),
     columns.value("rounds", "rounds"),
-    columns.OUTCOME,
-)
-RUNS = define(
-    TrainRow,
-    "Training runs: losses in nats per token; speed is the median over updates after the first ones",
-    *columns.SETTINGS,
-    _RANKS,
-    *columns.cases({"global batch": "global_batch", "updates": "steps"}),
-    _SCHEME,
-    _REPLICAS,
-    _COUNT,
-    *columns.values({"first loss": "first_loss", "last loss": "last_loss"}, digits=5),
-    columns.value("validation loss", "validation_loss", digits=5),
-    columns.median("update (ms) [95 %]", "step"),
-    columns.count("tokens/s", "tokens_per_s"),
-    *columns.values({"utilisation (%)": "utilisation", "peak (GiB)": "peak_gib"}),
     columns.OUTCOME,
 )
 
@@ -381,6 +364,6 @@ def _explained(rows: Sequence[ParallelTraceRow]) -> str:
     return text
 
 
-TABLES = (COLLECTIVE, FIT, SCHEMES, RATIOS, TRACES, RUNS)
+TABLES = (COLLECTIVE, FIT, SCHEMES, RATIOS, TRACES)
 RULES = (data_findings, overlap_findings)
 SECTIONS = (collectives, parallel)

@@ -1,0 +1,41 @@
+"""`trainstep report`: the page of training runs, finished or not, or of any command's results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from trainstep.commands.options import Common
+from trainstep.commands.output import console_for_output
+from trainstep.errors import UsageError
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Common):
+    """Write report.html of training runs as far as they have come, or of results.jsonl files."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of training runs, which may be under way or have been killed, or results.jsonl files of any command."""
+    out: Path | None = None
+    """Folder for report.html; by default that of the run, where one is named."""
+
+    def run(self) -> int:
+        from trainstep.records import collection_paused, read_records
+        from trainstep.report.page import write_html
+        from trainstep.train.history import history
+
+        if not self.runs:
+            raise UsageError("nothing to report: name the folder of a training run, or a results.jsonl")
+        if self.out is None and len(self.runs) > 1:
+            raise UsageError(f"{len(self.runs)} runs are named, which has no folder of its own; say where with --out")
+        first = self.runs[0]
+        folder = self.out or (first if first.is_dir() else first.parent)
+        with collection_paused():
+            rows = [row for path in self.runs for row in ([history(path)] if path.is_dir() else read_records(path))]
+            write_html(rows, folder / PAGE)
+        console_for_output().print(f"written to {folder / PAGE}")
+        return 0
