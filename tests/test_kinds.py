@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainstep.kinds import CeilingRow, row_of
+from trainstep.kinds import CeilingRow, StepRow, row_of
+from trainstep.kinds.row import make_row
 from trainstep.records import read_records
 from trainstep.report.subjects.allocations import made_in, owner_part
 from trainstep.report.subjects.memory import residual_name
@@ -85,3 +86,8 @@ def test_ceilings_and_families_have_operation_and_precision():
 def test_sums_that_disagree_are_several_words():
     assert row_of("profile", {}, {"sums_disagree": "forward, step"}).sums_disagree == ("forward", "step")
     assert row_of("profile", {}, {"sums_disagree": None}).sums_disagree is None
+
+
+def test_what_no_row_has_is_not_taken():
+    with pytest.raises(TypeError, match="a row has no 'sample'; expected some of environment, reason, samples"):
+        make_row(StepRow, {}, {}, sample={})

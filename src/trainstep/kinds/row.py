@@ -116,6 +116,8 @@ class Row:
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+_COMMON = frozenset(each.name for each in dataclasses.fields(Row))
+"""What rows of every kind have beside case and values."""
 
 
 @cache
@@ -178,6 +180,8 @@ def make_row(kind: type[AnyRow], case: Mapping[str, Any], values: Mapping[str, A
     for name in _required(kind):  # type: ignore[arg-type]
         if name not in found:
             raise ValueError(f"a row of kind {kind.kind!r} lacks {name!r} in its case")
+    if unknown := rest.keys() - _COMMON:
+        raise TypeError(f"a row has no {min(unknown)!r}; expected some of {', '.join(sorted(_COMMON))}")
     row = object.__new__(kind)  # what is left has its default in the class; `__init__` would take most of the time
     row.__dict__.update(found)
     return row
