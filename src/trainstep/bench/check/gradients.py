@@ -21,6 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from trainstep.bench.check.host import copied_to_host
 from trainstep.errors import UsageError
 
 HEADROOM = 4.0
@@ -51,7 +52,7 @@ class Gradients:
 
     def on_host(self) -> Gradients:
         """The same in the host's memory."""
-        moved = Gradients(self.loss, {name: each.cpu() for name, each in self.by_name.items()})
+        moved = Gradients(self.loss, copied_to_host(self.by_name))
         vars(moved).update(squares=self.squares, rows=self.rows)  # taken where that is fast
         return moved
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trainstep.batches import fingerprint, map_tensors
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
+from trainstep.bench.check.host import copied_to_host
 from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
@@ -112,13 +113,15 @@ class Reference:
     ) -> None:
         self.source, self.config, self._differentiate = source, config, differentiate
         step = build_step(source, config)
-        states, batches, plain = [], [], []
+        states, batches = [], []
+        plain: list[Gradients] = []
         for batch in places(step):
             states.append(_state_of(step.module))
             batches.append(map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True)))
-            plain.append(differentiate(step, batch).on_host())
-            plain[-1].check_finite(config.precision, trained=len(plain) > 1)
-        del step, batch
+            found = differentiate(step, batch)
+            found.check_finite(config.precision, trained=bool(plain))
+            plain.append(found.on_host())
+        del step, batch, found
         self.batches_differ = self._build_again(places, states[0], batches[0], plain[0])
         """Whether a second build gets other batches."""
         exact = attempt(lambda: self._in_float64(states, batches, plain))
@@ -137,8 +140,8 @@ class Reference:
         """
         step = build_step(self.source, self.config)
         own = next(iter(places(step)))
-        check_same_weights(state, _state_of(step.module))
-        check_same_gradients(known, self._differentiate(step, step.place(batch)).on_host(), self.config.precision)
+        check_same_weights(state, dict(_tensors_of(step.module)))
+        check_same_gradients(known, self._differentiate(step, step.place(batch)), self.config.precision)
         return fingerprint(own) != fingerprint(batch)
 
     def _in_float64(
@@ -172,7 +175,7 @@ class Reference:
         """How far each parameter moves in updates of the gradients of the two places."""
         step = build_step(self.source, self.config)
         moved = take_updates(step.optimizer, step.module.named_parameters(), self.update_gradients)
-        return {name: each.cpu() for name, each in moved.items()}
+        return copied_to_host(moved)
 
     def updates_from_zero(self, precision: PrecisionName) -> Mapping[str, Tensor]:
         """The same of weights that are stored in 16 bits, and zero at first."""
@@ -180,7 +183,7 @@ class Reference:
             step = build_step(self.source, dataclasses.replace(self.config, precision=precision))
             parameters = step.module.named_parameters()
             moved = take_updates(step.optimizer, parameters, self.update_gradients, from_zero=True)
-            self._from_zero[precision] = {name: each.cpu() for name, each in moved.items()}
+            self._from_zero[precision] = copied_to_host(moved)
         return self._from_zero[precision]
 
     @property
@@ -296,7 +299,7 @@ def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in _tensors_of(module)}
+    return copied_to_host(dict(_tensors_of(module)))
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

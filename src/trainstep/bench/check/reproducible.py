@@ -45,4 +45,4 @@ def check_same_gradients(first: Gradients, second: Gradients, precision: Precisi
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
+    return one.shape == other.shape and torch.equal(one.to(other.device).nan_to_num(), other.nan_to_num())

@@ -27,6 +27,7 @@ from trainstep.batches import map_tensors, share_of
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
 from trainstep.bench.check.gradients import Gradients, Rounding, dense
+from trainstep.bench.check.host import copied_to_host
 from trainstep.bench.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
 from trainstep.bench.check.reproducible import REPEATS
 from trainstep.bench.check.rounding import RandomRounding
@@ -209,7 +210,8 @@ def _updates(source: WorkloadSource, config: StepConfig, world_size: int) -> dic
     fill_gradients(step, FILLED)
     for batch in batches(step, 2, len(FILLED)):
         step.accumulate(_shares(batch, world_size))
-    return {name: (value.detach().double() - before[name].double()).float().cpu() for name, value in used.items()}
+    moved = {name: (value.detach().double() - before[name].double()).float() for name, value in used.items()}
+    return copied_to_host(moved)
 
 
 def _trained_beside(

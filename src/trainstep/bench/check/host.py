@@ -1,0 +1,52 @@
+"""Tensors that a check keeps in the host's memory, page-locked where they come from a GPU.
+
+Weights and gradients of the reference are copied to the GPU again for every step that is judged, several times over.
+From page-locked memory that runs at the bus's speed; from other memory the driver copies them once more in between.
+Tensors share a few large buffers: to lock memory takes time per call, and torch rounds each locked buffer up to a power
+of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+BUFFER = 2**30
+"""Bytes of a buffer at most, unless one tensor alone is larger."""
+ALIGNED = 64
+"""Bytes at whose multiples each tensor starts."""
+
+
+def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies by the same names, contiguous, in the host's memory; none shares memory with what was given."""
+    found = {name: each.detach().to("cpu", copy=True) for name, each in tensors.items() if not each.is_cuda}
+    on_gpu = {name: each.detach() for name, each in tensors.items() if each.is_cuda}
+    for names in _shared(on_gpu):
+        sizes = {name: _aligned(on_gpu[name].nbytes) for name in names}
+        buffer, start = torch.empty(sum(sizes.values()), dtype=torch.uint8, pin_memory=True), 0
+        for name, size in sizes.items():
+            tensor = on_gpu[name]
+            place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            found[name] = place.copy_(tensor)
+            start += size
+    return {name: found[name] for name in tensors}
+
+
+def _shared(tensors: Mapping[str, Tensor]) -> Iterable[list[str]]:
+    """Names of the tensors that share a buffer, in order."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > BUFFER:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _aligned(tensor.nbytes)
+    if names:
+        yield names
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
