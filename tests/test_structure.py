@@ -15,7 +15,7 @@ GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kind
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks", "checkpointing", "repeating"),
-    *("model", "attention"),
+    *("model", "attention", "weights"),
 }
 """What is run."""
 
@@ -39,7 +39,9 @@ MAY_IMPORT = {
     "blocks": set(),
     "repeating": {"errors"},
     "checkpointing": {"blocks", "config", "errors", "repeating"},
-    "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
+    "weights": set(),
+    "rebuilding": {"randomness", "weights"},
+    "workload": {"attention", "config", "errors", "model", "precision", "randomness", "rebuilding"},
     "training_step": {"batches", "blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},

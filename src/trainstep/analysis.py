@@ -19,7 +19,7 @@ from trainstep.kinds import WorkloadRow
 from trainstep.measure.environment import describe
 from trainstep.measure.memory import GIB, parameter_bytes
 from trainstep.plan.flops import OMISSIONS, forward_flops
-from trainstep.randomness import seed_everything
+from trainstep.rebuilding import Factory
 from trainstep.records import Row
 from trainstep.report.page import Report
 from trainstep.workload import Workload, WorkloadSource, resolve_device
@@ -73,11 +73,8 @@ def _source_of(factory: Callable[[], Workload]) -> WorkloadSource:
             "anew for every setting, so that all start from the same weights"
         )
 
-    def build(step: StepConfig) -> Workload:
-        seed_everything(step.seed)
-        return factory()
-
-    return WorkloadSource(getattr(factory, "__name__", "workload"), build)
+    build = Factory(factory)
+    return WorkloadSource(getattr(factory, "__name__", "workload"), lambda step: build(step.seed))
 
 
 def analysis_records(

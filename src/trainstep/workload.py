@@ -25,6 +25,7 @@ from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import Transformer, build_transformer, chunked_cross_entropy, cross_entropy
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.randomness import seed_everything
+from trainstep.rebuilding import Factory
 
 
 def call_with_first(module: nn.Module, batch: Any) -> Any:
@@ -172,10 +173,10 @@ def factory_source(spec: str) -> WorkloadSource:
         raise UsageError(f"--workload {spec}: importing it failed: {_last_line(error)}") from error
     if not callable(factory):
         raise UsageError(f"--workload {spec}: {attribute} is a {type(factory).__name__}, expected a function")
-    return WorkloadSource(spec, functools.partial(_build_from_factory, spec, factory))
+    return WorkloadSource(spec, functools.partial(_build_from_factory, spec, Factory(factory)))
 
 
-def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConfig) -> Workload:
+def _build_from_factory(spec: str, factory: Factory, step: StepConfig) -> Workload:
     for name in ("loss", "batch", "context", "learning_rate"):
         if getattr(step, name) != getattr(StepConfig(), name):
             raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
@@ -184,9 +185,8 @@ def _build_from_factory(spec: str, factory: Callable[[], object], step: StepConf
             f"--workload {spec} brings its own optimizer, so --optimizer {step.optimizer} cannot replace it; leave "
             "that flag out, or ask for the fused form of its own with adamw-fused"
         )
-    seed_everything(step.seed)
     try:
-        workload = factory()
+        workload = factory(step.seed)
     except UsageError as error:
         raise UsageError(f"--workload {spec}: {error}") from error
     except Exception as error:

@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from trainstep.bench.check.host import copied_to_host
 from trainstep.errors import UsageError
+from trainstep.weights import copied_to_host
 
 HEADROOM = 4.0
 """Standard deviations: with a hundred thousand rows, the largest is about four above the mean."""

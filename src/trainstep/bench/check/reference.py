@@ -19,12 +19,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainstep.batches import fingerprint, map_tensors
 from trainstep.bench.check import one_rounding
 from trainstep.bench.check.gradients import Deviation, Gradients, Rounding, compare
-from trainstep.bench.check.host import copied_to_host
 from trainstep.bench.check.reproducible import check_same_gradients, check_same_weights
 from trainstep.bench.check.rounding import RandomRounding
 from trainstep.bench.check.updates import take_updates
@@ -34,6 +33,7 @@ from trainstep.config import StepConfig
 from trainstep.precision import PrecisionName
 from trainstep.randomness import from_seed, generator_states
 from trainstep.training_step import TrainingStep, build_step, uncompiled
+from trainstep.weights import copied_to_host, load, tensors_of
 from trainstep.workload import WorkloadSource
 
 TRAINED_STEPS = 10
@@ -116,7 +116,7 @@ class Reference:
         states, batches = [], []
         plain: list[Gradients] = []
         for batch in places(step):
-            states.append(_state_of(step.module))
+            states.append(copied_to_host(tensors_of(step.module)))
             batches.append(map_tensors(batch, lambda tensor: tensor.to("cpu", copy=True)))
             found = differentiate(step, batch)
             found.check_finite(config.precision, trained=bool(plain))
@@ -140,7 +140,7 @@ class Reference:
         """
         step = build_step(self.source, self.config)
         own = next(iter(places(step)))
-        check_same_weights(state, dict(_tensors_of(step.module)))
+        check_same_weights(state, tensors_of(step.module))
         check_same_gradients(known, self._differentiate(step, step.place(batch)), self.config.precision)
         return fingerprint(own) != fingerprint(batch)
 
@@ -289,18 +289,3 @@ FLOAT32_LOSES = 4.0
 
 FLOAT32_AT_MOST = 1e-3
 """Float64's gradients further from float32's than this are of a model that computes something else in float64."""
-
-
-def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy parameters and buffers into the module, whatever their dtype is there."""
-    with torch.no_grad():
-        for name, value in _tensors_of(module):
-            value.copy_(state[name])
-
-
-def _state_of(module: nn.Module) -> dict[str, Tensor]:
-    return copied_to_host(dict(_tensors_of(module)))
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]

@@ -29,13 +29,14 @@ from typing import Any, Literal
 
 from trainstep.bench.check.dropout import eager_random, without_dropout
 from trainstep.bench.check.gradients import Deviation
-from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at, load
+from trainstep.bench.check.reference import TRAINED_STEPS, Reference, gradients_at
 from trainstep.bench.check.reproducible import NotReproducibleError
 from trainstep.bench.check.updates import UPDATES, UpdateError, compare_updates, take_updates
 from trainstep.bench.outcome import Failure, attempt
 from trainstep.config import StepConfig
 from trainstep.precision import PRECISIONS
 from trainstep.training_step import TrainingStep, build_step
+from trainstep.weights import load
 from trainstep.workload import WorkloadSource
 
 Compared = Literal["as it is", "with eager code's random numbers", "without dropout"]

@@ -27,7 +27,6 @@ from trainstep.batches import map_tensors, share_of
 from trainstep.bench.check import allowed_error, one_rounding
 from trainstep.bench.check.dropout import without_dropout
 from trainstep.bench.check.gradients import Gradients, Rounding, dense
-from trainstep.bench.check.host import copied_to_host
 from trainstep.bench.check.reference import DRAWS, FLOAT32_AT_MOST, Reference
 from trainstep.bench.check.reproducible import REPEATS
 from trainstep.bench.check.rounding import RandomRounding
@@ -39,6 +38,7 @@ from trainstep.precision import PRECISIONS
 from trainstep.randomness import from_seed
 from trainstep.replicas import local_gradients
 from trainstep.training_step import TrainingStep
+from trainstep.weights import copied_to_host
 from trainstep.workload import Workload, WorkloadSource
 
 STEPS = 5

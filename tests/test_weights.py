@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trainstep.bench.check import host
-from trainstep.bench.check.host import copied_to_host
+from trainstep import weights
+from trainstep.weights import copied_to_host
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies of a GPU's tensors are what is looked at")
 
@@ -42,17 +42,17 @@ def test_a_parameters_copy_takes_no_gradient():
 
 @pytest.mark.parametrize(("limit", "expected"), [(10**6, [["a", "b", "c"]]), (64, [["a"], ["b"], ["c"]])])
 def test_tensors_share_a_buffer_up_to_its_size(monkeypatch, limit, expected):
-    monkeypatch.setattr(host, "BUFFER", limit)
+    monkeypatch.setattr(weights, "BUFFER", limit)
     given = {name: torch.empty(size) for name, size in {"a": 1, "b": 100, "c": 16}.items()}
-    assert list(host._shared(given)) == expected
+    assert list(weights._shared(given)) == expected
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("limit", [host.BUFFER, 128])
+@pytest.mark.parametrize("limit", [weights.BUFFER, 128])
 def test_copies_of_a_gpus_tensors_are_page_locked(monkeypatch, limit):
-    monkeypatch.setattr(host, "BUFFER", limit)
+    monkeypatch.setattr(weights, "BUFFER", limit)
     copies = check_copies(tensors("cuda"))
     assert all(each.is_pinned() for each in copies.values() if each.numel())
     buffers = {each.untyped_storage().data_ptr() for each in copies.values() if each.numel()}
-    assert (len(buffers) == 1) == (limit == host.BUFFER)
+    assert (len(buffers) == 1) == (limit == weights.BUFFER)

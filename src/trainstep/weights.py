@@ -1,9 +1,9 @@
-"""Tensors that a check keeps in the host's memory, page-locked where they come from a GPU.
+"""Weights and buffers of a module, and other tensors by name: set aside in the host's memory, and put back.
 
-Weights and gradients of the reference are copied to the GPU again for every step that is judged, several times over.
-From page-locked memory that runs at the bus's speed; from other memory the driver copies them once more in between.
-Tensors share a few large buffers: to lock memory takes time per call, and torch rounds each locked buffer up to a power
-of two.
+Tensors that come from a GPU are kept page-locked: they are copied there again for every step that is judged, several
+times over. From page-locked memory that runs at the bus's speed; from other memory the driver copies them once more in
+between. Tensors share a few large buffers: to lock memory takes time per call, and torch rounds each locked buffer up
+to a power of two.
 """
 
 from __future__ import annotations
@@ -11,12 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BUFFER = 2**30
 """Bytes of a buffer at most, unless one tensor alone is larger."""
 ALIGNED = 64
 """Bytes at whose multiples each tensor starts."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers by name, those that are used twice once."""
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy parameters and buffers into the module, whatever their dtype is there."""
+    with torch.no_grad():
+        for name, value in tensors_of(module).items():
+            value.copy_(state[name])
 
 
 def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
