@@ -19,6 +19,7 @@ from trainstep.records import Times
 from trainstep.report.page import Report
 from trainstep.report.subjects.ladder_findings import recommended_flags
 from trainstep.report.subjects.noise import measured_again
+from trainstep.stats import Interval, Ratio
 from trainstep.training_step import build_step
 from trainstep.workload import WorkloadSource, builtin_source
 
@@ -202,7 +203,36 @@ def test_more_turns_are_taken_while_a_wide_interval_decides_nothing(monkeypatch,
     _, one = climb_with(monkeypatch, TWO[:1], steps=9)
     assert (one.verdict, one.attempts, one.n) == ("inconclusive", attempts, 9 * attempts)
     assert len(taken) == attempts + one.kept
+    assert len(one.samples["step"]) == len(one.samples["forward"]) == one.n
     assert [finding.figures for finding in measured_again([one])] == [{"rungs": ("one",)}] * (attempts > 1)
+
+
+def test_only_the_first_turns_are_warmed_up(monkeypatch):
+    before = [105.0, 100.0, 95.0] * 3
+    faked(monkeypatch, [100.0] * 3, [(before, 100.0)] * 4 + [(100.0, 100.0)] * 2)
+    retimed, warmups = ladder.time_in_turns, []
+
+    def take_turns(*arguments, **options):
+        warmups.append(options["warmup"])
+        return retimed(*arguments, **options)
+
+    monkeypatch.setattr(ladder, "time_in_turns", take_turns)
+    _, one = climb_with(monkeypatch, TWO[:1], warmup=3, steps=9)
+    assert warmups[: one.attempts] == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("gain", "is_open"),
+    [
+        (Ratio(1.07, Interval(1.0, 1.08)), False),
+        (Ratio(1.0, Interval(0.95, 1.08)), True),
+        (Ratio(0.93, Interval(0.92, 1.0)), True),
+        (Ratio(1.5, Interval(1.2, 1.9)), False),
+        (Ratio(1.5, None), False),
+    ],
+)
+def test_an_interval_is_wide_by_its_part_of_the_gain(gain, is_open):
+    assert ladder._is_open(gain) == is_open
 
 
 def test_a_wide_interval_that_decides_is_enough(monkeypatch):
@@ -230,7 +260,7 @@ def test_the_first_rung_is_one_times_itself(monkeypatch):
     faked(monkeypatch, [100.0, 50.0], [(100.0, 50.0)] * 2)
     first, one = climb_with(monkeypatch, TWO[:1])
     assert (first.speedup, first.gain, first.speedup_low, first.gain_high) == (1.0, 1.0, None, None)
-    assert (first.verdict, first.kept, one.kept) == ("baseline", True, True)
+    assert (first.verdict, first.kept, one.kept, first.attempts) == ("baseline", True, True, 1)
 
 
 def test_a_rung_on_the_baseline_is_as_much_faster_as_its_gain_says(monkeypatch):
@@ -249,6 +279,13 @@ def test_a_step_measured_twice_has_the_last_memory_and_the_first_first_step(monk
     _, one = climb_with(monkeypatch, TWO[:1])
     assert one.peak_gib * 2**30 == pytest.approx(500)
     assert one.first_step_ms == 9000
+
+
+@pytest.mark.parametrize(("peaks", "kept"), [([1000, 1200, 1000, 700], True), ([1000, 700, 600, 700], False)])
+def test_smaller_is_what_was_measured_last(monkeypatch, peaks, kept):
+    faked(monkeypatch, [100.0] * 6, [None, None], [*peaks, 1000, 1000])
+    _, one = climb_with(monkeypatch, TWO[:1])
+    assert (one.verdict, one.kept, one.attempts) == ("inconclusive", kept, 2)
 
 
 def test_a_step_of_which_nothing_can_be_said_gets_no_time(monkeypatch):

@@ -317,8 +317,8 @@ def _is_open(gain: Ratio) -> bool:
 
 
 def _is_smaller(rung: Climbed, than: Climbed) -> bool:
-    """Whether the rung's peak is known and lower by more than runs differ."""
-    own, other = rung.alone[0].memory, than.alone[0].memory
+    """Whether the rung's peak is known and lower by more than runs differ; of steps measured again, the last one's."""
+    own, other = rung.alone[-1].memory, than.alone[-1].memory
     return own is not None and other is not None and own.peak < (1 - RUN_SPREAD) * other.peak
 
 
