@@ -136,7 +136,6 @@ def test_sharded_state_is_saved_and_loaded(ranks, tmp_path):
 FSDP_CASES = {
     "float32": ({"frozen": True, "unused": True}, "sgd", None),
     "bfloat16": ({"tied": True}, "sgd", torch.bfloat16),
-    "float16": ({"unused": True}, "sgd", torch.float16),
 }
 
 

@@ -1,17 +1,18 @@
 """Which form collectives take, by what carries the tensors of a device in a group.
 
-What the backends can do, torch 2.11 to 2.13 (lists are calls over several tensors, `*_coalesced`):
+What the backends do, in torch 2.11 to 2.13 (lists: calls over several tensors, `*_coalesced`):
 
 | | NCCL, on a GPU | Gloo, on a CPU | Gloo, on a GPU |
 |---|---|---|---|
-| all-reduce, broadcast, gathers, all-to-all | yes | yes | yes: Gloo copies to the host and back |
-| all-reduce of a list | in one launch | packed | refused |
-| reduce-scatter | yes, of lists too | an all-reduce of each, cut in its wait | likewise |
-| gather of a list | in one launch | corrupts the heap now and then | reads the GPU's memory from the host |
-| mean | on the way | sum | sum |
+| all-reduce, broadcast, all-gather, all-to-all | yes | yes | copied to the host and back |
+| all-reduce of a list | one launch | packed | refused |
+| reduce-scatter of a list | one launch | all-reduce of each, cut in the wait | likewise |
+| all-gather of a list | one launch | corrupts the heap now and then | the host reads the GPU's addresses |
+| means | on the way | no | no |
 | the host | goes on | waits | waits |
 
-So over Gloo a list on a GPU is copied to the host once by us (`staged`), and takes the form that it takes on a CPU.
+So what is on a GPU, and goes over Gloo, is copied to the host by us, a list in one (`staged`), and takes the form that
+it takes on a CPU. Single tensors of a few bytes, such as a norm, may be left to Gloo's own copies.
 """
 
 from __future__ import annotations
