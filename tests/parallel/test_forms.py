@@ -55,12 +55,12 @@ def test_the_form_follows_backend_and_device_and_is_chosen_once(backend, device,
     group = StandIn(backend)
     assert form_of(group, device) is form
     assert host_waits(group, torch.device(device.type, 0)) is waits
-    assert group.asked == [device.type]
+    assert group.asked == [device.type, *(["cpu"] if form is Form.STAGED else [])]
 
 
 def _refused(process):
     found = []
-    for backend, device in (("cpu:gloo", GPU), ("fake", CPU)):
+    for backend, device in (("cpu:gloo", GPU), ("cuda:gloo", GPU), ("fake", CPU)):
         group = dist.new_group(backend=backend)
         with pytest.raises(UsageError) as caught:
             form_of(group, device)
@@ -70,10 +70,11 @@ def _refused(process):
 
 @pytest.mark.distributed
 def test_what_has_no_form_is_an_error_that_says_what_has(two):
-    for no_backend, unknown in two.run(_refused):
+    for no_backend, no_copies, unknown in two.run(_refused):
         assert "no backend for cuda tensors (it has cpu:gloo)" in no_backend
+        assert "no backend for cpu tensors (it has cuda:gloo)" in no_copies
         assert "has fake for cpu tensors" in unknown
-        for message in (no_backend, unknown):
+        for message in (no_backend, no_copies, unknown):
             assert "gloo for cpu tensors, nccl for cuda tensors, gloo for cuda tensors" in message
 
 

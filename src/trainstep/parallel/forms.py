@@ -59,6 +59,8 @@ def _choose(group: dist.ProcessGroup, device_type: str) -> Form:
     devices = {device.type for device in group._device_types}
     backend = group._get_backend(torch.device(device_type)).name() if device_type in devices else None
     if form := FORMS.get((str(backend), device_type)):
+        if form is Form.STAGED and device_type != "cpu":
+            _choose(group, "cpu")  # where the copies are
         return form
     found = "no backend" if backend is None else backend
     known = ", ".join(f"{backend} for {device_type} tensors" for backend, device_type in FORMS)
