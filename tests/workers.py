@@ -48,6 +48,8 @@ class Workers:
     Args:
         world_size: how many.
         device: cpu (Gloo) or cuda (NCCL, one GPU per worker).
+        backend: another than these, as torch.distributed names it.
+        gpus: how many GPUs the workers share; by default each has its own.
         timeout_s: of a collective.
         limit_s: of a function; a worker that takes longer is killed and reported.
         preload: modules that the server of all workers imports besides, if it has not started yet.
@@ -61,9 +63,13 @@ class Workers:
         timeout_s: float = 60.0,
         limit_s: float = 240.0,
         preload: Sequence[str] = (),
+        backend: str | None = None,
+        gpus: int | None = None,
     ) -> None:
         self.world_size = world_size
         self._device = device
+        self._backend = backend
+        self._gpus = gpus or world_size
         self._timeout_s = timeout_s
         self._limit_s = limit_s
         self._preload = [*PRELOADED, *preload]
@@ -129,11 +135,15 @@ class Workers:
         self._folder = Path(tempfile.mkdtemp(prefix="trainstep-workers-"))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work,
-                args=(theirs, rank, self.world_size, self._device, f"file://{self._folder}/store", self._timeout_s),
-                daemon=True,
-            )
+            settings = {
+                "rank": rank,
+                "world_size": self.world_size,
+                "init_method": f"file://{self._folder}/store",
+                "timeout_s": self._timeout_s,
+                "backend": self._backend,
+            }
+            arguments = (theirs, self._device, rank % self._gpus, settings)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -170,7 +180,7 @@ class Workers:
             failures[rank] = value
 
 
-def _work(connection: Connection, rank: int, world_size: int, device: str, init_method: str, timeout_s: float) -> None:
+def _work(connection: Connection, device: str, local_rank: int, settings: dict[str, Any]) -> None:
     """A worker's life: join the group, run what is sent, leave when the parent closes the connection."""
     import torch
 
@@ -180,8 +190,7 @@ def _work(connection: Connection, rank: int, world_size: int, device: str, init_
     torch.set_num_threads(1)  # several workers share the machine
     gc.freeze()  # what was imported is no garbage, and is not to be searched for any
     try:
-        bound = bind_device(device, rank)
-        with joined(bound, rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s) as process:
+        with joined(bind_device(device, local_rank), **settings) as process:
             _serve(connection, process)
     except Exception:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))

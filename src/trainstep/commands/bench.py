@@ -205,7 +205,10 @@ class BenchCollectives(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchParallel(OneModel):
-    """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed."""
+    """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed.
+
+    Ranks talk over NCCL between GPUs, and over Gloo between CPUs.
+    """
 
     scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
     """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""

@@ -1,10 +1,11 @@
 """Collectives over lists of tensors, which tensors share one, and the side stream that runs beside computation.
 
 A collective takes a list in one call, in place and asynchronous. The tensors stay where they are: NCCL runs a list as
-one group of operations in one launch; for Gloo they are packed and unpacked. On a GPU a call runs on the group's own
-stream, after what the current stream was given before it; `wait()` on what is returned makes the current stream, not
-the host, wait for the result. All tensors of a call share dtype and device, and every rank gives the same sizes in the
-same order.
+one group of operations in one launch; for Gloo they are packed and unpacked, on the way from and to a GPU if they are
+on one (`forms` says when, `staged` how). Over NCCL a call runs on the group's own stream, after what the current stream
+was given before it; `wait()` on what is returned makes the current stream, not the host, wait for the result. Over Gloo
+the host waits, too. All tensors of a call share dtype and device, and every rank gives the same sizes in the same
+order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trainstep.parallel.forms import Form, form_of
+from trainstep.parallel.staged import Staged, host_room, to_host
 
 Owner = TypeVar("Owner")
 MB = 10**6  # bytes in a megabyte, as networks count them
@@ -59,19 +63,19 @@ def slices_of(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tenso
     return [slice_of(tensor, rank, size) for tensor in tensors]
 
 
-def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the mean of all ranks' tensors in its place."""
     return _all_reduce(tensors, group, _mean(tensors, group))
 
 
-def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """Every tensor becomes the sum of all ranks' tensors in its place."""
     return _all_reduce(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
 def reduce_scatter_mean(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
-) -> dist.Work:
+) -> Waitable:
     """In every tensor, `slice_of` this rank becomes the mean of all ranks'; what the rest then holds is undefined.
 
     `slices` are those of this rank, if the caller has them, so that the host does not make them again.
@@ -81,7 +85,7 @@ def reduce_scatter_mean(
 
 def reduce_scatter_sum(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, slices: list[Tensor] | None = None
-) -> dist.Work:
+) -> Waitable:
     """In every tensor, `slice_of` this rank becomes the sum of all ranks'; otherwise as `reduce_scatter_mean`."""
     return _reduce_scatter(tensors, group, dist.ReduceOp(dist.ReduceOp.SUM), slices)
 
@@ -91,9 +95,30 @@ def all_gather_slices(
 ) -> Waitable:
     """In every tensor, `slice_of` each rank becomes what that rank has there; `slices` as for `reduce_scatter_mean`."""
     slices = slices_of(tensors, group) if slices is None else slices
-    if tensors[0].device.type == "cpu":
+    if form_of(group, tensors[0].device) is not Form.LISTS:
         return _packed_gather(tensors, slices, group)
     return group.allgather_into_tensor_coalesced([flat(tensor) for tensor in tensors], slices)
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Waitable:
+    """The tensor, of any dtype, becomes that of the rank `source` of the group."""
+    payload = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    if form_of(group, tensor.device) is not Form.STAGED:
+        return _under_way(dist.broadcast(payload, group=group, group_src=source, async_op=True))
+    target = flat(payload)
+    payload, _ = to_host([target]) if group.rank() == source else host_room([target])
+    work = dist.broadcast(payload, group=group, group_src=source, async_op=True)
+    return Staged(_under_way(work), [(payload, target)])
+
+
+def all_to_all(receive: Tensor, send: Tensor, group: dist.ProcessGroup) -> Waitable:
+    """receive[i] becomes what rank i has in send[this rank]; both are contiguous, (ranks, elements)."""
+    if form_of(group, send.device) is not Form.STAGED:
+        return _under_way(dist.all_to_all_single(receive, send, group=group, async_op=True))
+    target = receive.view(-1)
+    (there, _), (received, _) = to_host([send.view(-1)]), host_room([target])
+    work = dist.all_to_all_single(received, there, group=group, async_op=True)
+    return Staged(_under_way(work), [(received, target)])
 
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -105,10 +130,8 @@ def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
         dense = target.contiguous()
         if dense.data_ptr() != target.data_ptr():
             copies.append((target, dense))
-        payload = dense.view(torch.uint8) if dense.dtype == torch.bool else dense
-        works.append(dist.broadcast(payload, group=group, group_src=0, async_op=True))
+        works.append(broadcast(dense, 0, group))
     for work in works:
-        assert work is not None, "an asynchronous call by a member of the group returns its work"
         work.wait()
     for target, dense in copies:
         target.copy_(dense)
@@ -233,8 +256,8 @@ class SideStream:
     ) -> Pending:
         """Run `before`, what `start` starts, and `after`, behind all that the current stream has so far.
 
-        `start` returns a collective under way, or None if it has given the current stream all there is to do. On a CPU
-        `after` runs when the collective is waited for.
+        `start` returns a collective under way, or None if it has given the current stream all there is to do. Where
+        the host has to wait for the collective (between CPUs; staged), `after` runs when it is waited for.
         """
         stream = self._stream
         if stream is not None:
@@ -243,7 +266,7 @@ class SideStream:
             if before is not None:
                 before()
             work = None if start is None else start()
-            if work is not None and (stream is None or after is None):
+            if work is not None and (stream is None or after is None or isinstance(work, Staged)):
                 return Pending(work=work, then=after, holds=start)  # and what is run here next does not wait for it
             if work is not None:
                 work.wait()  # this stream waits for the group's own; the host does not
@@ -252,38 +275,52 @@ class SideStream:
             return Pending() if stream is None else Pending(event=stream.record_event(), holds=(start, after))
 
 
-def _packed_gather(tensors: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
+def _packed_gather(tensors: Sequence[Tensor], slices: Sequence[Tensor], group: dist.ProcessGroup) -> Waitable:
     """An all-gather of several tensors over Gloo, packed into one here and unpacked when it is waited for.
 
     Gloo's own gather of a list corrupts the heap now and then (torch 2.13: two processes that do nothing else die of
     it within 20,000 calls; see docs/lab-log.md).
     """
-    packed = torch.cat(list(parts))
     size = group.size()
-    gathered = packed.new_empty(size * packed.numel())
+    packed, parts = to_host(slices)
+    gathered, rows = host_room([packed] * size)
+    sizes = [part.numel() for part in parts]
+    back = [
+        (part, slice_of(tensor, rank, size))
+        for rank, row in enumerate(rows)
+        for tensor, part in zip(tensors, row.split(sizes), strict=True)
+    ]
+    return Staged(group._allgather_base(gathered, packed), back)
 
-    def unpack() -> None:
-        for rank, row in enumerate(gathered.view(size, -1)):
-            for tensor, part in zip(tensors, row.split([part.numel() for part in parts]), strict=True):
-                slice_of(tensor, rank, size).copy_(part)
 
-    return Pending(work=group._allgather_base(gathered, packed), then=unpack)
-
-
-def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> dist.Work:
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp) -> Waitable:
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp, options.asyncOp = operation, True
-    payload = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
-    return group.allreduce_coalesced(payload, options)
+    payload = [torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in map(flat, tensors)]
+    if form_of(group, tensors[0].device) is not Form.STAGED:
+        return group.allreduce_coalesced(payload, options)
+    packed, parts = to_host(payload)
+    return Staged(group.allreduce_coalesced([packed], options), list(zip(parts, payload, strict=True)))
 
 
 def _reduce_scatter(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, operation: dist.ReduceOp, slices: list[Tensor] | None
-) -> dist.Work:
+) -> Waitable:
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = operation, True
     slices = slices_of(tensors, group) if slices is None else slices
-    return group.reduce_scatter_tensor_coalesced(slices, [flat(tensor) for tensor in tensors], options)
+    payload = [flat(tensor) for tensor in tensors]
+    if form_of(group, tensors[0].device) is not Form.STAGED:
+        return group.reduce_scatter_tensor_coalesced(slices, payload, options)
+    _, parts = to_host(payload)
+    own = slices_of(parts, group)
+    work = group.reduce_scatter_tensor_coalesced(own, parts, options)
+    return Staged(work, list(zip(own, slices, strict=True)))
+
+
+def _under_way(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "an asynchronous call by a member of the group returns its work"
+    return work
 
 
 def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
@@ -291,7 +328,7 @@ def _mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> dist.ReduceOp:
 
     Divided before, not after, the sum stays in range in 16-bit types.
     """
-    if tensors[0].device.type == "cuda":
+    if form_of(group, tensors[0].device) is Form.LISTS:
         return dist.ReduceOp(dist.ReduceOp.AVG)
     if group.size() > 1:
         torch._foreach_div_(list(tensors), group.size())

@@ -9,10 +9,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slices_of
+from trainstep.parallel.collectives import (
+    Pending,
+    SideStream,
+    Waitable,
+    all_reduce_mean,
+    reduce_scatter_mean,
+    slices_of,
+)
+from trainstep.parallel.forms import host_waits
 from trainstep.parallel.ranks import Ranks
 
 
@@ -30,7 +37,7 @@ class GradientBucket:
         self._sent: list[Tensor] = []
         self._slices: list[Tensor] = []  # this rank's, of what is sent, where it is scattered
         self.versions: list[int] = []  # of the gradients when they were sent
-        self._work: dist.Work | None = None
+        self._work: Waitable | None = None
         self._replicated: Pending | None = None  # what goes between replicas
 
     @property
@@ -48,7 +55,7 @@ class GradientBucket:
             return
         self._slices = slices_of(self._sent, self._ranks.shard)
         self._work = reduce_scatter_mean(self._sent, self._ranks.shard, self._slices)
-        if self._sent[0].is_cuda:  # the second call follows by itself; on a CPU the host has to wait in between
+        if not host_waits(self._ranks.shard, self._sent[0].device):  # the second call follows by itself
             self.go_on()
 
     def go_on(self) -> None:

@@ -110,23 +110,26 @@ def joined(
     store: Store | None = None,
     timeout_s: float = TIMEOUT_S,
     hosts: int = 1,
+    backend: str | None = None,
 ) -> Iterator[Process]:
     """Join a group by a rendezvous of one's own (torch.distributed's `init_method` or `store`); leave it in the end.
 
-    After an error the connections are broken off instead, so that ranks waiting for this one fail too.
+    After an error the connections are broken off instead, so that ranks waiting for this one fail too. `backend` is
+    torch.distributed's; by default Gloo for tensors on the CPU and, on a GPU, NCCL for those on it.
     """
     check_timeout(timeout_s)
     if dist.is_initialized():
         raise UsageError("this process has joined a group already; leave it first (destroy_process_group)")
-    on_gpu = device.type == "cuda"
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        backend,
         init_method=init_method,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
+        device_id=device if "nccl" in backend else None,
     )
     process = Process(rank, world_size, device, resolve_group(None), timeout_s, hosts)
     try:

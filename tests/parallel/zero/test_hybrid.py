@@ -26,13 +26,13 @@ pytestmark = pytest.mark.distributed
 NAMES = ["Plain", "Tied", "Uneven", "Transposed", "Unused"]
 
 
-def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def mesh_of(*shape, device="cpu"):
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _wrap(process, name, shape, scattered, seed=None, **settings):
-    model = build(name, seed=process.rank if seed is None else seed)
-    mesh = mesh_of(*shape) if shape else None
+    model = build(name, seed=process.rank if seed is None else seed).to(process.device)
+    mesh = mesh_of(*shape, device=process.device.type) if shape else None
     settings |= {"bucket_mb": 600e-6, "allow_unused": name == "Unused"}
     ddp = DistributedDataParallel(model, mesh=mesh, **settings)
     optimizer_cls, options = OPTIMIZERS["AdamW"]

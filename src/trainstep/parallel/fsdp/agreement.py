@@ -3,8 +3,8 @@
 A rank that calls other blocks than the others, or calls them in another order, takes part in collectives that are not
 the ones it means: of one size, they fill its weights with those of another block, and training goes on.
 
-Between CPUs a rank says what comes next before each collective, and every rank compares: the error is there before any
-byte is mixed up. On GPUs that would make the host wait. There a rank adds up what it does in a number, the ranks
+Over Gloo a rank says what comes next before each collective, and every rank compares: the error is there before any
+byte is mixed up. Over NCCL that would make the host wait. There a rank adds up what it does in a number, the ranks
 exchange their numbers in one small call at the end of a pass, over Gloo where the group has it, and compare when the
 answer is there: at the next forward, at the latest at the end of the next pass.
 """

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import Pending, SideStream, all_reduce_mean, reduce_scatter_mean, slice_of
+from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.shards import ShardedParameter
 from trainstep.parallel.fsdp.transport import Collectives, Start, Transport, padded
 from trainstep.parallel.ranks import Ranks
@@ -254,7 +255,7 @@ class GradientBuffer:
 class Sending:
     """The gradients of a buffer under way: within this rank's replica, and then between replicas, where there are any.
 
-    On a GPU the second follows the first by itself. On a CPU, where the host has to wait in between, `go_on` starts it.
+    Over NCCL the second follows the first by itself. Over Gloo, where the host waits in between, `go_on` starts it.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class Sending:
         self._rows, self._written, self._result = rows, written, result
         self._within, self._between = pending, between
         self._replicate, self._replicated = replicate, Pending()
-        if result.is_cuda:
+        if replicate is not None and not host_waits(replicate, result.device):
             self._start_between()
 
     def go_on(self) -> None:

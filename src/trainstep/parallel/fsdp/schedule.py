@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trainstep.errors import UsageError
 from trainstep.parallel.collectives import SideStream, weak_hook
+from trainstep.parallel.forms import host_waits
 from trainstep.parallel.fsdp.agreement import Agreement
 from trainstep.parallel.fsdp.group import GatherGroup, ReplicatedGradients, Sending
 from trainstep.parallel.fsdp.shards import ShardedParameter
@@ -69,7 +70,7 @@ class Schedule:
         self.synchronise = True
         self.passes_running = 0  # forwards of the wrapper
         names = [group.name for group in groups]
-        self.agreement = Agreement(ranks.everyone, names, at_once=device.type == "cpu")
+        self.agreement = Agreement(ranks.everyone, names, at_once=host_waits(ranks.everyone, device))
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._held: dict[GatherGroup, Hold] = {}
         self._held_for_backward: set[GatherGroup] = set()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Waitable, all_gather_slices, slice_of
+from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_all, slice_of
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
@@ -44,7 +44,7 @@ Start = Callable[[], Waitable | None]
 
 
 class Collectives:
-    """NCCL between GPUs, Gloo between CPUs; one host or many.
+    """NCCL between GPUs, Gloo between CPUs, or between GPUs through their hosts' memory; one host or many.
 
     What a transport starts runs on the current stream or, if starting it returned something, until that is waited for.
     """
@@ -66,9 +66,7 @@ class Collectives:
 
     def exchange(self, receive: Tensor, send: Tensor) -> Waitable:
         """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
-        work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
-        assert work is not None, "an asynchronous call by a member of the group returns its work"
-        return work
+        return all_to_all(receive, send, self._group)
 
 
 class PeerMemory:

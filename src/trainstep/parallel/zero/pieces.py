@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainstep.errors import UsageError
-from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, flat, slice_of
+from trainstep.parallel.collectives import Pending, Waitable, all_gather_slices, broadcast, flat, slice_of
 from trainstep.parallel.ranks import Ranks, placements
 from trainstep.parallel.scattered import ScatteredGradient
 
@@ -140,7 +140,7 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 def _broadcast(tensors: list[Tensor], owner: int, process_group: dist.ProcessGroup) -> Waitable:
     """Send one rank's tensors to the others in one call; its wait puts them in place."""
     together = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    work = dist.broadcast(together, group=process_group, group_src=owner, async_op=True)
+    work = broadcast(together, owner, process_group)
 
     def unpack() -> None:
         if len(tensors) > 1 and process_group.rank() != owner:

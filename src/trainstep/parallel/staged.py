@@ -1,0 +1,52 @@
+"""The way of a GPU's tensors through the host's memory, which Gloo reads and writes, and back.
+
+There: copies into pinned memory on the current stream, which the host waits for, as no stream could make Gloo's threads
+wait. That is a wait for all that the stream was given before, such as the layers of backward that made a gradient. From
+then on nothing of the call is on the GPU, and whatever it is given next runs beside Gloo.
+
+Back: the host waits for Gloo, and what the current stream does after that comes after the copies.
+
+Tensors of a CPU take the same way, in plain memory: so lists are packed for Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def host_room(likes: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Memory of the host for the elements of all, (sum of elements,), and each one's stretch of it, (elements,)."""
+    sizes = [like.numel() for like in likes]
+    memory = torch.empty(sum(sizes), dtype=likes[0].dtype, pin_memory=likes[0].is_cuda)
+    return memory, list(memory.split(sizes))
+
+
+def to_host(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """`host_room` with the elements of one-dimensional tensors; they are there when this returns."""
+    memory, parts = host_room(tensors)
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.copy_(tensor, non_blocking=True)
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return memory, parts
+
+
+class Staged:
+    """A call under way over the host's memory; waiting for it brings the results back: (from, to)."""
+
+    def __init__(self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._work: dist.Work | None = work
+        self._back = back
+
+    def wait(self) -> None:
+        """The host waits for Gloo, the current stream for the copies."""
+        if self._work is None:
+            return
+        self._work.wait()
+        for source, target in self._back:
+            target.copy_(source, non_blocking=True)  # torch keeps pinned memory until streams are through with it
+        self._work, self._back = None, ()
