@@ -134,7 +134,7 @@ def alternate_seconds(way: AlternateRing, payload: float, world_size: int, bytes
     return alternate_passes(way, world_size) * payload / bytes_per_s
 
 
-CALIBRATION = ("h200-analyze-small", "h200-analyze-large")
+CALIBRATION = ("h200-calibration",)
 CHECKED: Mapping[str, type[Row]] = {
     "h200-step-sizes": StepRow,
     "h200-analyze-2.7B": RungRow,

@@ -11,7 +11,7 @@ from trainstep.plan.measured import calibrated, checked
 from trainstep.records import read_records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
+CALIBRATION = [RESULTS / "h200-calibration.jsonl"]
 
 
 def test_predictions_hold_for_sizes_that_were_not_calibrated_on():

@@ -33,7 +33,7 @@ from trainstep.report.subjects import TABLES, findings
 from trainstep.report.tables import make_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-CALIBRATION = [RESULTS / f"h200-analyze-{size}.jsonl" for size in ("small", "large")]
+CALIBRATION = [RESULTS / "h200-calibration.jsonl"]
 H200 = {"device": "NVIDIA H200", "device_memory_gib": 139.8}
 
 
