@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainstep.bench.attention as bench
 from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
+from trainstep.bench import outcome
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
 from trainstep.errors import UsageError
@@ -175,8 +176,29 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
 
     monkeypatch.setitem(bench.FLUSH_BYTES, "cpu", 12345)
     with order:
-        bench._time(implementation, SMALL, torch.device("cpu"), 1, 3)
+        bench._time(implementation, SMALL, bench._flush(torch.device("cpu")), 1, 3)
     assert order.events == [12345, "forward"] * 4
+
+
+def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(monkeypatch):
+    """It takes longer than a round of a short case."""
+    looked, timed = [], []
+    monkeypatch.setattr(outcome, "release_memory", lambda **options: looked.append("case"))
+    monkeypatch.setattr(bench, "release_memory", lambda **options: looked.append(options))
+    original = bench._time_round
+
+    def fails_later(checked, case, *arguments):
+        timed.append(case.impl)
+        if case.impl == "sdpa" and timed.count("sdpa") == 3:
+            raise torch.OutOfMemoryError("no room")
+        original(checked, case, *arguments)
+
+    monkeypatch.setattr(bench, "_time_round", fails_later)
+    cases = [dataclasses.replace(SMALL, impl=impl) for impl in ("eager", "sdpa")]
+    rows = list(run_cases(cases, device="cpu", warmup=1, passes=5, rounds=5))
+    assert [row.status for row in rows] == ["ok", "out of memory"]
+    assert timed.count("eager") == 5
+    assert looked == ["case", "case", {"drop_compiled": False}, {}]
 
 
 def test_what_is_overwritten_is_several_times_any_cache():
@@ -185,10 +207,9 @@ def test_what_is_overwritten_is_several_times_any_cache():
 
 @pytest.mark.gpu
 def test_the_cache_is_overwritten_on_a_gpu():
+    flush = bench._flush(torch.device("cuda"))
     with Order() as order:
-        bench._time(
-            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v), SMALL, torch.device("cuda"), 1, 2
-        )
+        bench._time(torch.nn.functional.scaled_dot_product_attention, SMALL, flush, 1, 2)
     assert order.events.count(bench.FLUSH_BYTES["cuda"]) == 3
 
 

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
-from trainstep.bench.outcome import Failure, attempt, failed_row, release_memory
+from trainstep.bench.outcome import Failure, attempt, caught, failed_row, release_memory
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
@@ -90,13 +90,14 @@ def _measure_in_turns(
     found: dict[AttentionCase, _Checked | Errors | Failure] = {
         case: attempt(partial(_check, case, device), drop_compiled=False) for case in cases
     }
-    draw = random.Random(0)
+    draw, flush = random.Random(0), _flush(device)
     for part in in_rounds(range(passes), rounds):
         ready = [(case, each) for case, each in found.items() if isinstance(each, _Checked)]
         for case, checked in draw.sample(ready, len(ready)):
-            failed = attempt(partial(_time_round, checked, case, device, warmup, len(part)), drop_compiled=False)
+            failed = caught(partial(_time_round, checked, case, flush, warmup, len(part)))
             if isinstance(failed, Failure):
                 found[case] = failed
+                release_memory(drop_compiled=False)  # not after every round: to look for garbage takes longer than one
     return [_row(case, result, device, rounds) for case, result in found.items()]
 
 
@@ -168,18 +169,21 @@ def _check(case: AttentionCase, device: torch.device) -> _Checked | Errors:
     return _Checked(implementation, values)
 
 
-def _time_round(checked: _Checked, case: AttentionCase, device: torch.device, warmup: int, passes: int) -> None:
+def _flush(device: torch.device) -> Tensor:
+    """What is overwritten before each pass."""
+    return torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+
+
+def _time_round(checked: _Checked, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> None:
     compiled_before = _compilations()
-    checked.passes += _time(checked.implementation, case, device, warmup, passes).samples
+    checked.passes += _time(checked.implementation, case, flush, warmup, passes).samples
     checked.recompilations += _compilations() - compiled_before
-    checked.values |= gpu_state(device)
+    checked.values |= gpu_state(flush.device)
 
 
-def _time(
-    implementation: Implementation, case: AttentionCase, device: torch.device, warmup: int, passes: int
-) -> Timing:
+def _time(implementation: Implementation, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> Timing:
+    device = flush.device
     q, k, v, do = random_inputs(case.shape, DTYPES[case.dtype], device, seed=2)
-    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
 
     def step(phase: PhaseContext) -> None:
         with phase("forward"):

@@ -39,9 +39,19 @@ def failed_row(
 
 
 def attempt(work: Callable[[], Result], *, drop_compiled: bool = True) -> Result | Failure:
-    """Run `work`; turn what a grid must survive into a `Failure`, and give back the memory either way.
+    """`caught`, and give back the memory either way.
 
     Without `drop_compiled` compiled code stays, for work that is attempted again.
+    """
+    try:
+        return caught(work)
+    finally:
+        release_memory(drop_compiled=drop_compiled)
+
+
+def caught(work: Callable[[], Result]) -> Result | Failure:
+    """Run `work`; turn what a grid must survive into a `Failure`.
+
     A `UsageError` other than `UnsupportedError` goes through: it is about the whole run, not about one case.
     """
     try:
@@ -52,8 +62,6 @@ def attempt(work: Callable[[], Result], *, drop_compiled: bool = True) -> Result
         raise
     except Exception as error:
         return classify(error)
-    finally:
-        release_memory(drop_compiled=drop_compiled)
 
 
 def attempt_on_all_ranks(work: Callable[[], Result], process: Process) -> list[Result] | Failure:
