@@ -20,6 +20,7 @@ from trainstep.casting import cast_parameters
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 from trainstep.training_step import build_step
+from trainstep.weights import load
 from trainstep.workload import Workload, WorkloadSource
 
 pytestmark = pytest.mark.usefixtures("small_pool")
@@ -100,6 +101,12 @@ def test_a_precision_whose_plain_step_is_off_by_more_than_roundings_is_said_to_b
     assert not of_the_plain.is_right
     assert "bias off by" in str(of_the_plain)
     assert f"(so is the plain step in bf16, {OWN_ARITHMETIC})" in str(of_the_plain)
+    reference = Reference(source, StepConfig(device="cpu"))
+    step = build_step(source, StepConfig(device="cpu", precision="bf16"))
+    load(step.module, reference.places[1].state)
+    trained = reference.compare(gradients_at(step, reference.places[1].batch), 1, "bf16")
+    assert not trained.is_right
+    assert OWN_ARITHMETIC in trained.note
     other = source_of(lambda: Shifted(32, 32), scale=lambda step: 1.0 if step.optimizer == "adamw-foreach" else 1.3)
     assert OWN_ARITHMETIC not in str(verdict_of(other, precision="bf16", optimizer="sgd"))
     in_float32 = verdict_of(other, optimizer="sgd")

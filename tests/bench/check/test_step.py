@@ -177,9 +177,10 @@ def in_blocks(kind):
 def test_what_a_compiled_model_draws_by_itself_is_compared_with_eager_code_s_numbers(without_compiler):
     source = source_of(lambda: in_blocks(OwnRandom))
     found = verdict_of(source, compile="blocks")
-    assert (found.is_right, found.compared) == (True, "with eager code's random numbers"), found
+    assert (found.is_right, found.compared, found.own.note) == (True, "with eager code's random numbers", ""), found
     wrong = source_of(lambda: in_blocks(OwnRandom), scale=lambda step: 1.0 if is_plain(step) else 1.3)
-    assert not verdict_of(wrong, compile="blocks").is_right
+    wrong_too = verdict_of(wrong, compile="blocks")
+    assert (wrong_too.is_right, wrong_too.compared) == (False, "with eager code's random numbers")
     of_the_compiler = verdict_of(source_of(lambda: in_blocks(OtherCompiled)), compile="blocks")
     assert not of_the_compiler.is_right, "it draws nothing"
     assert str(of_the_compiler).endswith(f"({RIGHT_UNCOMPILED})")
@@ -187,6 +188,24 @@ def test_what_a_compiled_model_draws_by_itself_is_compared_with_eager_code_s_num
         lambda: in_blocks(OtherCompiled), scale=lambda step: 1.3 if step.optimizer == "sgd" else 1.0
     )
     assert RIGHT_UNCOMPILED not in str(verdict_of(wrong_anyway, compile="blocks", optimizer="sgd"))
+
+
+class OtherCompiledOnceTrained(nn.Linear):
+    """Right with the weights that it starts from."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.first = self.weight.detach().clone()
+
+    def forward(self, x):
+        is_wrong = getattr(self, "is_compiled", False) and not torch.equal(self.weight, self.first)
+        return super().forward(x) * (1.1 if is_wrong else 1.0)
+
+
+def test_what_only_compiled_code_does_with_trained_weights_is_said_to_be_the_compilers(without_compiler):
+    found = verdict_of(source_of(lambda: in_blocks(OtherCompiledOnceTrained)), compile="blocks")
+    assert not found.is_right
+    assert found.own.note == RIGHT_UNCOMPILED
 
 
 def is_plain(step):
@@ -209,7 +228,8 @@ def test_a_plain_step_that_does_not_fit_leaves_the_first_that_does_as_the_refere
 
     judge = StepCheck(WorkloadSource("big", build), BASE)
     for change in ({"attention": "sdpa"}, {"attention": "sdpa", "optimizer": "adamw-fused"}):
-        assert judge.judge(dataclasses.replace(BASE, **change)).is_right
+        verdict = judge.judge(dataclasses.replace(BASE, **change))
+        assert (verdict.is_right, verdict.not_in_float32) == (True, ""), "it is in float32 itself"
     assert judge.reference.config.attention == "sdpa"
     half = judge.judge(dataclasses.replace(BASE, attention="sdpa", precision="bf16"))
     assert (half.is_right, half.not_in_float32, half.float32.is_right) == (True, "", True)
