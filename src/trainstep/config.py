@@ -288,5 +288,9 @@ CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         "DataLoader(…, num_workers=min(4, os.cpu_count()), persistent_workers=True)", "where the loader is made"
     ),
+    "DDP's buckets as gradients": Change("DistributedDataParallel(…, gradient_as_bucket_view=True)", "torch's own"),
+    "DDP's static graph": Change(
+        "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"
+    ),
 }
 """Name of a ladder's rung → what it changes; the ladder of our workloads and that of scripts share them."""

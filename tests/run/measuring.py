@@ -11,8 +11,10 @@ from pathlib import Path
 
 from trainstep.records import read_records
 from trainstep.run.log import LogWriter, log_path, read_log
+from trainstep.run.ranks import Leader
 from trainstep.run.rows import script_records
 from trainstep.run.session import Plan, Session
+from trainstep.run.supervise import Rank, command_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -21,6 +23,11 @@ def line_of(script, marker):
     """`script.py:12`: where a script has a comment."""
     lines = (SCRIPTS / script).read_text().splitlines()
     return f"{script}:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {marker}'))}"
+
+
+def alone(words):
+    """What runs a script for a ladder in one process."""
+    return Leader(command_of(words), Rank.of({}), Path())
 
 
 def measure(script, folder, plan=Plan(profiled_steps=0, has_memory=False), *, call=None):  # noqa: B008

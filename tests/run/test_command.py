@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.measuring import SCRIPTS, run_command, sentences
+from tests.run.measuring import SCRIPTS, alone, run_command, sentences
 from trainstep.commands.run import split_script
 from trainstep.errors import UsageError
 from trainstep.kinds import ScriptRow
 from trainstep.records import of_kind, read_records
-from trainstep.run import single, supervise
+from trainstep.run import ranks, single, supervise
 from trainstep.run.lines import owner_of
 from trainstep.run.single import Script
 from trainstep.run.supervise import Rank, command_of
@@ -160,7 +160,7 @@ def test_a_signal_reaches_the_script_and_its_steps_are_kept(number, tmp_path):
     [
         (["--patch", "out.diff"], {}, "--patch belongs to a ladder: add --ladder"),
         (["--ladder", "--rungs", "magic"], {}, "there is no rung 'magic': expected some of TF32 matmuls"),
-        (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder runs scripts of one process"),
+        (["--ladder"], {"RANK": "0", "WORLD_SIZE": "2"}, "--ladder has 1 of 2 ranks on this host; expected all"),
     ],
 )
 def test_what_no_ladder_can_do_is_said(options, environment, said, tmp_path):
@@ -191,7 +191,7 @@ def test_a_change_that_makes_the_script_wait_for_ever_is_ended_with_its_children
     )
     monkeypatch.setattr(single, "LEAST_S", 3.0)
     monkeypatch.setattr(supervise, "GRACE_S", 2.0)
-    script = Script(command_of([str(file)]), tmp_path / "runs", 4)
+    script = Script(alone([str(file)]), tmp_path / "runs", 4)
     script.own_s = 0.5
     taken = script.run("it waits")
     assert taken.failure.startswith("it was ended after 5 s; as it is, the script takes 0 s (its last words: I wait")
@@ -221,9 +221,9 @@ def test_later_runs_may_take_ten_times_the_first_and_those_under_roundings_any_t
         return 0
 
     now = [0.0]
-    monkeypatch.setattr(single, "run_script", took_a_second)
+    monkeypatch.setattr(ranks, "run_script", took_a_second)
     monkeypatch.setattr(single.time, "monotonic", lambda: now[-1])
-    script = Script(command_of([str(SCRIPTS / "climbing.py")]), tmp_path, 4)
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 4)
     for rounding in (None, None, ("fp32", 0), None):
         script.run("it", rounding=rounding)
     assert limits == [math.inf, 1000.0, math.inf, 1000.0]

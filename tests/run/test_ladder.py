@@ -7,12 +7,11 @@ import pytest
 
 from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
-from tests.run.measuring import SCRIPTS
+from tests.run.measuring import SCRIPTS, alone
 from trainstep.run.ladder import Ladder
 from trainstep.run.patch import patch_of
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script
-from trainstep.run.supervise import command_of
 
 STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
@@ -27,7 +26,7 @@ class Climbed:
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory, forked_runs):  # noqa: F811
-    script = Script(command_of([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
     wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
     tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
     ladder = Ladder(script, [*wrong, tf32, FUSED], rounds=1)
@@ -107,7 +106,7 @@ def test_a_patch_that_is_wrong_is_not_timed(climbed):
 def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
-    rows = list(Ladder(Script(command_of(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
+    rows = list(Ladder(Script(alone(["resuming.py"]), tmp_path / "runs", 4), [FUSED]).climb())
     assert [(row.rung, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
     assert "start from other weights" in rows[0].reason
     assert "--cwd-copy" in rows[0].reason
@@ -116,7 +115,7 @@ def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked
 def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
-    script = Script(command_of(["resuming.py"]), Path("runs"), 4, copies=True)
+    script = Script(alone(["resuming.py"]), Path("runs"), 4, copies=True)
     first, second = script.run("once"), script.run("twice")
     assert first.captured.weights == second.captured.weights
     assert first.log.facts["settings"]["optimizers"][0]["file"] == str(tmp_path / "resuming.py")
@@ -127,7 +126,7 @@ def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeyp
 def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):  # noqa: F811
     file = tmp_path / "failing.py"
     file.write_text("import torch\nprint(input())\n")
-    ladder = Ladder(Script(command_of([str(file)]), tmp_path / "runs", 4), [FUSED])
+    ladder = Ladder(Script(alone([str(file)]), tmp_path / "runs", 4), [FUSED])
     (row,) = ladder.climb()
     assert (row.status, row.verdict, ladder.code) == ("failed", "failed", 1)
     assert "EOFError" in row.reason
@@ -135,7 +134,7 @@ def test_a_script_that_fails_is_said_with_its_last_words(tmp_path, forked_runs):
 
 @pytest.mark.thorough
 def test_a_precision_is_judged_without_dropout(tmp_path, forked_runs):  # noqa: F811
-    script = Script(command_of([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
+    script = Script(alone([str(SCRIPTS / "dropping.py")]), tmp_path, 6)
     autocast = next(rung for rung in RUNGS if rung.name == "bf16 autocast")
     baseline, row = Ladder(script, [autocast], rounds=1).climb()
     assert (baseline.compared, row.compared) == ("without dropout", "without dropout")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.run.measuring import SCRIPTS
+from tests.run.measuring import SCRIPTS, alone
 from trainstep.run.ladder import Ladder
 from trainstep.run.rungs import RUNGS
 from trainstep.run.single import Script
-from trainstep.run.supervise import command_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +21,7 @@ def test_what_needs_a_gpu_is_right_on_one(tmp_path):
     text = text.replace("model = Model()", "model = Model().cuda()")
     file.write_text(text.replace("    logits =", "    tokens = tokens.to('cuda')\n    logits ="))
     rungs = [rung for rung in RUNGS if rung.name in ("TF32 matmuls", "our FlashAttention", "pinned memory")]
-    ladder = Ladder(Script(command_of([str(file)]), tmp_path / "runs", 10), rungs, rounds=1)
+    ladder = Ladder(Script(alone([str(file)]), tmp_path / "runs", 10), rungs, rounds=1)
     rows = {row.rung: row for row in ladder.climb()}
     assert ladder.settings["on_gpu"]
     assert {name: row.reason for name, row in rows.items() if row.status != "ok"} == {}

@@ -1,10 +1,12 @@
 """Each change made from outside, in this process, and for which scripts it is nothing."""
 
 import functools
+import inspect
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainstep.run import rungs
@@ -21,6 +23,7 @@ SETTINGS = {
     "models": [
         {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
     ],
+    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False}],
 }
 
 
@@ -36,7 +39,10 @@ class Trial:
 @pytest.fixture
 def trial(monkeypatch):
     """A run that is no process: what changes replace is put back."""
-    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, DataLoader):
+    for kind in (
+        *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad),
+        *(DataLoader, DistributedDataParallel),
+    ):
         monkeypatch.setattr(kind, "__init__", kind.__init__)
     return Trial()
 
@@ -143,7 +149,33 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
         ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+        ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
+        ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
+        ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
     ],
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
     assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(rungs.bucket_views, "gradient_as_bucket_view"), (rungs.static_graph, "static_graph")]
+)
+def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
+    given = []
+    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
+    change(trial)
+    module = nn.Linear(2, 2)
+    DistributedDataParallel(module)
+    DistributedDataParallel(module, bucket_cap_mb=5, **{name: True})
+    assert given == [{name: True}, {"bucket_cap_mb": 5, name: True}]
+
+
+def taken(given):
+    """A constructor that notes what it is given besides the module."""
+
+    def __init__(self, module, **options):
+        given.append(options)
+
+    __init__.__signature__ = inspect.signature(DistributedDataParallel.__init__)
+    return __init__

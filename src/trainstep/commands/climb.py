@@ -13,6 +13,7 @@ from trainstep.errors import UsageError
 if TYPE_CHECKING:
     from trainstep.records import Row
     from trainstep.run.ladder import Ladder
+    from trainstep.run.ranks import Leader
     from trainstep.run.rungs import Rung
     from trainstep.run.supervise import Command
 
@@ -24,13 +25,11 @@ HERE = "It runs in this directory: what it writes there, such as checkpoints and
 COPIED = "Each run has a copy of this directory, which is removed; what it writes elsewhere, each run writes again."
 
 
-def climb_script(
-    command: Command, out: Path, *, steps: int, names: str | None, patch: Path | None, copies: bool
-) -> int:
+def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, patch: Path | None, copies: bool) -> int:
     """Climb, and report; the exit code.
 
     Args:
-        command: the script.
+        leader: runs the script.
         out: the report's folder.
         steps: updates of each run.
         names: of rungs, divided by commas; None for all.
@@ -46,12 +45,12 @@ def climb_script(
     from trainstep.run.rows import script_records
     from trainstep.run.single import Interrupted, Script
 
-    rungs = _named(names)
+    rungs, command = _named(names), leader.command
     console = console_for_output(to_stderr=True)
     console.print(f"trainstep run --ladder {command.name} → {out}")
     folder = out / "runs"
     console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
-    script = Script(command, folder, steps, copies, lambda text: console.print(text))
+    script = Script(leader, folder, steps, copies, lambda text: console.print(text))
     ladder = Ladder(script, rungs)
     writer = RecordWriter(out / "results.jsonl")
     is_interrupted = False

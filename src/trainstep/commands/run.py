@@ -87,20 +87,21 @@ class Run(Common):
     def _climb(self, command: Command, rank: Rank) -> int:
         """The ladder instead of one run."""
         from trainstep.commands.climb import climb_script
+        from trainstep.run.ranks import Leader, check_one_host, follow
 
-        if rank.world_size > 1:
-            raise UsageError(
-                "--ladder runs scripts of one process: it starts them anew for each rung, which ranks that torchrun "
-                "started cannot be; run it on one GPU, without torchrun"
+        check_one_host(os.environ)
+        if rank.rank > 0:
+            return follow(command, rank, self.out)
+        leader = Leader(command, rank, self.out)
+        with leader.others():
+            return climb_script(
+                leader,
+                self.out,
+                steps=self.steps or LADDER_STEPS,
+                names=self.rungs,
+                patch=self.patch,
+                copies=self.cwd_copy,
             )
-        return climb_script(
-            command,
-            self.out,
-            steps=self.steps or LADDER_STEPS,
-            names=self.rungs,
-            patch=self.patch,
-            copies=self.cwd_copy,
-        )
 
     def _report(self, rows: Sequence[Row], name: str) -> None:
         """Write the rows and show what they say; what fails here is said and changes nothing of the exit code."""

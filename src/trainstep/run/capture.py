@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,13 @@ class Capture:
             for number, parameter in enumerate(group["params"]):
                 name = self._name_of(parameter, f"{len(self._seen)}.{place}.{number}")
                 own.append(name)
-                value = parameter.detach()
+                value = _own(parameter.detach())
                 self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
                 self._checksum.update(self._initial[name][1].numpy().tobytes())
                 if parameter.grad is not None:
-                    self._gradients[name] = dense(parameter.grad.detach()).to("cpu", torch.float32, copy=True) * factor
+                    self._gradients[name] = (
+                        dense(_own(parameter.grad.detach())).to("cpu", torch.float32, copy=True) * factor
+                    )
         weights = self._checksum.hexdigest()
         loss = math.fsum(float(each) for each in self._losses[0]) if self._losses else math.nan
         torch.save({"loss": loss, "gradients": self._gradients, "weights": weights}, self._folder / FIRST)
@@ -103,7 +106,7 @@ class Capture:
         self._is_finished = True
         for place in list(self._by_optimizer):
             self._see_first_update(place)
-        moved = {name: value.detach().cpu().float() - before for name, (value, before) in self._initial.items()}
+        moved = {name: _own(value.detach()).cpu().float() - before for name, (value, before) in self._initial.items()}
         on_gpu = any(value.is_cuda for value, _ in self._initial.values())
         found = {
             "losses": [math.fsum(float(each) for each in update) for update in self._losses],
@@ -119,7 +122,7 @@ class Capture:
         """An optimizer steps again, or will no more."""
         for name in self._by_optimizer.pop(place, []):
             value, before = self._initial[name]
-            self._first_moved[name] = value.detach().cpu().float() - before
+            self._first_moved[name] = _own(value.detach()).cpu().float() - before
 
     def _name_of(self, parameter: Tensor, place: str) -> str:
         """As its model calls it, the same in every run; else its place in the optimizer."""
@@ -129,6 +132,49 @@ class Capture:
                     short = name.replace("_orig_mod.", "").removeprefix("module.")
                     self._names.setdefault(id(each), short if number == 0 else f"{short} of model {number + 1}")
         return self._names.get(id(parameter), f"parameter {place}")
+
+
+def _own(value: Tensor) -> Tensor:
+    """This rank's part of what is spread over ranks."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def of_all_ranks(found: Sequence[Captured]) -> Captured:
+    """What the ranks of one run left, in the order of their numbers, as one.
+
+    Where all have the same weights and gradients, as data parallel training has them, the first rank's stand for all.
+    Else each rank's count by themselves: parts of the same parameters, or what went wrong.
+    """
+    first, *others = found
+    moved = [(each.weights, each.gradients.by_name, each.moved, each.first_moved) for each in found]
+    alike = all(_same(each, moved[0]) for each in moved[1:])
+
+    def every(of: Callable[[Captured], Mapping[str, Any]]) -> dict[str, Any]:
+        extra = {} if alike else {f"{name} on rank {rank}": value for rank, each in enumerate(others, 1)
+                                  for name, value in of(each).items()}  # fmt: skip
+        return {**of(first), **extra}
+
+    peaks = [each.peak_gib for each in found if each.peak_gib is not None]
+    return Captured(
+        Gradients(
+            math.fsum(each.gradients.loss for each in found) / len(found), every(lambda each: each.gradients.by_name)
+        ),
+        " ".join(each.weights for each in found),
+        tuple(math.fsum(losses) / len(found) for losses in zip(*(each.losses for each in found), strict=False)),
+        every(lambda each: each.moved),
+        every(lambda each: each.first_moved),
+        every(lambda each: each.sizes),
+        sum(each.updates for each in found),
+        max(peaks, default=None),
+    )
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    (weights, *own), (expected, *theirs) = one, other
+    return weights == expected and all(
+        a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+        for a, b in zip(own, theirs, strict=True)
+    )
 
 
 def read_captured(folder: Path) -> Captured | None:

@@ -143,6 +143,24 @@ def pinned_memory(trial: Trial) -> None:
         setattr(torch.Tensor, name, functools.wraps(original)(moved))
 
 
+def bucket_views(trial: Trial) -> None:
+    """torch's DistributedDataParallel keeps gradients in its buckets, in place of a copy of each."""
+    _replace_of_ddp("gradient_as_bucket_view")
+
+
+def static_graph(trial: Trial) -> None:
+    """torch's DistributedDataParallel takes it that every step uses the same parameters in the same order."""
+    _replace_of_ddp("static_graph")
+
+
+def _replace_of_ddp(name: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trainstep.run.settings import arguments_of
+
+    _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: True}, arguments_of)
+
+
 def our_attention(trial: Trial) -> None:
     """Attention without a mask of its own and without dropout, as our kernels compute it."""
     import torch.nn.functional as F
@@ -257,6 +275,15 @@ def _of_pinning(settings: Settings) -> str:
     return _of_gpu(settings)
 
 
+def _of_ddp(name: str) -> Callable[[Settings], str]:
+    def why_not(settings: Settings) -> str:
+        if not settings["ddp"]:
+            return "the script makes no DistributedDataParallel of torch"
+        return f"the script sets it itself: {name}=True" if all(each[name] for each in settings["ddp"]) else ""
+
+    return why_not
+
+
 def _rung(name: str, change: Callable[[Trial], object], *more: Any, **also: Any) -> Rung:
     """With the lines that both ladders name."""
     return Rung(name, change, CHANGES[name].text, *more, **also)
@@ -272,5 +299,7 @@ RUNGS = (
     _rung("compiled model", compiled_models, _of_compile, instead_of=("compiled blocks",)),
     _rung("pinned memory", pinned_memory, _of_pinning),
     _rung("loader workers", workers, _of_workers),
+    _rung("DDP's buckets as gradients", bucket_views, _of_ddp("gradient_as_bucket_view")),
+    _rung("DDP's static graph", static_graph, _of_ddp("static_graph")),
 )
 """In the order in which they are tried."""

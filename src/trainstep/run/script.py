@@ -36,7 +36,7 @@ def main() -> None:
     if "trial" in task:
         from trainstep.run.trial import Trial
 
-        trial = Trial(task["trial"], Path(task["folder"]), log)
+        trial = Trial(task["trial"], log)
         trial.begin()
     run = Run(task["plan"], log, task["header"]["script"], trial)
     after_import("torch", run.measure)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,6 +30,7 @@ class Settings:
         self._autocast: list[str] = []
         self._loaders: list[dict[str, Any]] = []
         self._optimizers: dict[int, dict[str, Any]] = {}
+        self._ddp: list[dict[str, bool]] = []
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
         self._undo: list[Callable[[], None]] = []
@@ -39,6 +41,7 @@ class Settings:
         for kind in FUSED:
             self._watch(kind, "__init__", self._optimizer_is_made)
         self._watch(torch.autocast, "__enter__", self._autocast_begins)
+        self._watch(DistributedDataParallel, "__init__", self._ddp_is_made)
 
     def remove(self) -> None:
         """Watch no longer."""
@@ -88,6 +91,7 @@ class Settings:
             "loaders": self._loaders,
             "optimizers": made,
             "models": self._models,
+            "ddp": self._ddp,
             "on_gpu": any(model["device"] == "cuda" for model in self._models),
         }
 
@@ -125,6 +129,10 @@ class Settings:
         kind = type(optimizer).__name__
         file = os.path.realpath(place.file) if place.file else ""
         self._optimizers[id(optimizer)] = {"class": kind, "file": file, "line": place.line, "names": names}
+
+    def _ddp_is_made(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        given = arguments_of(DistributedDataParallel, args, kwargs)
+        self._ddp.append({name: bool(given.get(name)) for name in ("gradient_as_bucket_view", "static_graph")})
 
     def _autocast_begins(self, context: Any) -> None:
         if context._enabled:

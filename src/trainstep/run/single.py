@@ -1,15 +1,13 @@
-"""A script run once for the ladder, in a folder of its own, with its outputs in a file there."""
+"""A script run once for the ladder, in a folder of its own, with the outputs of each rank in a file there."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +16,13 @@ from pathlib import Path
 from trainstep.kinds import ScriptRow
 from trainstep.precision import PrecisionName
 from trainstep.records import of_kind
-from trainstep.run.capture import END, FIRST, Captured, read_captured
+from trainstep.run.capture import END, FIRST, Captured, of_all_ranks, read_captured
 from trainstep.run.log import RankLog, log_path, read_log
+from trainstep.run.ranks import Failed, Leader, Order
 from trainstep.run.rows import script_records
 from trainstep.run.rungs import Rung
-from trainstep.run.supervise import Command, Rank, run_script
+from trainstep.run.supervise import Command
 
-OUTPUT = "output.txt"
-SEED = 0
 LEAST_S, SLOWEST = 120.0, 10.0
 """Seconds after which a later run is ended, and times what the script took as it is; the longer counts."""
 TOLD = 200
@@ -61,14 +58,14 @@ class Script:
     """Runs it.
 
     Args:
-        command: what to run.
+        leader: runs what is to be run, on all ranks.
         folder: under which each run has its own.
         steps: updates of each run.
         copies: whether each run has a copy of the working directory.
         tell: called with what is run, before it is.
     """
 
-    command: Command
+    leader: Leader
     folder: Path
     steps: int
     copies: bool = False
@@ -76,6 +73,11 @@ class Script:
     runs: int = field(default=0, init=False)
     own_s: float | None = field(default=None, init=False)
     """How long it took as it is, the first time: a change may make it wait for ever."""
+
+    @property
+    def command(self) -> Command:
+        """What is run."""
+        return self.leader.command
 
     def run(
         self,
@@ -111,33 +113,27 @@ class Script:
             place = self._copied((folder / "copy").resolve())
             command = dataclasses.replace(command, target=self._in_copy(command, place))
             sources = {str(place / Path(path).relative_to(Path.cwd())): text for path, text in sources.items()}
-        trial = {
-            "seed": SEED,
-            "changes": [rung.reference for rung in rungs],
-            "rounding": rounding,
-            "without_dropout": without_dropout,
-            "sources": dict(sources),
-        }
-        plan = {"steps": self.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False}
-        start, is_limited = time.monotonic(), self.own_s is not None and rounding is None  # roundings take far longer
+        is_limited = self.own_s is not None and rounding is None  # under random roundings it takes far longer
+        order = Order(
+            self.runs,
+            str(folder),
+            str(place),
+            command.target,
+            self.steps,
+            {
+                "changes": [rung.reference for rung in rungs],
+                "rounding": rounding,
+                "without_dropout": without_dropout,
+                "sources": dict(sources),
+            },
+            max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
+        )
+        start = time.monotonic()
         try:
-            with (folder / OUTPUT).open("wb") as output:
-                code = run_script(
-                    command,
-                    Rank.of({}),
-                    folder,
-                    plan,
-                    {"trial": trial},
-                    limit_s=max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
-                    cwd=place,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONHASHSEED": str(SEED)},
-                )
+            code, elsewhere = self.leader.carry_out(order)
         except TimeoutError as error:
-            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(folder / OUTPUT)}"
-            _drop_captured(folder)
+            failure = f"{error}; as it is, the script takes {self.own_s:.0f} s{_last_words(order.output(0))}"
+            self._drop_captured(order)
             return Taken(folder, -signal.SIGTERM, read_log(log_path(folder, 0)), (), None, failure, None)
         finally:
             if self.copies:
@@ -146,9 +142,10 @@ class Script:
             self.own_s = time.monotonic() - start
         if -code in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) or code == 128 + signal.SIGINT:
             raise Interrupted(what)
-        return self._taken(folder, code, place)
+        return self._taken(order, code, elsewhere)
 
-    def _taken(self, folder: Path, code: int, place: Path) -> Taken:
+    def _taken(self, order: Order, code: int, elsewhere: Failed | None) -> Taken:
+        folder, place = Path(order.folder), Path(order.place)
         log = read_log(log_path(folder, 0))
         if self.copies and "settings" in log.facts:  # which files the copy's are copies of
             here, there = (json.dumps(str(each))[1:-1] for each in (Path.cwd(), place))
@@ -156,13 +153,23 @@ class Script:
         rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
         timed = [row for row in rows if row.status == "ok"]
         step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()
-        captured, failure = read_captured(folder), ""
-        _drop_captured(folder)
-        if captured is None or not step_ms or code:
+        every = [read_captured(order.captured(rank)) for rank in range(self.leader.rank.world_size)]
+        self._drop_captured(order)
+        captured, failure = of_all_ranks([each for each in every if each is not None]) if all(every) else None, ""
+        if elsewhere is not None:
+            words = _last_words(order.output(elsewhere.rank))
+            failure, captured = f"rank {elsewhere.rank} ended with exit code {elsewhere.code}{words}", None
+        elif captured is None or not step_ms or code:
             failure = next((row.reason for row in rows if row.status != "ok"), "")
             failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
-            failure += _last_words(folder / OUTPUT) if code else ""
+            failure += _last_words(order.output(0)) if code else ""
         return Taken(folder, code, log, step_ms, timed[0].first_step_ms if timed else None, failure, captured)
+
+    def _drop_captured(self, order: Order) -> None:
+        """What was captured is as large as the model."""
+        for rank in range(self.leader.rank.world_size):
+            for name in (FIRST, END):
+                (order.captured(rank) / name).unlink(missing_ok=True)
 
     def _copied(self, place: Path) -> Path:
         """A copy of the working directory; links stay links."""
@@ -179,12 +186,6 @@ class Script:
             return command.target
         target, here = Path(command.target).resolve(), Path.cwd().resolve()
         return str(place / target.relative_to(here)) if target.is_relative_to(here) else str(target)
-
-
-def _drop_captured(folder: Path) -> None:
-    """What was captured is as large as the model."""
-    for name in (FIRST, END):
-        (folder / name).unlink(missing_ok=True)
 
 
 def _last_words(path: Path) -> str:

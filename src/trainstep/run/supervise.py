@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ def run_script(
     further: Mapping[str, Any] = {},
     *,
     limit_s: float = math.inf,
+    is_over: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> int:
     """Run it until it ends, its input and outputs being those of this process; its exit code, −n for signal n.
@@ -116,11 +117,12 @@ def run_script(
     Args:
         further: what else its process is to do.
         limit_s: how long it may take.
+        is_over: asked twice a second: whether it is to be ended.
         options: of its process, as `subprocess.Popen` has them.
 
     Raises:
         UsageError: the folder cannot be written, or the interpreter has no trainstep.
-        TimeoutError: it took longer than `limit_s`, and was ended.
+        TimeoutError: it took longer than `limit_s`, or `is_over` said so, and it was ended.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,23 +148,23 @@ def run_script(
     words = [command.interpreter, *command.options, str(Path(__file__).with_name("script.py")), json.dumps(task)]
     sys.stdout.flush()
     sys.stderr.flush()
-    return _wait(subprocess.Popen(words, **options), limit_s)
+    return _wait(subprocess.Popen(words, **options), limit_s, is_over)
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
+def _wait(process: subprocess.Popen[bytes], limit_s: float, is_asked_to_end: Callable[[], bool]) -> int:
     """Wait for its end. Signals sent to this process go on to it; Ctrl-C in a terminal reaches both anyway."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
-    start, children, is_over, is_asked = time.monotonic(), set[int](), False, False
+    start, children, over_at, is_asked = time.monotonic(), set[int](), math.inf, False
     try:
         while process.poll() is None:
-            taken = time.monotonic() - start
-            if taken > limit_s:
+            now = time.monotonic()
+            if over_at < now or now - start > limit_s or is_asked_to_end():
                 children |= _descendants(process.pid)
-                if not is_over:
+                if over_at == math.inf:
                     process.terminate()
-                elif taken > limit_s + GRACE_S:
+                elif now > over_at + GRACE_S:
                     process.kill()
-                is_over = True
+                over_at = min(over_at, now)
             arrived = signal.sigtimedwait({*HANDED_ON, signal.SIGCHLD}, 0.5)
             if arrived is None or arrived.si_signo == signal.SIGCHLD or arrived.si_pid == 0:
                 continue
@@ -173,8 +175,9 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
     for child in children:  # a loader's workers would run beside whatever comes next
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-    if is_over and not is_asked:
-        raise TimeoutError(f"it was ended after {limit_s:.0f} s")
+    if over_at < math.inf and not is_asked:
+        is_late = over_at - start > limit_s
+        raise TimeoutError(f"it was ended after {limit_s:.0f} s" if is_late else "it was ended with the others")
     return process.returncode
 
 

@@ -26,13 +26,13 @@ class Trial:
 
     Args:
         task: "seed"; "changes" (functions as `module:name`, called with this); "rounding" (a precision and a seed, or
-            None); "without_dropout" (whether nothing is dropped); "sources" (path → text that is run in its place).
-        folder: of the run.
+            None); "without_dropout" (whether nothing is dropped); "sources" (path → text that is run in its place);
+            "captured" (the folder for what it is judged by).
         log: of the run.
     """
 
-    def __init__(self, task: Mapping[str, Any], folder: Path, log: Any) -> None:
-        self._task, self._folder, self._log = task, folder, log
+    def __init__(self, task: Mapping[str, Any], log: Any) -> None:
+        self._task, self._log = task, log
         self._capture: Any = None
         self._outermost: Any = None
         self._settings: Any = None
@@ -59,7 +59,7 @@ class Trial:
         from trainstep.run.settings import Settings
 
         torch.manual_seed(self._task["seed"])
-        self._capture, self._outermost, self._settings = Capture(self._folder), Outermost(), Settings()
+        self._capture, self._outermost, self._settings = Capture(Path(self._task["captured"])), Outermost(), Settings()
         self.on_first_call = self._outermost.on_first
         self.on_first_call += [self._capture.roots.append, self._settings.see_model]
         if self._task["without_dropout"]:
