@@ -11,10 +11,11 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
+GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
 STEP = {
-    *("casting", "randomness", "batches", "workload", "training_step", "blocks", "checkpointing", "repeating"),
+    *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
+    *("checkpointing", "offloading", "repeating"),
     *("model", "attention"),
 }
 """What is run."""
@@ -25,6 +26,7 @@ MAY_IMPORT = {
     "precision": set(),
     "randomness": set(),
     "batches": {"errors"},
+    "policies": {"errors"},
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
@@ -38,7 +40,8 @@ MAY_IMPORT = {
     "model": {"attention", "config", "errors"},
     "blocks": set(),
     "repeating": {"errors"},
-    "checkpointing": {"blocks", "config", "errors", "repeating"},
+    "offloading": {"errors"},
+    "checkpointing": {"blocks", "config", "errors", "offloading", "policies", "repeating"},
     "workload": {"attention", "config", "errors", "model", "precision", "randomness"},
     "training_step": {"batches", "blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
