@@ -82,21 +82,23 @@ class Checkpointing:
             raise UsageError(
                 f"the checkpointing policy is about {unknown[0]}, and {has}; make the policy for this model"
             )
-        around = {name: outer for name, outer in module.named_modules() if outer._compiled_call_impl is not None}
+        compiled = [each for each in module.modules() if each._compiled_call_impl is not None]
         for name, own in policy.blocks.items():
             block = blocks[name]
             if own.recompute:
                 run = functools.partial(self._run_keeping, {name: block}, own.kept)
                 self._groups.append(_Group({name: block}, functools.partial(_whole, run)))
-            if own.host:
-                if any(
-                    outer is not block and any(block is each for each in outer.modules()) for outer in around.values()
-                ):
-                    raise UnsupportedError(
-                        f"checkpointing: the policy sends activations of {name} to host memory, which compiled code "
-                        "around the block would hide; use --compile blocks or off"
-                    )
-                self.offloading.install(name, block, own.host)
+            inside = [
+                outer for outer in compiled if outer is not block and any(block is each for each in outer.modules())
+            ]
+            if own.host and inside:
+                raise UnsupportedError(
+                    f"checkpointing: the policy sends activations of {name} to host memory, which compiled code "
+                    "around the block would hide; use --compile blocks or off"
+                )
+        if any(own.host for own in policy.blocks.values()):
+            for name, block in blocks.items():
+                self.offloading.install(name, block, policy.blocks[name].host if name in policy.blocks else ())
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:

@@ -4,9 +4,9 @@ Around a call of a block, every storage that autograd saves passes a hook (`torc
 Those that are to go are copied, whole and once however many tensors lie in them, to page-locked buffers:
 
 - In forward, a stream of its own copies a storage as soon as the computation has made it. The storage is let go when
-  the next such call ends: the computation then waits for the copy, so that at most two calls' copies are under way.
-- In backward, the first tensor that is asked for brings back all of its call, on a second stream, and begins to bring
-  back the call before: one is computed with while the other arrives.
+  the next block's call ends: the computation then waits for the copy, so that at most two calls' copies are under way.
+- In backward, a second stream begins to bring back a call's storages when the gradient of the block after it arrives:
+  one block is computed with while the one before it is on its way.
 - Buffers return to a pool when the graph lets go of them, and are taken again in the next step.
 
 On a CPU the same path makes plain copies, which saves nothing; it is there to be tested.
@@ -22,17 +22,19 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from trainstep.errors import UnsupportedError
 
 
 class Offloading:
-    """Sends what blocks leave for backward to host memory. One for a model: its calls form the order of prefetching."""
+    """Sends what blocks leave for backward to host memory. One for a model, whose blocks' calls follow one another."""
 
     def __init__(self) -> None:
         self._pool = _Pool()
@@ -42,7 +44,8 @@ class Offloading:
     def install(self, name: str, block: nn.Module, numbers: Collection[int]) -> None:
         """From now on a call of `block` sends the storages with these numbers, as `BlockPolicy.host` counts them.
 
-        The hooks are outside of what `block.compile()` compiles, so it is compiled before, if at all.
+        All blocks of a model are installed, those that send nothing too: their calls are when others' copies end and
+        begin. The hooks are outside of what `block.compile()` compiles, so it is compiled before, if at all.
         """
         place = "forward" if block._compiled_call_impl is None else "_compiled_call_impl"
         run = functools.partial(self._run, name, block, frozenset(numbers), getattr(block, place))
@@ -70,13 +73,16 @@ class Offloading:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         before = self._latest() if self._latest is not None else None
-        call = _Call(name, block, numbers, self, before)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+        call = _Call(name, block, numbers, self)
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack) if numbers else nullcontext():
             result = function(*args, **kwargs)
         call.end()
         if before is not None:
             before.let_go()
         self._latest = weakref.ref(call)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_arrives, call, None if before is None else weakref.ref(before)))
         return result
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -132,13 +138,10 @@ class SavedStorages:
 class _Call:
     """One call of a block."""
 
-    def __init__(
-        self, name: str, block: nn.Module, numbers: frozenset[int], offloading: Offloading, before: _Call | None
-    ) -> None:
+    def __init__(self, name: str, block: nn.Module, numbers: frozenset[int], offloading: Offloading) -> None:
         self.name = name
         self.offloading = offloading
         self._numbers = numbers
-        self._before = weakref.ref(before) if before is not None else None
         self._saved: SavedStorages | None = SavedStorages(block)
         self._sent: dict[int, weakref.ref[_Sent]] = {}
 
@@ -172,13 +175,17 @@ class _Call:
             each.let_go()
 
     def fetch(self) -> None:
-        """Bring back this call, and begin with the one before it."""
+        """Begin to bring back what is in host memory alone."""
         for each in reversed(self.sent()):
             each.bring_back()
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            for each in reversed(before.sent()):
-                each.bring_back()
+
+
+def _arrives(call: _Call, before: weakref.ref[_Call] | None, gradient: Tensor) -> None:
+    """The gradient of a call's output: backward comes to it, and then to the call before."""
+    call.fetch()
+    earlier = before() if before is not None else None
+    if earlier is not None:
+        earlier.fetch()
 
 
 class _Kept:
