@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "plan": GROUND,
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
     "bench/check": GROUND | STEP | {"bench"},
+    "bench/fit": GROUND | STEP | {"bench", "bench/check", "measure", "plan"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,11 +252,11 @@ _KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep results of matrix products and fused attention, ours included; compute everything else again.
 
-    So are products that are written into memory which is there, as compiled code does: it may write there again.
+    So are products that are written into memory which is there, as compiled code does: it may write there again; and
+    attention with dropout.
     """
-    name = operator_name(operation)
-    kept = name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES)
-    return CheckpointPolicy.MUST_SAVE if kept and not _writes(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = is_product(operator_name(operation)) and can_be_kept(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Named:
@@ -285,7 +285,7 @@ class _Named:
         counts, operator = self._counts[context.is_recompute], operator_name(operation)
         name = f"{operator}#{counts[operator]}"
         counts[operator] += 1
-        kept = name in self._kept and not _writes(operation)
+        kept = name in self._kept and can_be_kept(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -298,6 +298,28 @@ def operator_name(operation: Any) -> str:
     namespace, _, name = operation.name().partition("::")
     name = name.partition(".")[0]
     return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+def is_product(name: str) -> bool:
+    """Whether an operator, as `operator_name` writes it, is a matrix product or fused attention, ours included."""
+    return name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES)
+
+
+def can_be_kept(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation's result may stand in for running it again.
+
+    Not where it writes into memory that is there. Nor where it draws random numbers: those drawn after it would be
+    other ones, if it did not draw its own again.
+    """
+    if _writes(operation):
+        return False
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return True
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def _writes(operation: Any) -> bool:

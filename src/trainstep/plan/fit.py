@@ -69,6 +69,7 @@ class BlockCost:
     cast_bytes: int = 0  # of `plain_bytes`, what is there at the loss whatever is chosen: autocast's copies of weights
     forward_s: float = 0.0
     backward_s: float = 0.0
+    input_number: int | None = 0  # of its input, as `BlockPolicy.host` counts, where it is computed again; None: stays
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Choice:
 
     is_plain: bool = False
     kept: tuple[str, ...] = ()
-    host: tuple[int, ...] = ()  # numbers of storages; of a block that is computed again, 0 for its input
+    host: tuple[int, ...] = ()  # numbers of storages; of a block that is computed again, its input's
 
 
 @dataclass(frozen=True)
@@ -262,9 +263,10 @@ class _Program:
                 sent = self._sent[index][stored.number] = self._variable(0.0)
                 sizes[sent] = stored.bytes / GIB
                 self._row({sent: 1, plain: -1}, 0)
-            self._input[index] = own = self._variable(0.0)
-            sizes[own] = block.input_bytes / GIB
-            self._row({own: 1, plain: 1}, 1)
+            if block.input_number is not None:
+                self._input[index] = own = self._variable(0.0)
+                sizes[own] = block.input_bytes / GIB
+                self._row({own: 1, plain: 1}, 1)
             for rate, hidden in (
                 (copies.out_bytes_per_s, after.forward_s),
                 (copies.back_bytes_per_s, after.backward_s),
@@ -311,7 +313,9 @@ class _Program:
         is_plain = x[self._plain[index]] > 0.5
         kept = [each.name for each, place in zip(block.results, self._kept[index], strict=True) if x[place] > 0.5]
         sent = [number for number, place in self._sent[index].items() if x[place] > 0.5]
-        host = tuple(sent) if is_plain else (0,) if own is not None and x[own] > 0.5 else ()
+        host = tuple(sent)
+        if not is_plain and own is not None and block.input_number is not None and x[own] > 0.5:
+            host = (block.input_number,)
         return Choice(bool(is_plain), () if is_plain else tuple(kept), host)
 
 
