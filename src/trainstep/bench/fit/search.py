@@ -100,8 +100,10 @@ def fit_records(
         host_gib: page-locked memory that activations may take; None: half of what is free. None is taken on a CPU.
 
     Raises:
-        UsageError: a budget below what the step needs; the message says how much that is.
+        UsageError: no budget on a CPU, or one below what the step needs; the message says how much that is.
     """
+    device = resolve_device(config.device)
+    budget.of(0, device)  # so that a wrong one costs no run
     run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
     base = attempt(partial(_measure_base, source, run.under(BASE), warmup, steps))
     if isinstance(base, Failure):
@@ -116,7 +118,7 @@ def fit_records(
     found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
     yield run.row("plain", run.config, found, costs, plain)
     measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
-    limit = budget.of(measured, resolve_device(config.device))
+    limit = budget.of(measured, device)
     for number in range(1, ROUNDS + 1):
         chosen = choose(costs, limit)
         policy_of(costs, chosen.choices).save(file)
