@@ -131,6 +131,10 @@ class SavedStorages:
             self._held.append(storage)
         return self._numbers[address]
 
+    def let_go(self) -> None:
+        """The call is over."""
+        self._held.clear()
+
     def __len__(self) -> int:
         return len(self._numbers)
 

@@ -42,7 +42,7 @@ class Memory(OneModel):
     compare: FlagCreatePairsOff[bool] = False
     """With --fit: measure the policies that treat all blocks alike, too."""
     host_gib: float | None = None
-    """With --fit: GiB of page-locked host memory for activations, 0 for none; by default half of what is free."""
+    """With --fit: GiB of page-locked host memory for activations, 0 for none; by default a quarter of what is free."""
     snapshot: Annotated[Path | None, arg(name="from")] = None
     """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]

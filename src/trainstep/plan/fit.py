@@ -30,9 +30,7 @@ import numpy as np
 from trainstep.errors import UnsupportedError, UsageError
 
 GIB = 2**30
-GAP = 1e-4
-"""A choice whose added time is within this share of the best is taken for the best."""
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """After this time the best choice so far is taken, if it is known to be within `ENOUGH` of the best there is."""
 ENOUGH = 0.02
 
@@ -169,11 +167,15 @@ def choose(step: StepCost, budget: int) -> Chosen:
     if chosen is None:
         least = least_peak(step)
         raise UsageError(
-            f"the step does not fit into {budget / GIB:.2f} GiB: with every block computed again it needs "
-            f"{least / GIB:.2f} GiB at least, for weights, optimizer state, gradients and what is left of activations; "
+            f"the step does not fit into {_size(budget)}: whatever is computed again or sent away, it needs {_size(least)} "
+            "at least, for weights, optimizer state, gradients and what is left of activations; "
             "give it that much, or take a smaller batch, chunked loss, fewer bits (--precision), or shard it"
         )
     return chosen
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.2f} MiB"
 
 
 def least_peak(step: StepCost) -> int:

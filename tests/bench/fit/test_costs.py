@@ -124,3 +124,32 @@ def test_of_compiled_blocks_products_alone_are_chosen():
     assert kinds <= {"mm", "_scaled_dot_product_flash_attention_for_cpu"}
     assert cost.plain_bytes >= 5 * STREAM
     assert cost.input_number is not None
+
+
+class Caching(Model):
+    """Its blocks leave what they compute in a list, as in a key-value cache."""
+
+    def __init__(self):
+        super().__init__((0, 1, 2))
+        self.lengths = []
+        for layer in self.layers:
+            layer.forward = functools.partial(self._cached, layer)
+
+    def _cached(self, layer, x, cache):
+        hidden = torch.relu(layer.up(x))
+        cache.append(hidden)
+        return x + layer.down(hidden)
+
+    def forward(self, x):
+        x, cache = self.first(x), []
+        for layer in self.layers:
+            x = layer(x, cache)
+        self.lengths.append(len(cache))
+        return x
+
+
+def test_what_a_cache_holds_is_there_whatever_is_chosen_and_a_call_fills_it_once():
+    models = []
+    costs = block_costs(source_of(lambda: models.append(Caching()) or models[-1]), CONFIG)
+    assert models[-1].lengths == [3]
+    assert [each.plain_bytes for each in costs] == [64 * 4 * 16] * 3

@@ -57,7 +57,7 @@ def test_the_file_repeats_it(rows):
 
 
 def test_a_budget_below_what_weights_need(tmp_path):
-    with pytest.raises(UsageError, match=r"it needs 0\.\d+ GiB at least"):
+    with pytest.raises(UsageError, match=r"it needs \d+\.\d\d MiB at least"):
         list(fit_records(SOURCE, CONFIG, Budget.parse("0.1MiB"), tmp_path / "fit.json", steps=1))
 
 

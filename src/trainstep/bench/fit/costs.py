@@ -14,10 +14,13 @@ training. Alike blocks (of one class, with the same shapes) are measured once, o
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +69,10 @@ def block_costs(source: WorkloadSource, config: StepConfig) -> tuple[BlockCost, 
     names = {block: name for name, block in step.module.named_modules()}
     found: dict[Any, BlockCost] = {}
     order: list[BlockCost] = []
-    hooks: dict[nn.Module, Any] = {}
     called: set[nn.Module] = set()
 
-    def measure(block: nn.Module, args: Any, kwargs: Any) -> None:
+    def measured(block: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block's call as the model makes it; afterwards, where the block is the first of its kind, many more."""
         if block in called:
             raise UnsupportedError(
                 f"{names[block]} is called several times in a step, so what it keeps is not its own; use "
@@ -77,19 +80,25 @@ def block_costs(source: WorkloadSource, config: StepConfig) -> tuple[BlockCost, 
             )
         called.add(block)
         key = _kind_of(block, args, kwargs)
-        if key not in found:
-            hooks[block].remove()  # it is called here, and compiled
+        if key in found:
+            result = function(*args, **kwargs)
+        else:
+            wrapper = block.__dict__["forward"]
+            _set(block, (before[block], None))  # it is called here without us, and compiled
+            alone = _Alone(names[block], block, args, kwargs, step.module, config)
+            result = alone.first(function)
             with torch.enable_grad():
-                found[key] = _Alone(names[block], block, args, kwargs, step.module, config).cost()
-            hooks[block] = block.register_forward_pre_hook(measure, with_kwargs=True)
+                found[key] = alone.cost()
+            _set(block, (wrapper, None))
         order.append(dataclasses.replace(found[key], name=names[block]))
+        return result
 
-    hooks |= {block: block.register_forward_pre_hook(measure, with_kwargs=True) for block in blocks}
+    before = {block: block.__dict__.get("forward") for block in blocks}
+    for block in blocks:
+        block.__dict__["forward"] = partial(measured, block, block.forward)
     batch = step.next_batch()
     with torch.no_grad(), uncompiled():
         step.differentiable_loss(batch)
-    for hook in hooks.values():
-        hook.remove()
     if missing := [names[block] for block in blocks if block not in called]:
         raise UnsupportedError(f"{missing[0]} was not called in a step; use --checkpointing every-1 or selective")
     return tuple(order)
@@ -107,6 +116,20 @@ class _Stack(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([block])
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    """The tensors that backward starts from."""
+    return [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.requires_grad]
+
+
+def _set(block: nn.Module, form: tuple[Any, Any]) -> None:
+    """Give a block a `forward` of its own, or none, and what it was compiled to."""
+    if form[0] is None:
+        block.__dict__.pop("forward", None)
+    else:
+        block.__dict__["forward"] = form[0]
+    block._compiled_call_impl = form[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +159,12 @@ class _Alone:
         self._clock, self._now = device_clock(self._device), quiet_clock(self._device)
         self._resident = [*module.parameters(), *module.buffers(), *tensors_of((args, kwargs))]
         self._forms: dict[Any, Any] = {}
-        first, self._again = Repeated({name: block}, args, kwargs, None, lambda name: None).contexts()
-        with first:
-            self._block(*args, **kwargs)
+        self._first, self._again = Repeated({name: block}, args, kwargs, None, lambda name: None).contexts()
+
+    def first(self, function: Callable[..., Any]) -> Any:
+        """The model's own call, after which caches and the like are as the model has them; others put them back."""
+        with self._first:
+            return function(*self._args, **self._kwargs)
 
     def cost(self) -> BlockCost:
         saved = self._saved(None)
@@ -194,22 +220,16 @@ class _Alone:
                 Checkpointing(_Stack(self._block), Policy({"blocks.0": policy}))
             self._forms[key] = own.get("forward"), self._block._compiled_call_impl
         else:
-            self._set(self._forms[key])
+            _set(self._block, self._forms[key])
         try:
             with torch.compiler.set_stance("default") if compiled else nullcontext():
                 yield
         finally:
-            self._set(before)
+            _set(self._block, before)
 
-    def _set(self, form: tuple[Any, Any]) -> None:
-        if form[0] is None:
-            self._block.__dict__.pop("forward", None)
-        else:
-            self._block.__dict__["forward"] = form[0]
-        self._block._compiled_call_impl = form[1]
-
-    def _forward(self) -> list[Tensor]:
-        """Call the block with its inputs anew; the results that backward starts from."""
+    @contextmanager
+    def _result(self) -> Iterator[Any]:
+        """What the block returns for its inputs anew; inside, its caches and the like are as it leaves them."""
 
         def anew(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor is self._input)
@@ -217,8 +237,12 @@ class _Alone:
         args, kwargs = map_tensors((self._args, self._kwargs), anew)
         torch.clear_autocast_cache()  # as before the first use of a weight in a step
         with self._again:
-            result = self._block(*args, **kwargs)
-        return [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.requires_grad]
+            yield self._block(*args, **kwargs)
+
+    def _forward(self) -> list[Tensor]:
+        """Call the block; the results that backward starts from."""
+        with self._result() as result:
+            return _differentiable(result)
 
     def _backward(self, results: Sequence[Tensor]) -> None:
         with torch.autocast(self._device.type, enabled=False):
@@ -226,11 +250,12 @@ class _Alone:
         self._block.zero_grad(set_to_none=True)
 
     def _saved(self, policy: BlockPolicy | None) -> list[_Saved]:
-        """What a call leaves for backward that was not there before, and its input."""
+        """What a call leaves for backward and nothing else holds, as a key-value cache does; and its input."""
         with self._under(policy, compiled=self._is_compiled):
             if self._is_compiled:
                 self._forward()  # compiled before it is looked at
             numbers, found = SavedStorages(self._block), dict[int, _Saved]()
+            storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
             outside = {storage.data_ptr() for each in self._resident for storage in storages_of(each)}
             assert self._input is not None
             own = self._input.untyped_storage().data_ptr()
@@ -246,13 +271,17 @@ class _Alone:
                     if made or address == own:
                         size = tensor.untyped_storage().nbytes()
                         found[number] = _Saved(number, size, address == own, casts_parameter(tensor))
+                        storages[number] = weakref.ref(tensor.untyped_storage())
                 return tensor.detach()
 
             hooks = torch.autograd.graph.saved_tensors_hooks(torch.compiler.disable(pack), lambda tensor: tensor)
-            with live, hooks:
-                results = self._forward()
-            del results
-        return list(found.values())
+            with live, hooks, self._result() as result:
+                numbers.let_go()
+                self._backward(_differentiable(result))  # which frees what waits for it, though a cache holds the graph
+                del result
+                torch.clear_autocast_cache()
+                gc.collect()
+                return [each for number, each in found.items() if each.is_input or storages[number]() is None]
 
     def _operators(self) -> list[tuple[Result, bool]]:
         """Of what computing again runs: operators with their seconds alone and bytes of results that can be kept (0 for

@@ -97,7 +97,8 @@ def fit_records(
 
     Args:
         file: where the chosen policy is written.
-        host_gib: page-locked memory that activations may take; None: half of what is free. None is taken on a CPU.
+        host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds the buffers up
+            to powers of two. On a CPU none is taken.
 
     Raises:
         UsageError: no budget on a CPU, or one below what the step needs; the message says how much that is.
@@ -158,7 +159,7 @@ def _step_cost(source: WorkloadSource, config: StepConfig, base: _Base, host_gib
     copies = None
     if device.type == "cuda" and host_gib != 0:
         out, back = copy_rates(device)
-        copies = Copies(out, back, int(GIB * (_free_host_gib() / 2 if host_gib is None else host_gib)))
+        copies = Copies(out, back, int(GIB * (_free_host_gib() / 4 if host_gib is None else host_gib)))
     return StepCost(
         blocks,
         loss_bytes=moments[LOSS],
