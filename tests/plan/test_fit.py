@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trainstep.errors import UsageError
 from trainstep.plan.fit import (
+    GIB,
     BlockCost,
     Choice,
     Copies,

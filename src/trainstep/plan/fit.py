@@ -167,8 +167,8 @@ def choose(step: StepCost, budget: int) -> Chosen:
     if chosen is None:
         least = least_peak(step)
         raise UsageError(
-            f"the step does not fit into {_size(budget)}: whatever is computed again or sent away, it needs {_size(least)} "
-            "at least, for weights, optimizer state, gradients and what is left of activations; "
+            f"the step does not fit into {_size(budget)}: whatever is computed again or sent away, it needs "
+            f"{_size(least)} at least, for weights, optimizer state, gradients and what is left of activations; "
             "give it that much, or take a smaller batch, chunked loss, fewer bits (--precision), or shard it"
         )
     return chosen

@@ -97,8 +97,8 @@ def fit_records(
 
     Args:
         file: where the chosen policy is written.
-        host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds the buffers up
-            to powers of two. On a CPU none is taken.
+        host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds
+            buffers up to powers of two. On a CPU none is taken.
 
     Raises:
         UsageError: no budget on a CPU, or one below what the step needs; the message says how much that is.
