@@ -11,11 +11,11 @@ import trainstep
 
 PACKAGE = Path(trainstep.__file__).parent
 
-GROUND = {"errors", "stats", "precision", "config", "hardware", "schemes", "kinds", "records"}
+GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "schemes", "kinds", "records"}
 """Lists, rows and statistics: no torch."""
 STEP = {
-    *("casting", "randomness", "batches", "workload", "training_step", "blocks", "checkpointing", "repeating"),
-    *("model", "attention", "weights"),
+    *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
+    *("checkpointing", "offloading", "repeating", "model", "attention", "weights"),
 }
 """What is run."""
 
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "precision": set(),
     "randomness": set(),
     "batches": {"errors"},
+    "policies": {"errors"},
     "config": {"errors", "precision"},
     "hardware": {"errors", "precision"},
     "schemes": {"config", "errors"},
@@ -38,7 +39,8 @@ MAY_IMPORT = {
     "model": {"attention", "config", "errors"},
     "blocks": set(),
     "repeating": {"errors"},
-    "checkpointing": {"blocks", "config", "errors", "repeating"},
+    "offloading": {"errors"},
+    "checkpointing": {"blocks", "config", "errors", "offloading", "policies", "repeating"},
     "weights": set(),
     "rebuilding": {"randomness", "weights"},
     "workload": {"attention", "config", "errors", "model", "precision", "randomness", "rebuilding"},
@@ -64,6 +66,7 @@ MAY_IMPORT = {
     "plan": GROUND,
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
     "bench/check": GROUND | STEP | {"bench"},
+    "bench/fit": GROUND | STEP | {"bench", "bench/check", "measure", "plan"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},

@@ -8,6 +8,8 @@ A group of several blocks is run by the call of its first block; the calls of th
 the same computation only if the model passes each block's output straight to the next, with the same further arguments.
 Each call checks it (compiled code excepted, where tensors have no identity to check).
 
+A `Policy` says of each block by itself what it keeps, computes again, or sends to host memory (`trainstep.offloading`).
+
 A block is run again in the state in which it ran first (`trainstep.repeating`): with the random numbers, the key-value
 cache and the attributes of then. So loss and gradients are the same, bit for bit where the kernels are deterministic.
 """
@@ -15,7 +17,8 @@ cache and the attributes of then. So loss and gradients are the same, bit for bi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,26 +28,35 @@ from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 
 from trainstep.blocks import find_stacks
 from trainstep.config import blocks_per_checkpoint
-from trainstep.errors import UnsupportedError
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.offloading import Offloading
+from trainstep.policies import Policy, policy_of
 from trainstep.repeating import Repeated, unrepeatable
 
 Forward = Callable[..., Any]
 
 
 class Checkpointing:
-    """`module`, its blocks keeping their activations as `policy` says: "none", "every-K", "selective", "recursive".
+    """`module`, its blocks keeping their activations as `policy` says.
 
-    `module` is anything with blocks in an `nn.ModuleList` (see `find_blocks`), not yet checkpointed or compiled.
+    Args:
+        module: anything with blocks in an `nn.ModuleList` (see `find_blocks`), not yet checkpointed. `block.compile()`
+            and `module.compile()` come before.
+        policy: "none", "every-K", "selective", "recursive", "@FILE", or a `Policy`.
 
     Raises:
-        UsageError: no such policy.
-        UnsupportedError: the module has no blocks.
+        UsageError: no such policy, or one of blocks that the module does not have.
+        UnsupportedError: the module has no blocks, or is compiled as a whole and sends activations to host memory.
     """
 
-    def __init__(self, module: nn.Module, policy: str) -> None:
-        size = blocks_per_checkpoint(policy)
+    def __init__(self, module: nn.Module, policy: str | Policy) -> None:
         self._latest = ""  # the block that was run again last
         self._groups: list[_Group] = []
+        self.offloading = Offloading()
+        if isinstance(policy, str):
+            size, of_each = blocks_per_checkpoint(policy), policy_of(policy)
+        else:
+            size, of_each = None, policy
         if policy == "none":
             return
         stacks = find_stacks(module)
@@ -52,6 +64,9 @@ class Checkpointing:
             missing = "needs blocks in an nn.ModuleList, and this module has none; use none"
             raise UnsupportedError(f"checkpointing={policy} {missing}")
         names = {block: name for name, block in module.named_modules()}
+        if of_each is not None:
+            self._apply(module, of_each, {names[block]: block for stack in stacks for block in stack})
+            return
         for stack in stacks:
             per_group = 1 if policy == "selective" else len(stack) if policy == "recursive" else size
             assert per_group is not None, f"policy {policy} has no size"
@@ -60,6 +75,30 @@ class Checkpointing:
                 run = functools.partial(self._run, part, _selective_contexts if policy == "selective" else None)
                 how = _halves if policy == "recursive" and len(part) > 1 else _whole
                 self._groups.append(_Group(part, functools.partial(how, run)))
+
+    def _apply(self, module: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
+        if unknown := [name for name in policy.blocks if name not in blocks]:
+            has = f"this module has {len(blocks)} blocks, {next(iter(blocks))} to {list(blocks)[-1]}"
+            raise UsageError(
+                f"the checkpointing policy is about {unknown[0]}, and {has}; make the policy for this model"
+            )
+        compiled = [each for each in module.modules() if each._compiled_call_impl is not None]
+        for name, own in policy.blocks.items():
+            block = blocks[name]
+            if own.recompute:
+                run = functools.partial(self._run_keeping, {name: block}, own.kept)
+                self._groups.append(_Group({name: block}, functools.partial(_whole, run)))
+            inside = [
+                outer for outer in compiled if outer is not block and any(block is each for each in outer.modules())
+            ]
+            if own.host and inside:
+                raise UnsupportedError(
+                    f"checkpointing: the policy sends activations of {name} to host memory, which compiled code "
+                    "around the block would hide; use --compile blocks or off"
+                )
+        if any(own.host for own in policy.blocks.values()):
+            for name, block in blocks.items():
+                self.offloading.install(name, block, policy.blocks[name].host if name in policy.blocks else ())
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -82,6 +121,18 @@ class Checkpointing:
             return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
         repeated = Repeated(blocks, args, kwargs, context_fn, self._note)
         return checkpoint(function, *args, use_reentrant=False, context_fn=repeated.contexts, **kwargs)
+
+    def _run_keeping(self, blocks: dict[str, nn.Module], kept: tuple[str, ...], *call: Any, **kwargs: Any) -> Any:
+        """`_run`, with the results of the operations in `kept`."""
+        if not kept:
+            return self._run(blocks, None, *call, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._run(blocks, functools.partial(_named_contexts, kept), *call, **kwargs)
+        named = _Named(kept)
+        result = self._run(blocks, named.contexts, *call, **kwargs)
+        if torch.is_grad_enabled():
+            named.check(next(iter(blocks)))
+        return result
 
     def _note(self, block: str) -> None:
         self._latest = block
@@ -195,18 +246,80 @@ def _halves(run: Forward, calls: Sequence[Forward], x: Any, *others: Any, **keyw
 
 
 _KEPT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
-_KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")
+_KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::")
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep results of matrix products and fused attention, ours included; compute everything else again.
 
-    So are products that are written into memory which is there, as compiled code does: it may write there again.
+    So are products that are written into memory which is there, as compiled code does: it may write there again; and
+    attention with dropout.
     """
+    kept = is_product(operator_name(operation)) and can_be_kept(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Named:
+    """Keeps results by operator and number, as `BlockPolicy.kept` names them; of one call of one block."""
+
+    def __init__(self, kept: tuple[str, ...]) -> None:
+        self._kept = frozenset(kept)
+        self._counts: dict[bool, dict[str, int]] = {}  # of the first run, and of the one in backward
+
+    def contexts(self) -> Any:
+        """What `torch.utils.checkpoint` enters around the first run and around the other."""
+        self._counts = {False: defaultdict(int), True: defaultdict(int)}
+        return create_selective_checkpoint_contexts(self._choose)
+
+    def check(self, block: str) -> None:
+        """Raise `UsageError` if an operation that is to be kept did not run."""
+        for name in sorted(self._kept):
+            operator, _, number = name.rpartition("#")
+            if int(number) >= (count := self._counts[False][operator]):
+                raise UsageError(
+                    f"the checkpointing policy keeps {name} of {block}, which runs {operator} {count} times; make the "
+                    "policy for this model, attention and precision"
+                )
+
+    def _choose(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        counts, operator = self._counts[context.is_recompute], operator_name(operation)
+        name = f"{operator}#{counts[operator]}"
+        counts[operator] += 1
+        kept = name in self._kept and can_be_kept(operation, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _named_contexts(kept: tuple[str, ...]) -> Any:
+    return _Named(kept).contexts()
+
+
+def operator_name(operation: Any) -> str:
+    """As `BlockPolicy.kept` writes it: `mm` for `aten::mm.default`, others with their library's name."""
     namespace, _, name = operation.name().partition("::")
     name = name.partition(".")[0]
-    kept = name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES) or namespace == "trainstep"
-    return CheckpointPolicy.MUST_SAVE if kept and not _writes(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+    return name if namespace == "aten" else f"{namespace}::{name}"
+
+
+def is_product(name: str) -> bool:
+    """Whether an operator, as `operator_name` writes it, is a matrix product or fused attention, ours included."""
+    return name in _KEPT_OPERATIONS or name.startswith(_KEPT_PREFIXES)
+
+
+def can_be_kept(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation's result may stand in for running it again.
+
+    Not where it writes into memory that is there. Nor where it draws random numbers: those drawn after it would be
+    other ones, if it did not draw its own again.
+    """
+    if _writes(operation):
+        return False
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return True
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def _writes(operation: Any) -> bool:

@@ -142,7 +142,7 @@ class StepConfig:
     checkpointing: str = "none"
     """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
-    of the blocks)."""
+    of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
     optimizer: OptimizerImpl = "adamw-foreach"
     """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: float = 3e-4
@@ -162,16 +162,21 @@ class StepConfig:
 
 
 def blocks_per_checkpoint(policy: str) -> int | None:
-    """K of the checkpointing policy `every-K`; None for none, selective and recursive; else `UsageError`."""
-    if policy in ("none", "selective", "recursive"):
+    """K of the checkpointing policy `every-K`; None for none, selective, recursive and @FILE; else `UsageError`."""
+    if policy in ("none", "selective", "recursive") or (policy.startswith("@") and len(policy) > 1):
         return None
     word, _, count = policy.partition("-")
     if word == "every" and count.isascii() and count.isdigit() and int(count) > 0:
         return int(count)
     raise UsageError(
         f"checkpointing is {policy!r}; expected none, every-K for the K blocks between two checkpoints (every-1 keeps "
-        "the input of every block), selective or recursive"
+        "the input of every block), selective, recursive, or @FILE"
     )
+
+
+def keeps_whole_blocks(policy: str) -> bool:
+    """Whether a checkpointing policy keeps all of a block's activations or its input alone, which formulas know."""
+    return policy == "none" or blocks_per_checkpoint(policy) is not None
 
 
 def resolve_size(name: str) -> ModelConfig:

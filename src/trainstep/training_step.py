@@ -86,9 +86,9 @@ class TrainingStep:
             self._stored_dtype = None  # the batches are what the model's author gives it
         elif self._stored_dtype is not None:
             cast_parameters(self.module, self._stored_dtype)
-        self._checkpointing = Checkpointing(self.module, config.checkpointing)
         if config.compile != "off":
             _compile(self.module, config)
+        self._checkpointing = Checkpointing(self.module, config.checkpointing)
 
         def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             optimizer = workload.optimizer(parameters)

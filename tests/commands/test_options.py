@@ -83,3 +83,13 @@ def test_grids_take_what_is_not_given_from_the_file_or_the_named_grid(run_toml, 
         main(["memory", "--config", run_toml, "--peaks", "--batch", "1,2", "--device", "cpu", *out])
     usual = StepConfig(context=256, precision="bf16", checkpointing="every-2", device="cpu")
     assert taken == [dataclasses.replace(usual, batch=batch) for batch in (1, 2)]
+
+
+def test_a_flag_with_or_without_a_value():
+    """--fit alone asks for what the device has."""
+    assert parse(["memory"]).fit is None
+    assert parse(["memory", "--fit"]).fit == ""
+    assert parse(["memory", "--fit", "--compare"]).fit == ""
+    assert parse(["memory", "--fit", "65%", "--compare"]).fit == "65%"
+    with pytest.raises(SystemExit):
+        parse(["memory", "--fit", "1GiB", "2GiB"])

@@ -43,10 +43,12 @@ def measure_residuals(source: WorkloadSource, config: StepConfig) -> KeptByStep:
     """Build the workload and run its forward pass and loss once.
 
     Raises:
-        UnsupportedError: selective checkpointing, which keeps results where autograd does not see them.
+        UnsupportedError: checkpointing that keeps results where autograd does not see them.
     """
-    if config.checkpointing == "selective":
-        raise UnsupportedError("what selective checkpointing keeps is invisible to autograd; use --checkpointing none")
+    if config.checkpointing == "selective" or config.checkpointing.startswith("@"):
+        raise UnsupportedError(
+            f"what checkpointing={config.checkpointing} keeps is invisible to autograd; use --checkpointing none"
+        )
     step = build_step(source, config)
     batch = step.next_batch()
     forward = partial(step.differentiable_loss, batch)

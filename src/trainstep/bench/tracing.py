@@ -26,6 +26,7 @@ from trainstep.measure.flops import counted_flops
 from trainstep.measure.memory import optimizer_state_tensors
 from trainstep.measure.tracing import GRADIENTS, OTHER, STATE, WEIGHTS, OperatorCall, StepTracer
 from trainstep.plan.traced import TracedOperator, TracedStep
+from trainstep.policies import policy_of
 from trainstep.training_step import TrainingStep
 from trainstep.workload import Workload, WorkloadSource, resolve_device
 
@@ -53,10 +54,14 @@ def trace_calls(
             leaves them behind where a factory keeps what it made for the next call, so nothing may be measured after.
 
     Raises:
-        UnsupportedError: compiled code; a step that fake tensors cannot trace, and that is too large for real ones.
+        UnsupportedError: compiled code; activations in host memory; a step that fake tensors cannot trace, and that is
+            too large for real ones.
     """
     if config.compile != "off":
         raise UnsupportedError("compiled code has no operators to trace; use --compile off")
+    policy = policy_of(config.checkpointing)
+    if policy is not None and any(block.host for block in policy.blocks.values()):
+        raise UnsupportedError("what goes to host memory cannot be traced; measure it (trainstep memory --peaks)")
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     large = _without_room(source, config, fakes) if only_shapes else None
     try:

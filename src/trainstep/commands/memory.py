@@ -1,4 +1,4 @@
-"""`trainstep memory`: where the memory of a step goes, and what checkpointing makes of it."""
+"""`trainstep memory`: where the memory of a step goes, what checkpointing makes of it, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from trainstep.commands.options import OneModel, axes_of, commas, flags_of, own_precisions
+from trainstep.commands.options import OneModel, axes_of, commas, flags_of, optional_text, own_precisions
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainstep.records import Row
     from trainstep.workload import WorkloadSource
 
+_Fit: Any = optional_text("SIZE")
 MemoryGrid: Any = flags_of(StepConfig, several=True, without=["checkpointing"])
 
 
@@ -34,6 +35,14 @@ class Memory(OneModel):
     """What forward keeps for backward: the largest by module and operation, eager and compiled."""
     checkpointing: FlagCreatePairsOff[bool] = False
     """Predict and measure the peak of a step under checkpointing policies, and name the best."""
+    fit: _Fit = None
+    """Make the step fit this much memory (130GiB, 500MiB, or 65% of the plain peak; by default what the GPU has) at the
+    least added time: choose for each block which activations to keep, compute again or send to host memory, then apply
+    and measure it. --checkpointing @OUT/fit.json repeats the choice elsewhere."""
+    compare: FlagCreatePairsOff[bool] = False
+    """With --fit: measure the policies that treat all blocks alike, too."""
+    host_gib: float | None = None
+    """With --fit: GiB of page-locked host memory for activations, 0 for none; by default a quarter of what is free."""
     snapshot: Annotated[Path | None, arg(name="from")] = None
     """Nothing is measured: draw the memory snapshot in this file, anyone's from _dump_snapshot of torch.cuda.memory."""
     policies: commas(str) = ()  # type: ignore[valid-type]
@@ -53,6 +62,12 @@ class Memory(OneModel):
             raise UsageError(f"steps is {self.steps}; expected at least 1")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise UsageError(f"memory_gib is {self.memory_gib}; expected a positive number")
+        if self.fit is None and (self.compare or self.host_gib is not None):
+            raise UsageError("--compare and --host-gib are for --fit; add it")
+        if self.host_gib is not None and not self.host_gib >= 0:
+            raise UsageError(f"host_gib is {self.host_gib}; expected 0 or more")
+        if self.fit is not None and self.policies:
+            raise UsageError("--fit makes a policy of its own; leave out --policies")
         if self.snapshot is not None:
             from trainstep.bench.allocations import imported_records
 
@@ -65,7 +80,7 @@ class Memory(OneModel):
 
     @property
     def _chosen(self) -> bool:
-        return self.peaks or self.timeline or self.residuals or self.checkpointing
+        return self.peaks or self.timeline or self.residuals or self.checkpointing or self.fit is not None
 
     def _records(self, source: WorkloadSource) -> Iterator[Row]:
         from trainstep.bench.allocations import allocation_records
@@ -87,6 +102,16 @@ class Memory(OneModel):
             for config in plain:
                 names = self.policies or default_policies(source, config)
                 yield from checkpointing_records(source, config, names, memory_gib=self.memory_gib, steps=self.steps)
+
+        if self.fit is not None:
+            from trainstep.bench.fit.search import Budget, fit_records
+
+            budget = Budget.parse(self.fit)
+            for number, config in enumerate(plain, start=1):
+                file = self.out / ("fit.json" if len(plain) == 1 else f"fit-{number}.json")
+                yield from fit_records(
+                    source, config, budget, file, host_gib=self.host_gib, compare=self.compare, steps=self.steps
+                )
 
     def _configs(self, source: WorkloadSource, policies: Sequence[str] = ()) -> list[StepConfig]:
         """Every combination of the step's flags, under every policy."""

@@ -60,6 +60,24 @@ def commas(item: Any) -> Any:
     return Annotated[tuple[item, ...], spec]
 
 
+def optional_text(metavar: str) -> Any:
+    """The type of a flag that may have a value: None without the flag, empty without a value."""
+
+    def parse(words: list[str]) -> str:
+        if len(words) > 1:
+            raise ValueError(f"expected one {metavar}, or none")
+        return words[0] if words else ""
+
+    spec = PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"[{metavar}]",
+        instance_from_str=parse,
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: [] if value is None else [value],
+    )
+    return Annotated[str | None, spec]
+
+
 def shown(value: object) -> str:
     """A default as the help shows it and the command line takes it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

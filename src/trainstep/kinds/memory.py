@@ -1,10 +1,11 @@
-"""Rows of memory: peaks by phase, the timeline of allocations with its owners, residuals, checkpointing policies."""
+"""Rows of memory: peaks by phase, the timeline of allocations with its owners, residuals, checkpointing, fits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from trainstep.kinds.row import Peaks, StepSettings, Times, setting, times
+from trainstep.kinds.steps import Checked
 
 
 class PeakRow(StepSettings, Peaks, kind="peak"):
@@ -98,3 +99,24 @@ class CheckpointingRow(StepSettings, kind="checkpointing"):
     cache_gib: float | None = None  # as in `Peaks`
     uncompiled: bool | None = None
     not_predicted: str | None = None  # why a user's step has no prediction
+
+
+class FitRow(StepSettings, Checked, kind="fit"):
+    """A step whose blocks' activations were chosen to fit a budget, or one beside it; predicted and measured."""
+
+    form: str = setting()  # plain, all again, fit; or one policy for all blocks, such as every-2
+    round: int | None = setting(None)  # of a fit: 1, then more where the measured peak corrected the prediction
+    times: Mapping[str, Times] = times()
+    budget_gib: float | None = None
+    predicted_gib: float | None = None
+    peak_gib: float | None = None
+    prediction_error: float | None = None  # predicted / measured − 1
+    predicted_ms: float | None = None
+    time_error: float | None = None  # predicted / measured − 1, of the median
+    gap: float | None = None  # the added time is at most this share above the least possible, by prediction
+    choices: tuple[str, ...] | None = None  # neighbours with the same choice in one text
+    blocks_kept: int | None = None  # that keep everything, in host memory or not
+    blocks_again: int | None = None  # that are computed again, apart from what is kept
+    blocks_sending: int | None = None  # that send something to host memory
+    host_gib: float | None = None  # what is sent there
+    policy: str | None = None  # the file

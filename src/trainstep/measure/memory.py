@@ -225,7 +225,7 @@ class _Packed:
     def __init__(self, tensor: Tensor, module: str) -> None:
         self.tensor = tensor.detach()  # with its graph, a saved output would keep itself alive in a circle
         self.module = module
-        self.casts_parameter = _casts_parameter(tensor)
+        self.casts_parameter = casts_parameter(tensor)
 
 
 def residuals(
@@ -309,7 +309,7 @@ def operation_name(node_name: str) -> str:
     return name.removesuffix("Backward") or name
 
 
-def _casts_parameter(tensor: Tensor) -> bool:
+def casts_parameter(tensor: Tensor) -> bool:
     """Whether the tensor is a parameter that was only cast or viewed since."""
     node, casts = tensor.grad_fn, False
     while node is not None and node.name().rstrip("0123456789") in _CASTS_AND_VIEWS:

@@ -39,7 +39,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint
+from trainstep.config import ModelConfig, OptimizerImpl, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
 from trainstep.errors import UnsupportedError
 from trainstep.precision import PRECISIONS, PrecisionName
 
@@ -155,7 +155,7 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
             without a formula.
     """
     size = blocks_per_checkpoint(step.checkpointing)
-    if step.compile != "off" or step.loss != "dense" or step.checkpointing in ("selective", "recursive"):
+    if step.compile != "off" or step.loss != "dense" or not keeps_whole_blocks(step.checkpointing):
         raise UnsupportedError(
             f"no memory formula for compile={step.compile}, loss={step.loss}, checkpointing={step.checkpointing}; "
             "there is one for uncompiled code, the dense loss, and checkpointing none or every-K"

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint
+from trainstep.config import ModelConfig, StepConfig, blocks_per_checkpoint, keeps_whole_blocks
 from trainstep.errors import UnsupportedError
 from trainstep.plan.machine import Machine
 from trainstep.precision import PRECISIONS
@@ -120,9 +120,9 @@ def step_seconds(
         optimizer_share: the fraction of the GPU's parameters that its optimizer updates.
 
     Raises:
-        UnsupportedError: selective or recursive checkpointing, whose recomputation is not modelled.
+        UnsupportedError: checkpointing other than none and every-K, whose recomputation is not modelled.
     """
-    if step.checkpointing in ("selective", "recursive"):
+    if not keeps_whole_blocks(step.checkpointing):
         raise UnsupportedError(f"no time model for checkpointing={step.checkpointing}; there is one for none, every-K")
     blocks = _Block(model, step, machine, tensor_parallel, casts_weights)
     layers, copy = model.num_layers, machine.copy_bytes_per_s

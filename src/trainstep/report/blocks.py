@@ -201,7 +201,11 @@ TOPICS: Mapping[str, str] = {
     "noise": "Noise",
 }
 """What findings are about, in their order, and in the page's words."""
-_TOPIC_OF = {"parallel": "data parallel", "residuals": "kept for backward"}  # where an id begins with another word
+_TOPIC_OF = {
+    "parallel": "data parallel",
+    "residuals": "kept for backward",
+    "fit": "checkpointing",
+}  # where an id begins with another word
 
 
 @dataclass(frozen=True)

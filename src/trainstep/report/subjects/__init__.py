@@ -14,6 +14,7 @@ from trainstep.records import Row, of_kind
 from trainstep.report.blocks import TOPICS, Finding, Section
 from trainstep.report.subjects import (
     attention,
+    fit,
     kernels,
     ladder,
     memory,
@@ -32,7 +33,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, training, memory, precision,
+    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, training, memory, fit, precision,
     plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""

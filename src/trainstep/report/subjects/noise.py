@@ -12,6 +12,7 @@ from trainstep.kinds import (
     CollectiveRow,
     ControlRow,
     FamilyRow,
+    FitRow,
     ParallelRow,
     ProfileRow,
     RungRow,
@@ -49,6 +50,7 @@ TIMED: Mapping[type[Row], str] = {
     StepRow: "steps",
     RungRow: "rungs",
     CheckpointingRow: "checkpointing policies",
+    FitRow: "choices of activations",
     AttentionRow: "cases of attention",
     ParallelRow: "schemes",
     CollectiveRow: "collectives",
@@ -58,7 +60,7 @@ _WHOLE = ("step", "both", "time")  # the time of a row that its phases are parts
 
 
 def _name(row: Row) -> str:
-    for name in ("rung", "scheme", "collective", "impl", "checkpointing", "workload"):
+    for name in ("rung", "scheme", "collective", "impl", "form", "checkpointing", "workload"):
         if (value := row.case.get(name)) is not None:
             return str(value)
     return TIMED[type(row)]

@@ -1,0 +1,271 @@
+"""`trainstep memory --fit`: choose for every block what to do with its activations, apply it, and measure what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainstep.bench.check.step import StepCheck, Verdict
+from trainstep.bench.fit.copies import copy_rates
+from trainstep.bench.fit.costs import block_costs
+from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
+from trainstep.bench.memory import UNFOLLOWED, default_policies
+from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.step import StepMeasurement, case_columns, measure_step, measure_training_step
+from trainstep.config import StepConfig
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.kinds import FitRow
+from trainstep.kinds.row import Times
+from trainstep.measure.environment import describe
+from trainstep.measure.memory import GIB
+from trainstep.plan.fit import Choice, Chosen, Copies, StepCost, choose, peak_of, seconds_of, with_budget_error
+from trainstep.policies import BlockPolicy, Policy
+from trainstep.records import Scalar
+from trainstep.stats import summarize
+from trainstep.training_step import build_step
+from trainstep.workload import WorkloadSource, resolve_device
+
+BASE = "every-1"
+"""The policy under which everything is computed again, from which choices are counted."""
+ROUNDS = 3
+"""A choice that took more than its budget is made anew, its prediction corrected by what was measured, so often."""
+RESERVE = 0.06
+"""Of the device's memory, what its libraries and the gaps between blocks of the allocator are left."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a step may take: a number of bytes, a share of the plain step's peak, or what the device has."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Budget:
+        """`130GiB`, `500MiB`, `65%`, or nothing for what the device has.
+
+        Raises:
+            UsageError: another text, or a size that is not positive.
+        """
+        units = {"GiB": 2**30, "MiB": 2**20, "%": 0.01}
+        unit = next((unit for unit in units if text.endswith(unit)), "")
+        try:
+            value = float(text.removesuffix(unit)) if text else 1.0
+        except ValueError:
+            value = -1.0
+        if text and (not unit or not 0 < value < 1e6):
+            raise UsageError(f"--fit is {text!r}; expected 130GiB, 500MiB, or a share of the plain step's peak, 65%")
+        if unit == "%":
+            return Budget(share=value / 100)
+        return Budget(bytes=int(value * units[unit])) if text else Budget()
+
+    def of(self, plain_bytes: int, device: torch.device) -> int:
+        """In bytes.
+
+        Raises:
+            UsageError: what the device has is asked for, and it is a CPU.
+        """
+        if self.share is not None:
+            return int(self.share * plain_bytes)
+        if self.bytes is not None:
+            return self.bytes
+        if device.type != "cuda":
+            raise UsageError("--fit without a size is for what a GPU has; on a CPU say how much, such as --fit 4GiB")
+        return int(torch.cuda.get_device_properties(device).total_memory * (1 - RESERVE))
+
+
+def fit_records(
+    source: WorkloadSource,
+    config: StepConfig,
+    budget: Budget,
+    file: Path,
+    *,
+    host_gib: float | None = None,
+    compare: bool = False,
+    warmup: int = 2,
+    steps: int = 10,
+) -> Iterator[FitRow]:
+    """A row for the step with everything computed again, one for the plain step, one for each choice that was tried,
+    and with `compare` one for each policy that all blocks share.
+
+    Args:
+        file: where the chosen policy is written.
+        host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds
+            buffers up to powers of two. On a CPU none is taken.
+
+    Raises:
+        UsageError: no budget on a CPU, or one below what the step needs; the message says how much that is.
+    """
+    device = resolve_device(config.device)
+    budget.of(0, device)  # so that a wrong one costs no run
+    run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
+    base = attempt(partial(_measure_base, source, run.under(BASE), warmup, steps))
+    if isinstance(base, Failure):
+        yield run.failed("all again", run.under(BASE), base)
+        return
+    costs = attempt(partial(_step_cost, source, run.config, base, host_gib))
+    if isinstance(costs, Failure):
+        yield run.failed("all again", run.under(BASE), costs)
+        return
+    again, plain = [Choice()] * len(costs.blocks), [Choice(is_plain=True)] * len(costs.blocks)
+    yield run.row("all again", run.under(BASE), base.measurement, costs, again)
+    found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
+    yield run.row("plain", run.config, found, costs, plain)
+    measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
+    limit = budget.of(measured, device)
+    for number in range(1, ROUNDS + 1):
+        chosen = choose(costs, limit)
+        policy_of(costs, chosen.choices).save(file)
+        fitted = run.under(f"@{file}")
+        found = attempt(partial(measure_step, source, fitted, "step", warmup, steps))
+        peak = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else None
+        fits = peak is not None and peak <= limit
+        verdict = attempt(partial(StepCheck(source, run.under(BASE)).judge, fitted)) if fits else None
+        more: dict[str, Any] = {"round": number, "budget_gib": limit / GIB, "gap": chosen.gap, "policy": str(file)}
+        yield run.row("fit", fitted, found, costs, chosen.choices, verdict, **more, **_told(costs, chosen))
+        if peak is None or fits:
+            break
+        costs = with_budget_error(costs, peak, chosen.peak_bytes)
+    for name in default_policies(source, run.config)[1:] if compare else ():  # the first is none
+        found = attempt(partial(measure_step, source, run.under(name), "step", warmup, steps))
+        yield run.row(name, run.under(name), found, costs, None, budget_gib=limit / GIB)
+
+
+@dataclass(frozen=True)
+class _Base:
+    moments: Mapping[str | int, int]
+    measurement: StepMeasurement
+
+
+def _measure_base(source: WorkloadSource, config: StepConfig, warmup: int, steps: int) -> _Base:
+    if resolve_device(config.device).type == "cpu" and config.compile != "off":
+        raise UnsupportedError(UNFOLLOWED)
+    step = build_step(source, config)
+    moments = measure_moments(step)
+    return _Base(moments, measure_training_step(step, source, "step", warmup, steps))
+
+
+def _step_cost(source: WorkloadSource, config: StepConfig, base: _Base, host_gib: float | None) -> StepCost:
+    blocks = block_costs(source, config)
+    moments = base.moments
+    device = resolve_device(config.device)
+    copies = None
+    if device.type == "cuda" and host_gib != 0:
+        out, back = copy_rates(device)
+        copies = Copies(out, back, int(GIB * (_free_host_gib() / 4 if host_gib is None else host_gib)))
+    return StepCost(
+        blocks,
+        loss_bytes=moments[LOSS],
+        head_bytes=moments[HEAD],
+        backward_bytes=tuple(moments[index] for index in range(len(blocks))),
+        other_bytes=moments[OTHER],
+        seconds=summarize(_milliseconds(base.measurement)).median / 1e3,
+        copies=copies,
+    )
+
+
+def _free_host_gib() -> float:
+    """Of this machine's memory."""
+    said = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(said["MemAvailable"].split()[0]) * 1024 / GIB
+
+
+def policy_of(costs: StepCost, choices: Sequence[Choice]) -> Policy:
+    """What `--checkpointing @FILE` takes."""
+    return Policy(
+        {
+            block.name: BlockPolicy(not choice.is_plain, choice.kept, choice.host)
+            for block, choice in zip(costs.blocks, choices, strict=True)
+        }
+    )
+
+
+def _told(costs: StepCost, chosen: Chosen) -> dict[str, Any]:
+    """The choices as columns."""
+    told = []
+    named = [(block.name, choice) for block, choice in zip(costs.blocks, chosen.choices, strict=True)]
+    for choice, own in itertools.groupby(named, key=lambda each: each[1]):
+        names = [name for name, _ in own]
+        what = "keep everything" if choice.is_plain else "computed again"
+        what += f", keep {' '.join(choice.kept)}" if choice.kept else ""
+        if choice.host:
+            what += f", {len(choice.host)} storages" if choice.is_plain else ", input"
+            what += " in host memory"
+        told.append(f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}: {what}")
+    plain = sum(choice.is_plain for choice in chosen.choices)
+    sent = 0
+    for block, choice in zip(costs.blocks, chosen.choices, strict=True):
+        stored = sum(each.bytes for each in block.stored if each.number in choice.host)
+        sent += stored if choice.is_plain else block.input_bytes * len(choice.host)
+    return {
+        "choices": tuple(told),
+        "blocks_kept": plain,
+        "blocks_again": len(chosen.choices) - plain,
+        "blocks_sending": sum(bool(choice.host) for choice in chosen.choices),
+        "host_gib": sent / GIB,
+    }
+
+
+def _milliseconds(measurement: StepMeasurement) -> list[float]:
+    return [sample.wall_ms for sample in measurement.timing.samples]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all rows of a fit share."""
+
+    source: WorkloadSource
+    config: StepConfig
+    warmup: int
+    steps: int
+
+    def under(self, policy: str) -> StepConfig:
+        return dataclasses.replace(self.config, checkpointing=policy)
+
+    def failed(self, form: str, config: StepConfig, failure: Failure, **more: Any) -> FitRow:
+        case = case_columns(self.source, config) | {"form": form}
+        return failed_row(FitRow, case, failure, describe(resolve_device(config.device)), more)
+
+    def row(
+        self,
+        form: str,
+        config: StepConfig,
+        found: StepMeasurement | Failure,
+        costs: StepCost,
+        made: Sequence[Choice] | None,
+        verdict: Verdict | Failure | None = None,
+        *,
+        round: int | None = None,
+        **more: Scalar,
+    ) -> FitRow:
+        values: dict[str, Any] = dict(more)
+        case: dict[str, Any] = case_columns(self.source, config) | {"form": form, "round": round}
+        if made is not None:
+            values |= {"predicted_gib": peak_of(costs, made) / GIB, "predicted_ms": 1e3 * seconds_of(costs, made)}
+        if isinstance(verdict, Verdict):
+            values |= verdict.columns()
+            if not verdict.is_right:
+                found = Failure("wrong", str(verdict))
+        elif verdict is not None:
+            values["not_checked"] = f"{verdict.status}: {verdict.reason}"
+        environment = describe(resolve_device(config.device))
+        if isinstance(found, Failure):
+            return failed_row(FitRow, case, found, environment, values)
+        samples = _milliseconds(found)
+        summary = summarize(samples)
+        if made is not None:
+            values["time_error"] = values["predicted_ms"] / summary.median - 1
+        if found.memory is not None:
+            values["peak_gib"] = found.memory.peak / GIB
+            if made is not None:
+                values["prediction_error"] = values["predicted_gib"] * GIB / found.memory.peak - 1
+        return FitRow(
+            **case, **values, times={"step": Times.of(summary)}, samples={"step": samples}, environment=environment
+        )

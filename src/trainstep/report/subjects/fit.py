@@ -1,0 +1,156 @@
+"""Memory that fits itself: what was chosen for each block, and what was predicted of it against what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from trainstep.kinds import FitRow
+from trainstep.records import Row, by_case, of_kind
+from trainstep.report import columns
+from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
+from trainstep.report.charts.rows import Bar, bars
+from trainstep.report.columns import Column
+from trainstep.report.numbers import gib, number, unit_of
+from trainstep.report.tables import define, make_table
+from trainstep.stats import ratio_of_medians
+
+PEAK_AGREES, TIME_AGREES = 0.03, 0.07
+"""Predictions that are off by more are remarked on."""
+_FORM = ("form", "round", "checkpointing")
+"""Settings that tell the rows of one fit apart."""
+
+
+def form_of(row: Row) -> str:
+    """`plain`, `every-2`, `fit`; of choices after the first `fit, corrected`."""
+    assert isinstance(row, FitRow)
+    return row.form if row.round in (None, 1) else f"{row.form}, corrected {number((row.round or 1) - 1)}×"
+
+
+FITS = define(
+    FitRow,
+    "Memory that fits itself: a step as it is, with everything computed again, and as chosen; predicted and measured",
+    *(each for each in columns.SETTINGS if each.title != "checkpointing"),
+    Column("activations", form_of),
+    columns.value("budget (GiB)", "budget_gib", 4),
+    *columns.values({"predicted (GiB)": "predicted_gib", "peak (GiB)": "peak_gib"}, digits=4),
+    columns.value("peak off by (%)", "prediction_error", digits=2),
+    columns.value("predicted (ms)", "predicted_ms"),
+    columns.median("step (ms) [95 %]", "step"),
+    columns.value("time off by (%)", "time_error", digits=2),
+    *columns.values(
+        {"kept": "blocks_kept", "computed again": "blocks_again", "sending": "blocks_sending", "host (GiB)": "host_gib"}
+    ),
+    columns.value("gradient error", "gradient_error", digits=2, brief=False),
+    columns.value("allowed", "error_budget", digits=2, brief=False),
+    columns.OUTCOME,
+)
+
+
+def _studies(records: Sequence[Row]) -> list[list[FitRow]]:
+    return [list(study) for study in by_case(of_kind(records, FitRow), *_FORM)]
+
+
+def _last_fit(study: Sequence[FitRow]) -> FitRow | None:
+    return next((row for row in reversed(study) if row.form == "fit"), None)
+
+
+def fit(records: Sequence[Row]) -> Section | None:
+    """What was chosen, and what came of it."""
+    rows = of_kind(records, FitRow)
+    if not rows:
+        return None
+    studies = _studies(records)
+    charts = [_peaks(study, place) for place, study in enumerate(studies)]
+    blocks: list[Block] = [Charts(charts), make_table(FITS, rows, "page")]
+    lead = (
+        "For each block it was chosen which activations are kept, computed again or sent to host memory, so that the "
+        "step fits its budget at the least added time. All that the choice rests on was measured on this machine."
+    )
+    return Section("fit", "Fit", "Memory that fits itself", lead, blocks)
+
+
+def _peaks(study: Sequence[FitRow], place: int) -> Chart:
+    largest = max((peak for row in study for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
+    unit, scale = unit_of(largest)
+    drawn = []
+    for row in study:
+        peak, predicted = row.peak_gib, row.predicted_gib
+        time = f"{number(row.times['step'].median)} ms per step" if "step" in row.times else row.reason
+        said = row.status if peak is None else f"peak {gib(peak)}, predicted {gib(predicted)}"
+        tip = "\n".join([said, time, *(row.choices or ())])
+        ends = [None if size is None else size * scale for size in (peak, predicted)]
+        label = row.status if peak is None else f"{number(peak * scale)} {unit}"
+        drawn.append(Bar(form_of(row), ends[0], label, tip, second=ends[1]))
+    last = _last_fit(study)
+    limit = last.budget_gib * scale if last is not None and last.budget_gib is not None else None
+    caption = "The dashed line is the budget." if limit is not None else ""
+    legend = [("accent", "measured"), ("neutral", "predicted")]
+    return Chart(
+        f"fit-{place}", "Peak by choice of activations", caption, partial(bars, drawn, unit, limit=limit), legend
+    )
+
+
+def fit_findings(records: Sequence[Row]) -> list[Finding]:
+    """What the choice came to, study by study."""
+    return [finding for study in _studies(records) for finding in _found(study)]
+
+
+def _found(study: Sequence[FitRow]) -> Iterator[Finding]:
+    row = _last_fit(study)
+    if row is None or row.peak_gib is None or row.budget_gib is None or "step" not in row.times:
+        return
+    figures = {
+        **{name: getattr(row, name) for name in ("budget_gib", "peak_gib", "predicted_gib", "predicted_ms")},
+        **{name: getattr(row, name) for name in ("prediction_error", "time_error", "blocks_kept", "blocks_again")},
+        "step_ms": row.times["step"].median,
+        "host_gib": row.host_gib,
+    }
+    sent = ", {host_gib:gib} in host memory" if row.host_gib else ""
+    predicted = "predicted {predicted_gib:gib} and {predicted_ms:ms}"
+    if row.peak_gib > row.budget_gib:
+        said = f"The chosen step takes {{peak_gib:gib}} of {{budget_gib:gib}}: it does not fit ({predicted})."
+        yield found("fit.too-large", said, **figures)
+        return
+    said = (
+        f"The step fits {{budget_gib:gib}}: it peaks at {{peak_gib:gib}} and takes {{step_ms:ms}} ({predicted}), "
+        f"{{blocks_kept}} blocks kept and {{blocks_again}} computed again{sent}. "
+    )
+    yield found("fit.fits", said + literal(f"--checkpointing @{row.policy} repeats it."), **figures)
+    peak_off, time_off = abs(row.prediction_error or 0), abs(row.time_error or 0)
+    parts = ["{peak_off:.1%} of the peak"] * (peak_off > PEAK_AGREES)
+    parts += ["{time_off:.1%} of the time"] * (time_off > TIME_AGREES)
+    if parts:
+        said = f"The prediction of the chosen step is off by {listed(parts)}."
+        yield found("fit.prediction-off", said, peak_off=peak_off, time_off=time_off)
+    yield from _beside_others(study, row)
+
+
+def _beside_others(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
+    """Against the fastest policy that treats all blocks alike and fits the same budget."""
+    assert row.budget_gib is not None
+    alike = [each for each in study if each.form not in ("fit", "plain", "all again")]
+    others = [each for each in alike if each.peak_gib is not None and each.peak_gib <= row.budget_gib]
+    if not others or not row.samples.get("step"):
+        return
+    best = min(others, key=lambda each: each.times["step"].median)
+    ratio = ratio_of_medians(best.samples["step"], row.samples["step"])
+    figures = {"other_ms": best.times["step"].median, "step_ms": row.times["step"].median, "speedup": ratio.value}
+    named = literal(best.form)
+    same = f"Of the policies that treat all blocks alike, the fastest that fits is {named} with {{other_ms:ms}}"
+    if ratio.interval is None:
+        said = f"{same}; the chosen step takes {{step_ms:ms}}. Too few steps were timed to rank them."
+        yield found("fit.beside", said, **figures)
+        return
+    figures |= {"speedup_low": ratio.interval.low, "speedup_high": ratio.interval.high}
+    interval = f"({columns.INTERVAL} {{speedup_low:.2f}}–{{speedup_high:.2f}})"
+    if 1 in ratio.interval:
+        yield found("fit.beside", f"{same}; these samples show no difference to the chosen step {interval}.", **figures)
+        return
+    said = "times as fast as that" if ratio.value > 1 else "times as fast as that, so slower"
+    yield found("fit.beside", f"{same}; the chosen step is {{speedup:.2f}} {said} {interval}.", **figures)
+
+
+TABLES = (FITS,)
+SECTIONS = (fit,)
+RULES = (fit_findings,)

@@ -1,0 +1,72 @@
+"""A step is made to fit its budget, as predicted, with the gradients of the plain one; and what cannot fit is said."""
+
+import pytest
+import torch
+
+from trainstep.bench.fit.search import Budget, fit_records
+from trainstep.config import ModelConfig, StepConfig
+from trainstep.errors import UsageError
+from trainstep.policies import Policy
+from trainstep.training_step import build_step
+from trainstep.workload import builtin_source
+
+SOURCE = builtin_source("toy", ModelConfig(vocab_size=256, d_model=32, d_ff=80, num_layers=4, num_heads=2))
+CONFIG = StepConfig(batch=8, context=64, attention="sdpa", device="cpu")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    file = tmp_path_factory.mktemp("fit") / "fit.json"
+    return list(fit_records(SOURCE, CONFIG, Budget.parse("60%"), file, compare=True, steps=2)), file
+
+
+def test_the_step_fits_as_predicted(rows):
+    every, _ = rows
+    again, plain, fit = every[:3]
+    assert [each.form for each in every[:3]] == ["all again", "plain", "fit"]
+    assert fit.status == plain.status == again.status == "ok"
+    assert fit.budget_gib == pytest.approx(0.6 * plain.peak_gib)
+    assert again.peak_gib < fit.peak_gib <= fit.budget_gib
+    assert all(abs(each.prediction_error) <= 0.03 for each in (again, plain, fit))
+    assert fit.blocks_kept + fit.blocks_again == 4
+    assert fit.predicted_ms < again.predicted_ms
+    assert fit.gap <= 0.02
+    assert fit.gradient_error <= fit.error_budget
+
+
+def test_policies_of_all_blocks_stand_beside_it(rows):
+    assert [each.form for each in rows[0][3:]] == ["every-1", "every-2", "every-4", "selective", "recursive"]
+    assert all(each.peak_gib and each.predicted_gib is None for each in rows[0][3:])
+
+
+def test_the_file_repeats_it(rows):
+    every, file = rows
+    assert set(Policy.load(file).blocks) == {f"blocks.{index}" for index in range(4)}
+
+    def gradients(checkpointing):
+        step = build_step(
+            SOURCE, StepConfig(batch=8, context=64, attention="sdpa", device="cpu", checkpointing=checkpointing)
+        )
+        step.gradients(step.next_batch())
+        return [parameter.grad for parameter in step.module.parameters()]
+
+    plain, fitted = gradients("none"), gradients(f"@{file}")
+    assert all(torch.equal(a, b) for a, b in zip(plain, fitted, strict=True))
+    assert every[2].checkpointing == f"@{file}"
+
+
+def test_a_budget_below_what_weights_need(tmp_path):
+    with pytest.raises(UsageError, match=r"it needs \d+\.\d\d MiB at least"):
+        list(fit_records(SOURCE, CONFIG, Budget.parse("0.1MiB"), tmp_path / "fit.json", steps=1))
+
+
+def test_budgets():
+    assert Budget.parse("1.5GiB").of(0, torch.device("cpu")) == 1.5 * GIB
+    assert Budget.parse("512MiB").of(0, torch.device("cpu")) == GIB / 2
+    assert Budget.parse("65%").of(1000, torch.device("cpu")) == 650
+    for text in ("130", "GiB", "-1GiB", "0%", "much", "nanGiB"):
+        with pytest.raises(UsageError, match="expected 130GiB"):
+            Budget.parse(text)
+    with pytest.raises(UsageError, match="on a CPU say how much"):
+        Budget.parse("").of(0, torch.device("cpu"))

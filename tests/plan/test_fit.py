@@ -1,0 +1,141 @@
+"""The choice of activations is the best there is, by trying all; and what does not fit says how much would."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainstep.errors import UsageError
+from trainstep.plan.fit import (
+    GIB,
+    BlockCost,
+    Choice,
+    Copies,
+    Result,
+    StepCost,
+    Stored,
+    choose,
+    least_peak,
+    peak_of,
+    seconds_of,
+    with_budget_error,
+)
+
+MIB = 2**20
+
+
+def block(name, *, size=300, again=0.010, results=((100, 0.004), (60, 0.003)), stored=(120, 80), own=0, casts=0):
+    return BlockCost(
+        name,
+        input_bytes=20 * MIB,
+        plain_bytes=size * MIB,
+        again_s=again,
+        keeping_s=0.0005,
+        results=tuple(Result(f"mm#{number}", mib * MIB, saved) for number, (mib, saved) in enumerate(results)),
+        stored=tuple(Stored(number, mib * MIB) for number, mib in enumerate(stored)),
+        own_bytes=own * MIB,
+        cast_bytes=casts * MIB,
+        forward_s=0.010,
+        backward_s=0.020,
+    )
+
+
+def step(*blocks, copies=None, loss=2000, other=1500):
+    backward = tuple((1900 - 30 * index) * MIB for index in range(len(blocks)))
+    return StepCost(blocks, loss * MIB, 1950 * MIB, backward, other * MIB, seconds=0.2, copies=copies)
+
+
+def every_choice(own, can_send):
+    stored = [each.number for each in own.stored] if can_send else []
+    names = [each.name for each in own.results]
+    subsets = [tuple(each) for size in range(len(names) + 1) for each in itertools.combinations(names, size)]
+    hosts = [tuple(each) for size in range(len(stored) + 1) for each in itertools.combinations(stored, size)]
+    yield from (Choice(True, (), host) for host in hosts)
+    yield from (Choice(False, kept, host) for kept in subsets for host in ([(), (0,)] if can_send else [()]))
+
+
+def by_trying_all(problem, budget):
+    """The least time among all choices that fit, and the least peak of all."""
+    copies, last = problem.copies, len(problem.blocks) - 1
+    options = [list(every_choice(own, copies is not None and place < last)) for place, own in enumerate(problem.blocks)]
+    best, least = None, None
+    for choices in itertools.product(*options):
+        peak = peak_of(problem, choices)
+        sent = 0
+        for own, choice in zip(problem.blocks, choices, strict=True):
+            stored = sum(each.bytes for each in own.stored if each.number in choice.host)
+            sent += stored if choice.is_plain else own.input_bytes * len(choice.host)
+        if copies is not None and sent > copies.host_bytes:
+            continue
+        least = peak if least is None else min(least, peak)
+        if peak <= budget:
+            seconds = seconds_of(problem, choices)
+            best = seconds if best is None else min(best, seconds)
+    return best, least
+
+
+PROBLEMS = {
+    "alike": step(*(block(f"b{index}") for index in range(3))),
+    "differing": step(
+        block("b0", size=500, again=0.02), block("b1", size=100, results=()), block("b2", own=-90, casts=70)
+    ),
+    "copies": step(block("b0"), block("b1", again=0.03), block("b2"), copies=Copies(12e9, 10e9, 400 * MIB)),
+    "slow copies": step(block("b0"), block("b1"), block("b2"), copies=Copies(2e9, 2e9, 10**12)),
+    "room at the end alone": step(block("b0"), block("b1"), block("b2"), other=2300),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("mib", [1990, 2050, 2200, 2350, 2600, 3000, 4000])
+def test_the_choice_is_the_best_of_all(name, mib):
+    problem, budget = PROBLEMS[name], mib * MIB
+    best, least = by_trying_all(problem, budget)
+    assert least_peak(problem) == pytest.approx(least, abs=1024)
+    if best is None:
+        with pytest.raises(UsageError, match=rf"does not fit into .* it needs {least / GIB:.2f} GiB at least"):
+            choose(problem, budget)
+        return
+    found = choose(problem, budget)
+    assert found.seconds == pytest.approx(best, abs=1e-7)
+    assert found.peak_bytes <= budget + 1024
+    assert found.peak_bytes == peak_of(problem, found.choices)
+    assert found.gap == pytest.approx(0, abs=1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(30, 600), st.floats(0.001, 0.05), st.integers(1, 200), st.floats(0, 0.01)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1950, 3500),
+    st.floats(1e9, 1e11),
+)
+def test_of_any_blocks(shapes, mib, rate):
+    blocks = [
+        block(str(place), size=size, again=again, results=((kept, min(saved, again)), (kept // 2 + 1, again / 3)))
+        for place, (size, again, kept, saved) in enumerate(shapes)
+    ]
+    problem = step(*blocks, copies=Copies(rate, rate / 2, 700 * MIB))
+    best, _ = by_trying_all(problem, mib * MIB)
+    if best is not None:
+        assert choose(problem, mib * MIB).seconds == pytest.approx(best, abs=1e-6)
+
+
+def test_forty_eight_blocks_take_seconds():
+    """Alike blocks are the hardest for a solver: any of them will do."""
+    problem = step(*(block(f"b{index}", results=[(50 + size, 0.001) for size in range(8)]) for index in range(48)))
+    found = choose(problem, 6000 * MIB)
+    assert found.gap <= 0.02
+    assert found.peak_bytes <= 6000 * MIB + 1024
+    assert seconds_of(problem, found.choices) < problem.seconds
+
+
+def test_all_moments_move_by_what_a_measured_peak_was_off():
+    problem = PROBLEMS["alike"]
+    corrected = with_budget_error(problem, 1100 * MIB, 1000 * MIB)
+    choices = [Choice(True)] * 3
+    assert peak_of(corrected, choices) - peak_of(problem, choices) == 100 * MIB
+    assert corrected.other_bytes == problem.other_bytes

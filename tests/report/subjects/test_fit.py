@@ -1,0 +1,77 @@
+"""What the page says of a step that was made to fit, on both sides of each threshold."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.page import Page
+from trainstep.kinds import FitRow
+from trainstep.kinds.row import Times
+from trainstep.report.page import render
+from trainstep.report.subjects.fit import fit_findings, form_of
+
+CASE = {"workload": "m", "context": 128, "precision": "fp32"}
+SAMPLES = [100.0 + step / 10 for step in range(10)]
+
+
+def row(form, peak, ms=100.0, **more):
+    samples = {"step": [ms * sample / 100 for sample in SAMPLES]}
+    return FitRow(**CASE, form=form, peak_gib=peak, times={"step": Times(ms)}, samples=samples, budget_gib=7.0, **more)
+
+
+FIT = row(
+    *("fit", 6.9), round=1, checkpointing="@fit.json", predicted_gib=6.8, prediction_error=-0.014, predicted_ms=104.0,
+    time_error=0.04, blocks_kept=3, blocks_again=5, host_gib=1.5, policy="fit.json", choices=("computed again",),
+)  # fmt: skip
+BESIDE = [row("all again", 5.0), row("plain", 10.0), FIT, row("every-1", 5.0, 130.0), row("selective", 8.0, 90.0)]
+
+
+def ids(rows):
+    return [each.id for each in fit_findings(rows)]
+
+
+def test_a_fit_is_told_with_its_prediction_and_how_to_repeat_it():
+    (said,) = fit_findings([FIT])
+    assert said.id == "fit.fits"
+    assert said.sentence == (
+        "The step fits 7.00 GiB: it peaks at 6.90 GiB and takes 100 ms (predicted 6.80 GiB and 104 ms), 3 blocks kept "
+        "and 5 computed again, 1.50 GiB in host memory. --checkpointing @fit.json repeats it."
+    )
+
+
+def test_what_does_not_fit_is_no_fit():
+    assert ids([replace(FIT, peak_gib=7.1)]) == ["fit.too-large"]
+    assert ids([replace(FIT, peak_gib=7.1), replace(FIT, round=2)]) == ["fit.fits"]
+    assert form_of(replace(FIT, round=2)) == "fit, corrected 1×"
+
+
+@pytest.mark.parametrize(
+    ("peak", "time", "said"),
+    [
+        (0.029, 0.069, None),
+        (-0.031, 0.0, "off by 3.1% of the peak."),
+        (0.0, 0.071, "off by 7.1% of the time."),
+        (0.04, -0.08, "off by 4.0% of the peak and 8.0% of the time."),
+    ],
+)
+def test_predictions_that_are_off(peak, time, said):
+    _, *found = fit_findings([replace(FIT, prediction_error=peak, time_error=time)])
+    assert [each.sentence for each in found] == ([f"The prediction of the chosen step is {said}"] if said else [])
+
+
+def test_the_fastest_policy_that_fits_stands_beside_it():
+    *_, last = fit_findings(BESIDE)
+    assert last.id == "fit.beside"
+    assert "the fastest that fits is every-1 with 130 ms" in last.sentence
+    assert "is 1.30 times as fast as that (" in last.sentence
+    assert last.figures["speedup"] == pytest.approx(1.3)
+    slower = [*BESIDE[:3], row("every-1", 5.0, 80.0)]
+    assert "0.80 times as fast as that, so slower" in fit_findings(slower)[-1].sentence
+    alike = [*BESIDE[:3], row("every-1", 5.0, 100.0)]
+    assert "no difference" in fit_findings(alike)[-1].sentence
+
+
+def test_the_page_has_its_section():
+    page = render(BESIDE)
+    assert "#fit" in Page(page).anchors
+    assert "computed again" in page
