@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.hosts import PORT, Hosts
+
 PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 PRELOADED += ["trainstep.parallel.fsdp.checkpoint", "trainstep.parallel.zero.optimizer"]
 """Imported once, by the server that workers are forked from."""
@@ -51,6 +53,7 @@ class Workers:
         timeout_s: of a collective.
         limit_s: of a function; a worker that takes longer is killed and reported.
         preload: modules that the server of all workers imports besides, if it has not started yet.
+        hosts: where they run, as many on each, in order; None: all on this machine itself.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Workers:
         timeout_s: float = 60.0,
         limit_s: float = 240.0,
         preload: Sequence[str] = (),
+        hosts: Hosts | None = None,
     ) -> None:
         self.world_size = world_size
         self._device = device
         self._timeout_s = timeout_s
         self._limit_s = limit_s
         self._preload = [*PRELOADED, *preload]
+        self._hosts = hosts
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
@@ -127,11 +132,12 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         self._folder = Path(tempfile.mkdtemp(prefix="trainstep-workers-"))
+        meeting = f"file://{self._folder}/store" if self._hosts is None else f"tcp://{self._hosts.addresses[0]}:{PORT}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(theirs, rank, self.world_size, self._device, f"file://{self._folder}/store", self._timeout_s),
+                args=(theirs, rank, self.world_size, self._device, meeting, self._timeout_s, self._hosts),
                 daemon=True,
             )
             process.start()
@@ -170,7 +176,15 @@ class Workers:
             failures[rank] = value
 
 
-def _work(connection: Connection, rank: int, world_size: int, device: str, init_method: str, timeout_s: float) -> None:
+def _work(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    device: str,
+    init_method: str,
+    timeout_s: float,
+    hosts: Hosts | None,
+) -> None:
     """A worker's life: join the group, run what is sent, leave when the parent closes the connection."""
     import torch
 
@@ -180,8 +194,12 @@ def _work(connection: Connection, rank: int, world_size: int, device: str, init_
     torch.set_num_threads(1)  # several workers share the machine
     gc.freeze()  # what was imported is no garbage, and is not to be searched for any
     try:
+        count = 1 if hosts is None else len(hosts.names)
+        if hosts is not None:
+            hosts.enter(rank * count // world_size)
+        meeting = {"init_method": init_method, "timeout_s": timeout_s, "hosts": count}
         bound = bind_device(device, rank)
-        with joined(bound, rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s) as process:
+        with joined(bound, rank=rank, world_size=world_size, **meeting) as process:
             _serve(connection, process)
     except Exception:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
