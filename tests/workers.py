@@ -31,8 +31,9 @@ PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint"
 PRELOADED += ["trainstep.parallel.fsdp.checkpoint", "trainstep.parallel.zero.optimizer"]
 """Imported once, by the server that workers are forked from."""
 
-GRACE_S = 5.0
-"""After the first failure, how long the other ranks may take to report theirs before they are killed."""
+GRACE_S = 12.0
+"""After the first failure, how long the other ranks may take to report theirs before they are killed: they ask each
+other for 5 s first."""
 
 
 class WorkerError(RuntimeError):

@@ -36,8 +36,12 @@ from trainstep.parallel.started import BESIDE, Call, members, started
 
 GRACE_S = 5.0  # how long a rank may take to answer
 ENDED_S = 10.0  # how long a rank may still be there after another has failed
+_SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
 _WAKING_S = 60.0  # how long a thread waits for its key at a time
-_OF_A_COLLECTIVE = re.compile(r"gloo/|\bNCCL\b|ncclComm|\[c10d\]|communicator was aborted|connectFullMesh")
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
+)
+"""What a backend's plain `RuntimeError` says; Gloo's mostly names its source, but not always."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,7 @@ class Rollcall:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._main = threading.get_ident()
+        self._speaks = threading.Event()  # the rank itself has noticed a failure
         self._is_over = threading.Event()
         self.doing = ""
         """What this rank is at, for the sentence: "update 12 of ddp"."""
@@ -94,6 +99,7 @@ class Rollcall:
 
     def failed(self, error: BaseException) -> CollectiveError:
         """What to raise where a collective has failed: which ranks are missing, and in which collective."""
+        self._speaks.set()
         is_beside = isinstance(error, UsageError)  # of whoever waited for the thread
         mine = dataclasses.replace(self._here(), is_waiting=True, is_beside=is_beside)
         told = str(error).splitlines()[0] if is_beside else f"{self._was_in(mine)} ({shortened(error)})"
@@ -114,6 +120,7 @@ class Rollcall:
 
     def stopped(self, error: BaseException) -> None:
         """Tell the others that this rank ends by an error of its own."""
+        self._speaks.set()
         self._is_over.set()
         if self._world_size == 1:
             return
@@ -151,21 +158,27 @@ class Rollcall:
 
     def _verdict(self, store: Any, mine: Answer) -> str:
         """Ask everyone; what the first rank that did so has found."""
+        store.add("asking", 1)
         self._answer(store, mine)
         self._wake(store)
-        if store.check(["verdict"]):
-            return store.get("verdict").decode()
         answers = {self._rank: mine}
         deadline = time.monotonic() + GRACE_S
-        while True:
+        while not store.check(["verdict"]):
             for rank in range(self._world_size):
                 if rank not in answers and store.check([f"answer/{rank}"]):
                     answers[rank] = Answer(**json.loads(store.get(f"answer/{rank}")))
             if len(answers) == self._world_size or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        silent = {rank: store.get(f"host/{rank}").decode() for rank in range(self._world_size) if rank not in answers}
-        return store.compare_set("verdict", "", verdict(mine, answers, silent)).decode()
+                others = [rank for rank in range(self._world_size) if rank not in answers]
+                silent = {rank: store.get(f"host/{rank}").decode() for rank in others}
+                store.compare_set("verdict", "", verdict(mine, answers, silent))
+            else:
+                time.sleep(0.05)
+        heard = store.add("heard", 1)
+        deadline = time.monotonic() + 1
+        while self._rank == 0 and heard < store.add("asking", 0) and time.monotonic() < deadline:
+            time.sleep(0.05)  # where no torchrun keeps the store, it ends with this process
+            heard = store.add("heard", 0)
+        return store.get("verdict").decode()
 
     def _answer(self, store: Any, answer: Answer) -> None:
         """Stop at what was said first: what comes after is mostly a consequence."""
@@ -202,7 +215,8 @@ class Rollcall:
                 pass
             if self._is_over.is_set():
                 return
-            self._answer(store, self._here())
+            if not self._speaks.wait(_SPEAKS_S):
+                self._answer(store, self._here())
         except RuntimeError:
             return  # the store is gone, and with it torchrun's process, or all is over
         if self._is_over.wait(ENDED_S):
