@@ -121,7 +121,7 @@ class Hosts:
         """Let a host lose its power."""
         self.pull(host)
         for each in self.processes(host):
-            _kill(each)
+            kill(each)
 
     def enter(self, host: int) -> None:
         """Make this process one of a host; its later threads and children are too."""
@@ -180,7 +180,8 @@ class Hosts:
         return self.run(host, [*command, *words], log, environment)
 
 
-def _kill(process: int) -> None:
+def kill(process: int) -> None:
+    """End a process as the kernel does, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 
@@ -206,7 +207,7 @@ def _remove(spaces: Iterable[str]) -> None:
         deadline = time.monotonic() + 10
         while (there := ip("netns", "pids", space).split()) and time.monotonic() < deadline:
             for each in there:
-                _kill(int(each))
+                kill(int(each))
             time.sleep(0.02)
         ip("netns", "delete", space)
 

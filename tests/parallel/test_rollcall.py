@@ -218,3 +218,21 @@ def test_ranks_that_do_not_come_are_an_error_in_time():
 
 def test_a_process_without_a_group_says_nothing():
     Process(0, 1, torch.device("cpu"), mock.Mock()).now("update 1")
+
+
+@pytest.mark.parametrize("how", ["leaves", "stops", "fails"])
+def test_no_thread_is_left_that_could_wake_up_while_python_ends(how, monkeypatch):
+    monkeypatch.setattr(rollcall, "GRACE_S", 0.2)
+    one, other = (
+        Rollcall(dist.PrefixStore("ranks", store), rank, 2) for store in [dist.HashStore()] for rank in (0, 1)
+    )
+    if how == "leaves":
+        one.leave()
+    elif how == "stops":
+        one.stopped(ArithmeticError("mine"))
+    else:
+        said = str(one.failed(RuntimeError("[gloo/pair.cc:5] Timed out")))
+        assert said.endswith("(Timed out)")
+    assert not one._thread.is_alive()
+    other.leave()
+    assert not other._thread.is_alive()

@@ -1,6 +1,5 @@
 """The command on several hosts: what breaks is named everywhere, and torchrun goes on with what is left, to the bit."""
 
-import json
 import re
 import shutil
 import time
@@ -9,67 +8,12 @@ from contextlib import contextmanager
 import pytest
 
 from tests.hosts import Hosts
-from tests.train.faulty import FAULT
+from tests.train.on_hosts import NAME, SETTINGS, TIMEOUT_S, Training, resumed, said
 from tests.train.runs import losses, names, updates
 from tests.train.test_own import alone, on_rank, own
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.hosts, pytest.mark.distributed]
-
-NAME = "tests.train.faulty:workload"
-TIMEOUT_S = 3
-SETTINGS = {"steps": 60, "save_every": 10, "eval_every": 60, "keep": 100, "batches_per_update": 6}
-WORDS = ["-m", "trainstep", "train", "--workload", NAME, "--device", "cpu", "--no-tensorboard", "--page-every", "0"]
-WORDS += [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-class Training:
-    """`trainstep train` under torchrun on all of `hosts`; what each host printed when it has ended."""
-
-    def __init__(self, hosts, out, *words, least=None, ranks=1, restarts=2, fault=None):
-        count = len(hosts.names)
-        nodes = f"{least}:{count}" if least else str(count)
-        told = None if fault is None else {FAULT: json.dumps(fault | {"once": f"{out}.fault"})}
-        command = [*WORDS, "--timeout", str(TIMEOUT_S), "--out", str(out), *words]
-        self.hosts, self.out = hosts, out
-        self.logs = [out.with_suffix(f".{name}.log") for name in hosts.names]
-        self.running = [
-            hosts.torchrun(host, *command, log=log, nodes=nodes, ranks=ranks, restarts=restarts, environment=told)
-            for host, log in enumerate(self.logs)
-        ]
-
-    def output(self, host):
-        return self.logs[host].read_text(errors="replace")
-
-    def wait(self, holds, seconds=90):
-        deadline = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < deadline, "".join(map(self.output, range(len(self.logs))))
-            time.sleep(0.02)
-
-    def until(self, made):
-        """Wait until so many updates are made, and the first checkpoint is there."""
-        self.wait(lambda: updates(self.out) >= made and list(self.out.glob("checkpoints/step-*")))
-
-    def ends(self, host=0):
-        """A host's exit code and output; an error if it hangs."""
-        self.wait(lambda: self.running[host].poll() is not None)
-        return self.running[host].returncode, self.output(host)
-
-    def says(self, host, words, seconds=30):
-        """What a rank of the host says with these words. Its torchrun may wait for minutes for a host that is gone."""
-        self.wait(lambda: any(words in each for each in said(self.output(host))), seconds)
-        return next(each for each in said(self.output(host)) if words in each)
-
-
-def said(output):
-    """The sentences of the ranks."""
-    return re.findall(r"^(?:\[rank\d\]: )?trainstep: (.*)$", output, re.MULTILINE)
-
-
-def resumed(output):
-    """The step of each checkpoint that was gone on from."""
-    return [int(step) for step in re.findall(r"resumed from step-(\d+)", output)]
 
 
 def goes_on_to_the_bit(out, step, again, train):

@@ -37,6 +37,7 @@ from trainstep.parallel.started import BESIDE, Call, members, started
 GRACE_S = 5.0  # how long a rank may take to answer
 ENDED_S = 10.0  # how long a rank may still be there after another has failed
 _SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
+_ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at once unless the store is gone
 _WAKING_S = 60.0  # how long a thread waits for its key at a time
 _OF_A_COLLECTIVE = re.compile(
     r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
@@ -95,7 +96,8 @@ class Rollcall:
         """What this rank is at, for the sentence: "update 12 of ddp"."""
         if world_size > 1:
             store.set(f"host/{rank}", socket.gethostname())
-            threading.Thread(target=self._watch, name="rollcall", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="rollcall", daemon=True)
+            self._thread.start()
 
     def failed(self, error: BaseException) -> CollectiveError:
         """What to raise where a collective has failed: which ranks are missing, and in which collective."""
@@ -107,7 +109,7 @@ class Rollcall:
             with _undisturbed():
                 found = self._in_time(lambda store: self._verdict(store, mine))
             told = f"{found or self._unreachable()}; {told}"
-        self._is_over.set()
+            self._end()
         return CollectiveError(printable(told))
 
     def _was_in(self, mine: Answer) -> str:
@@ -133,6 +135,7 @@ class Rollcall:
             return ""
 
         self._in_time(tell)
+        self._end()
 
     def leave(self) -> None:
         """Tell the others that this rank leaves in order."""
@@ -142,6 +145,12 @@ class Rollcall:
             with contextlib.suppress(RuntimeError):  # the store's process has left first
                 self._store.set(f"answer/{self._rank}", json.dumps(dataclasses.asdict(answer)))
                 self._store.set(f"wake/{self._rank}", "")
+            self._end()
+
+    def _end(self) -> None:
+        """Wait for the thread: one that wakes up while Python ends takes the process down with it (SIGABRT)."""
+        self._is_over.set()
+        self._thread.join(_ENDING_S)
 
     def _in_time(self, ask: Callable[[Any], str]) -> str | None:
         """What a thread brings back; None if the store does not answer."""
