@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import json
+import multiprocessing
 import platform
 import random
 import re
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,7 @@ class Suffering:
         """What was said; after how many seconds; and after how many there was another update."""
         fault, told = self.fault, None
         if fault.kind in ("hang", "slow"):
-            passes = fault.update * 6 // min(6, 2)  # each of two groups of ranks has half of an update's batches
+            passes = fault.update * SETTINGS["batches_per_update"] // (2 * fault.ranks_each)
             told = {
                 "what": fault.kind,
                 "rank": fault.rank,
@@ -216,8 +218,13 @@ def in_peace(scheme: str) -> list[float]:
         return losses(Path(folder) / "run")
 
 
-def suffer(fault: Fault, folder: Path) -> Found:
-    """Let a fault come into a run in an empty folder."""
+def suffer(fault: Fault) -> Found:
+    """Let a fault come into a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _suffer(fault, Path(folder))
+
+
+def _suffer(fault: Fault, folder: Path) -> Found:
     with _disk(folder) if fault.kind == "full" else contextlib.nullcontext(), Hosts(2) as hosts:
         sentence, said_s, on_s = Suffering(fault, hosts, folder).go()
         curve, made = losses(folder / "run"), rows(folder / "run")
@@ -250,25 +257,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=19)
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     asked = parser.parse_args()
     git = functools.partial(subprocess.run, capture_output=True, text=True, check=True, cwd=RESULTS.parent)
     if asked.keep and git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout:
         sys.exit("the tree has changes; commit them first, so that the results are of a commit")
     commit = git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip()
-    found = []
-    for number, fault in enumerate(drawn(asked.count, asked.seed), start=1):
-        with tempfile.TemporaryDirectory() as folder:
-            came = suffer(fault, Path(folder))
-        found.append(asdict(fault) | asdict(came))
-        print(
-            f"{number}/{asked.count} {fault.kind} {fault.scheme}: lost {came.lost}, {came.said_s} s: {came.said}",
-            flush=True,
-        )
+    faults, found = drawn(asked.count, asked.seed), []
+    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
+        for fault, came in zip(faults, pool.map(suffer, faults), strict=True):
+            found.append(asdict(fault) | asdict(came))
+            told = f"{fault.kind} {fault.scheme}: lost {came.lost}, {came.said_s} s: {came.said}"
+            print(f"{len(found)}/{len(faults)} {told}", flush=True)
     if asked.keep:
         about = {
             "commit": commit, "date": time.strftime("%Y-%m-%d", time.gmtime()), "seed": asked.seed,
-            "hardware": f"{torch.get_num_threads()} thread(s) each, {_processor()}", "torch": torch.__version__,
+            "hardware": f"{asked.jobs} at a time on {_processor()}", "torch": torch.__version__,
             "python": platform.python_version(),
         }  # fmt: skip
         lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)

@@ -30,8 +30,8 @@ def test_what_is_lost():
 @pytest.mark.distributed
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", drawn(10, 7), ids=lambda fault: f"{fault.kind}-{fault.scheme}")
-def test_a_fault_is_said_and_nothing_is_lost(fault, tmp_path):
-    found = suffer(fault, tmp_path)  # which looks at what was said, too
+def test_a_fault_is_said_and_nothing_is_lost(fault):
+    found = suffer(fault)  # which looks at what was said, too
     assert found.lost == 0
     assert found.said_s < 30
     assert found.again > 0 or fault.kind == "two" or fault.kind in FEWER

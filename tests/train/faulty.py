@@ -14,7 +14,7 @@ from trainstep import Workload
 FAULT = "TRAINSTEP_TEST_FAULT"
 """JSON: `what` (hang, raise, slow), `rank`, `update` at which it comes, `once` (a file that says it has come), and for
 slow the `seconds`."""
-PACE_S = 0.005
+PACE_S = 0.003
 """That every pass takes, so that a fault from outside comes within the run."""
 
 
