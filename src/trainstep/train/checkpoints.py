@@ -7,8 +7,8 @@ a host lost its power, and one that was damaged since is not loaded. What is hid
 start hides under a name of its own: a host that was cut off may still write what an earlier start had begun.
 
 Weights and the optimizer's state go by the parameters' names in the plain module, in full shape, whatever part of them
-a rank has. So single, ddp and fsdp read each other's checkpoints at any world size. The sharded optimizer cuts
-parameters by their memory instead of by rows and keeps its state in a form of its own, for any world size too.
+a rank has. The sharded optimizer cuts parameters by their memory instead of by rows and keeps its state in a form of
+its own. All schemes read each other's checkpoints (`forms`), at any world size.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.checkpoint_files import checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
-from trainstep.parallel.process import AgreedError, Process, on_all_ranks
+from trainstep.parallel.process import Process, on_all_ranks
 from trainstep.parallel.rollcall import is_of_a_collective
-from trainstep.schemes import SCHEMES
+from trainstep.train.forms import NAMES, SLICES, numbering, read_names_in_slices, read_slices_by_name
 from trainstep.training_step import Replica
 
 NOTE = "checkpoint.json"
@@ -51,8 +51,9 @@ class Checkpoint:
     path: Path
     step: int  # updates made when it was taken
     note: Mapping[str, Any]
-    """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
-    was told to go back to; `files` with their sizes; their `sha256`, which those of earlier versions lack."""
+    """`identity`; `form` of the optimizer's state, and its `slices`; `world_size`; `tokens` trained on;
+    `resumed_from`, which its command was told to go back to; `files` with their sizes; their `sha256`, which those of
+    earlier versions lack."""
 
     @property
     def is_summed(self) -> bool:
@@ -214,9 +215,11 @@ def _keep(folder: Path) -> None:
         os.close(opened)
 
 
-def form_of(replica: Replica) -> str:
-    """How this replica's optimizer state is written and read: "by name" or "in slices"."""
-    return "in slices" if isinstance(replica.optimizer, ShardedOptimizer) else "by name"
+def form_of(replica: Replica) -> dict[str, Any]:
+    """How this replica's optimizer state is written, for a checkpoint's note."""
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        return {"form": SLICES, "slices": numbering(replica.optimizer, _plain(replica.module))}
+    return {"form": NAMES}
 
 
 def training_state(replica: Replica) -> dict[str, Any]:
@@ -231,33 +234,30 @@ def training_state(replica: Replica) -> dict[str, Any]:
 def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
     """Read into the replica what `training_state` was when it was written, by this or another number of ranks.
 
-    All ranks call it; `group` is a Gloo group of them. The replica is of the same model, by any scheme that keeps the
-    optimizer's state in the same form.
+    All ranks call it; `group` is a Gloo group of them. The replica is of the same model, by any scheme.
 
     Raises:
-        UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
+        UsageError: the checkpoint cannot be read.
     """
-    kept, wanted = checkpoint.note.get("form"), form_of(replica)
-    if kept != wanted:
-        offered = [each for each in SCHEMES.values() if each.in_train]
-        alike = [each.name for each in offered if (each.wrapper == "sharded-optimizer") == (kept == "in slices")]
-        raise AgreedError(
-            f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
-            f"{' or '.join(alike)}"
-        )
-    on_all_ranks(process, functools.partial(_load, checkpoint.path, replica, group))
+    on_all_ranks(process, functools.partial(_load, checkpoint, replica, group))
 
 
-def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
-    model = _plain(replica.module).state_dict()
-    in_slices = isinstance(replica.optimizer, ShardedOptimizer)
+def _load(checkpoint: Checkpoint, replica: Replica, group: dist.ProcessGroup) -> None:
+    path, plain, optimizer = checkpoint.path, _plain(replica.module), replica.optimizer
+    model, was = plain.state_dict(), checkpoint.note.get("form")
     try:
-        state: Any = replica.optimizer
-        if not in_slices:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
-            state = {"state": {}} | empty_optimizer(read_metadata(path), model)
-        load_files(path, {"model": model, "optimizer": state}, group)
-        if not in_slices:
-            load_state_by_name(replica.optimizer, _trained(replica), state["state"])
+        if isinstance(optimizer, ShardedOptimizer):
+            if was == SLICES:
+                load_files(path, {"model": model, "optimizer": optimizer}, group)
+            else:
+                read_names_in_slices(path, model, optimizer, plain, group)
+        elif was == SLICES:
+            told = checkpoint.note.get("slices")
+            read_slices_by_name(path, told, model, optimizer, _trained(replica), group)
+        else:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
+            state: Any = {"state": {}} | empty_optimizer(read_metadata(path), model)
+            load_files(path, {"model": model, "optimizer": state}, group)
+            load_state_by_name(optimizer, _trained(replica), state["state"])
     except (Exception, CheckpointException) as error:
         why = f"{_last_line(error)}; name an older checkpoint with --resume-from"
         raise UsageError(f"{path} cannot be read: {why}") from error

@@ -115,7 +115,7 @@ def train(
         meter.again = metrics.removed
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
-        note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
+        note: dict[str, Any] = {"identity": identity, **form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
         run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages)
         done = run.go(start.step, signals)
