@@ -47,8 +47,10 @@ def faults_table() -> Table:
         by_kind.setdefault(each["kind"], []).append(each)
     rows = [_row(KINDS[kind], by_kind[kind]) for kind in KINDS if kind in by_kind]
     about = kept["about"]
+    beside = f", and {len(kept['failed'])} that came to something else than was expected" if kept["failed"] else ""
     title = (
-        f"{len(kept['faults'])} faults in runs of 60 updates on two hosts, timeout 3 s (seed {about['seed']}); "
+        f"{len(kept['faults'])} faults{beside}, in runs of 60 updates on two hosts, timeout 3 s, "
+        f"seed {about['seed']}; "
         f"{about['hardware']}, torch {about['torch']}, Python {about['python']}, {about['date']}, "
         f"commit {about['commit']}"
     )
