@@ -12,8 +12,8 @@ from torch import nn
 from trainstep import Workload
 
 FAULT = "TRAINSTEP_TEST_FAULT"
-"""JSON: `what` (hang, raise, slow), `rank`, `update` at which it comes, `once` (a file that says it has come), and for
-slow the `seconds`."""
+"""JSON: `what` (hang, raise, slow), `rank`, `update` (the number of the pass at which it comes, from 1), `once` (a file
+that says it has come), and for slow the `seconds`."""
 PACE_S = 0.003
 """That every pass takes, so that a fault from outside comes within the run."""
 

@@ -49,7 +49,7 @@ def test_a_host_that_dies_is_named_and_the_other_goes_on_alone(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["hang", "raise"])
 def test_a_rank_that_fails_in_the_users_code_is_named_by_its_line_and_all_start_again(tmp_path, what):
-    with training(tmp_path, 2, fault={"what": what, "rank": 1, "update": 45}) as run:
+    with training(tmp_path, 2, fault={"what": what, "rank": 1, "update": 90}) as run:
         (code, first), (_, second) = run.ends(0), run.ends(1)
     assert code == 0, first + second
     told = said(first) + said(second)
@@ -78,7 +78,7 @@ def test_a_host_that_is_ten_times_slower_is_waited_for_and_named_where_that_is_t
     with Hosts(2) as hosts:
         hosts.limit(100)
         hosts.limit(10, [1])
-        run = Training(hosts, tmp_path / "run", fault={"what": "slow", "rank": 1, "update": 45, "seconds": 9})
+        run = Training(hosts, tmp_path / "run", fault={"what": "slow", "rank": 1, "update": 90, "seconds": 9})
         (code, first), (_, second) = run.ends(0), run.ends(1)
     assert code == 0, first + second
     assert any("hangs or is late: it is at faulty.py:" in each for each in said(first) + said(second))
