@@ -16,6 +16,7 @@ from tables import (
     NotMeasuredError,
     attention,
     facts,
+    faults,
     limits,
     load,
     models,
@@ -41,7 +42,7 @@ REPORTS = {
     "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants)
+SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

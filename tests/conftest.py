@@ -1,4 +1,4 @@
-"""Markers: tests that need a GPU or Slurm are skipped with the reason where there is none. Workers and clusters."""
+"""Markers: tests that need a GPU, Slurm or hosts are skipped with the reason where there is none. Workers, clusters."""
 
 import gc
 import importlib
@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 
+from tests import hosts
 from tests import slurm as slurm_cluster
 from tests.workers import Workers
 
@@ -16,6 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reasons["gpu"] = "needs an NVIDIA GPU, and torch finds none"
     if slurm_cluster.MISSING:
         reasons["slurm"] = f"needs Slurm (Debian's slurm-wlm), and there is no {' and no '.join(slurm_cluster.MISSING)}"
+    if any("hosts" in item.keywords for item in items) and (reason := hosts.missing()):
+        reasons["hosts"] = reason
     for item in items:
         for marker, reason in reasons.items():
             if marker in item.keywords:

@@ -338,7 +338,7 @@ def plain_checkpoint() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder, join_group_or_alone("cpu"):
         writer = CheckpointWriter(Path(folder), keep=1, group=dist.new_group(backend="gloo"), last=None)
         saved = replica()
-        writer.save(1, training_state(saved), {"form": form_of(saved)})
+        writer.save(1, training_state(saved), form_of(saved))
         writer.close()
         return {path.name: path.read_bytes() for path in sorted((Path(folder) / name_of(1)).iterdir())}
 

@@ -72,7 +72,7 @@ MAY_IMPORT = {
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},
     "bench/sweep": GROUND | {"bench"},
     "run": GROUND | STEP | {"bench", "bench/check", "measure", "measure/allocations", "measure/profile", "plan"},
-    "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "plan", "replicas"},
+    "train": GROUND | STEP | {"guards", "measure", "parallel", "parallel/fsdp", "parallel/zero", "plan", "replicas"},
     "report": GROUND | {"report/charts", "report/subjects"},
     "report/charts": GROUND | {"report"},
     "report/subjects": GROUND | {"report", "report/charts"},

@@ -25,12 +25,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.hosts import PORT, Hosts
+
 PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 PRELOADED += ["trainstep.parallel.fsdp.checkpoint", "trainstep.parallel.zero.optimizer"]
 """Imported once, by the server that workers are forked from."""
 
-GRACE_S = 5.0
-"""After the first failure, how long the other ranks may take to report theirs before they are killed."""
+GRACE_S = 12.0
+"""After the first failure, how long the other ranks may take to report theirs before they are killed: they ask each
+other for 5 s first."""
 
 
 class WorkerError(RuntimeError):
@@ -53,6 +56,7 @@ class Workers:
         timeout_s: of a collective.
         limit_s: of a function; a worker that takes longer is killed and reported.
         preload: modules that the server of all workers imports besides, if it has not started yet.
+        hosts: where they run, as many on each, in order; None: all on this machine itself.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Workers:
         preload: Sequence[str] = (),
         backend: str | None = None,
         gpus: int | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.world_size = world_size
         self._device = device
@@ -73,6 +78,7 @@ class Workers:
         self._timeout_s = timeout_s
         self._limit_s = limit_s
         self._preload = [*PRELOADED, *preload]
+        self._hosts = hosts
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
@@ -133,16 +139,18 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         self._folder = Path(tempfile.mkdtemp(prefix="trainstep-workers-"))
+        meeting = f"file://{self._folder}/store" if self._hosts is None else f"tcp://{self._hosts.addresses[0]}:{PORT}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             settings = {
                 "rank": rank,
                 "world_size": self.world_size,
-                "init_method": f"file://{self._folder}/store",
+                "init_method": meeting,
                 "timeout_s": self._timeout_s,
                 "backend": self._backend,
+                "hosts": 1 if self._hosts is None else len(self._hosts.names),
             }
-            arguments = (theirs, self._device, rank % self._gpus, settings)
+            arguments = (theirs, self._device, rank % self._gpus, settings, self._hosts)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -180,7 +188,7 @@ class Workers:
             failures[rank] = value
 
 
-def _work(connection: Connection, device: str, local_rank: int, settings: dict[str, Any]) -> None:
+def _work(connection: Connection, device: str, local_rank: int, settings: dict[str, Any], hosts: Hosts | None) -> None:
     """A worker's life: join the group, run what is sent, leave when the parent closes the connection."""
     import torch
 
@@ -190,6 +198,8 @@ def _work(connection: Connection, device: str, local_rank: int, settings: dict[s
     torch.set_num_threads(1)  # several workers share the machine
     gc.freeze()  # what was imported is no garbage, and is not to be searched for any
     try:
+        if hosts is not None:
+            hosts.enter(settings["rank"] * settings["hosts"] // settings["world_size"])
         with joined(bind_device(device, local_rank), **settings) as process:
             _serve(connection, process)
     except Exception:

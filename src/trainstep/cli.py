@@ -28,13 +28,14 @@ from trainstep.commands.report import Report
 from trainstep.commands.run import Run, parse_run, split_script
 from trainstep.commands.sweep import Sweep
 from trainstep.commands.train import Train
-from trainstep.errors import UsageError, printable
+from trainstep.errors import CollectiveError, UsageError, printable
 
 COMMANDS: Any = (
     Run | Analyze | Bench | Dtypes | Memory | Plan | Profile | Sweep | Compare | Train | Report | Tune | Info
 )
 
 LEFT = "trainstep: interrupted"
+ALONE = 1  # the exit code where other ranks are missing
 
 
 def parse(words: Sequence[str]) -> Common:
@@ -46,8 +47,8 @@ def parse(words: Sequence[str]) -> Common:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 done, 1 no case could be measured, 2 the input was bad or an output full,
-    130 interrupted (what was measured is on disk)."""
+    """Run the command and exit: 0 done, 1 no case could be measured or other ranks are missing, 2 the input was bad
+    or an output full, 130 interrupted (what was measured is on disk)."""
     with steady_outputs() as out, _leaving_at_once():
         code = _run(sys.argv[1:] if words is None else words)
         out.flush()
@@ -73,6 +74,12 @@ def _run(words: Sequence[str]) -> int:
             raise
         print(f"trainstep: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
+    except CollectiveError as error:
+        print(f"trainstep: {printable(str(error))}", file=sys.stderr, flush=True)
+        if command.debug:
+            raise
+        sys.stdout.flush()
+        os._exit(ALONE)  # threads that wait for the missing rank too would be waited for
     except KeyboardInterrupt:
         print(LEFT, file=sys.stderr)
         return INTERRUPTED

@@ -1,7 +1,8 @@
-"""The exceptions that mean "the user can mend this".
+"""The exceptions that mean "the user can mend this", and the one that means "another process is gone".
 
-They are `ValueError`s, so library callers catch them as usual. The command line prints their message alone, without a
-traceback, and exits with 2; every other exception is a fault of ours and keeps its traceback.
+The first are `ValueError`s, so library callers catch them as usual. The command line prints their message alone,
+without a traceback, and exits with 2, or with 1 where other ranks are missing; every other exception is a fault of ours
+and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 
 class UsageError(ValueError):
@@ -18,6 +20,13 @@ class UsageError(ValueError):
 
 class UnsupportedError(UsageError):
     """Sound input that this machine, or this combination, cannot run. A grid records it as a row and goes on."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed, or was waited for in vain: one sentence that says which rank is missing, and where.
+
+    It is no fault of this process, and starting all ranks again goes on from the newest checkpoint.
+    """
 
 
 _OBEYED = re.compile(
@@ -35,8 +44,21 @@ def printable(text: str) -> str:
 
 def place_of(error: BaseException) -> str:
     """` (file.py:12)`: the innermost line of the user's own code that an error came through; empty if there is none."""
+    return next((f" ({_told(each)})" for each in _users(traceback.extract_tb(error.__traceback__))), "")
+
+
+def line_of(frame: FrameType) -> str:
+    """`file.py:12 (forward)`: where code is, by the user's innermost line, or the innermost of all if there is none."""
+    stack = traceback.extract_stack(frame)
+    line = next(iter(_users(stack)), stack[-1])
+    return f"{_told(line)} ({line.name})"
+
+
+def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The lines of the user's own code, the innermost first."""
     not_the_users = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")), "<")
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(not_the_users):
-            return f" ({Path(frame.filename).name}:{frame.lineno})"
-    return ""
+    return [line for line in reversed(stack) if not line.filename.startswith(not_the_users)]
+
+
+def _told(line: traceback.FrameSummary) -> str:
+    return f"{Path(line.filename).name}:{line.lineno}"

@@ -72,6 +72,12 @@ def rows(out):
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
+def updates(out):
+    """How many have been made so far."""
+    path = Path(out) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 def losses(out):
     """The curve, after a look that it has every update once."""
     found = rows(out)

@@ -51,7 +51,7 @@ def test_the_newest_are_kept_and_say_what_they_are(writer, tmp_path):
 def test_one_that_cannot_be_written_says_so_and_leaves_the_one_before(writer, tmp_path):
     writer.save(4, {"weight": torch.ones(3)}, {})
     writer.wait()
-    (writer.folder / ".step-00000008.writing").write_text("in the way")
+    writer._hidden(8).write_text("in the way")
     writer.save(8, {"weight": torch.ones(3)}, {})
     with pytest.raises(
         UsageError, match=r"step-00000008 could not be written: .*; the last complete one is step-\d+4\."

@@ -1,5 +1,7 @@
 """Every scheme on several ranks makes the curve of one process, and goes on at other numbers of ranks."""
 
+import json
+
 import pytest
 
 from tests.train.runs import alone, config, far_apart, losses, names, on_rank, rows
@@ -78,10 +80,50 @@ def test_a_run_goes_on_from_two_ranks_to_one_to_four(two, four, tmp_path):
         assert far_apart(losses(tmp_path / "expected"), losses(out)) < 1e-5
 
 
-def test_slices_are_not_read_as_names(two, tmp_path):
-    two.run(_until, config(scheme="sharded-optimizer"), tmp_path / "run", 5)
-    with pytest.raises(UsageError, match=r"keeps the optimizer's state in slices.*--scheme sharded-optimizer"):
-        alone(config(scheme="single"), tmp_path / "run")
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("sharded-optimizer", "single", "sharded-optimizer"),
+        ("fsdp", "sharded-optimizer", "hsdp"),
+        ("sharded-optimizer", "fsdp", "ddp"),
+    ],
+    ids="-".join,
+)
+def test_slices_are_read_by_name_and_names_in_slices(two, four, tmp_path, chain):
+    """On two ranks, one and four, or two, four and two: the slices of each number lie in other rows."""
+    first, second, third = chain
+    out, run = tmp_path / "run", lambda scheme: config(scheme=scheme, replicas=2 * (scheme == "hsdp"), **SHORT)
+    alone(config(**SHORT), tmp_path / "expected")
+    two.run(_until, run(first), out, 8)
+    if second == "single":
+        alone(run(second), out, stop_after=16)
+    else:
+        four.run(_until, run(second), out, 16)
+    (four if second == "single" else two).run(on_rank, run(third), out)
+    assert far_apart(losses(tmp_path / "expected"), losses(out)) < 1e-5
+
+
+def _odd(process, out, scheme, stop_after):
+    """A model whose parameters do not divide by the ranks, and one rank's rows are none."""
+    on_rank(process, config(scheme=scheme, model={"num_layers": 1, "d_ff": 33}, **SHORT), out, stop_after=stop_after)
+
+
+def test_parameters_that_do_not_divide_are_read_in_the_other_form(two, tmp_path):
+    shape = {"num_layers": 1, "d_ff": 33}
+    alone(config(model=shape, **SHORT), tmp_path / "expected")
+    for scheme, stop in (("sharded-optimizer", 8), ("fsdp", 16), ("sharded-optimizer", None)):
+        two.run(_odd, tmp_path / "run", scheme, stop)
+    assert far_apart(losses(tmp_path / "expected"), losses(tmp_path / "run")) < 1e-5
+
+
+def test_slices_of_an_earlier_version_are_left_to_their_scheme(two, tmp_path):
+    out = tmp_path / "run"
+    two.run(_until, config(scheme="sharded-optimizer"), out, 5)
+    path = out / "checkpoints" / names(out)[-1] / "checkpoint.json"
+    note = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in note.items() if name not in ("slices", "sha256")}))
+    with pytest.raises(UsageError, match=r"of an earlier version, which only --scheme sharded-optimizer reads"):
+        alone(config(scheme="single"), out)
 
 
 def test_a_mistake_is_that_of_every_rank(two, tmp_path):

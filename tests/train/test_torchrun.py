@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import TEXT, alone, config, far_apart, losses, names
+from tests.train.runs import TEXT, alone, config, far_apart, losses, names, updates
 
 pytestmark = pytest.mark.distributed
 
@@ -43,11 +43,6 @@ def wait_for(condition, running):
         assert time.monotonic() < deadline, "it takes too long"
         assert running.poll() is None, running.stdout.read()
         time.sleep(0.01)
-
-
-def updates(out):
-    path = out / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def test_a_killed_worker_is_started_again_and_the_curve_goes_on(tmp_path):

@@ -13,14 +13,16 @@ import os
 import pickle
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -106,7 +108,34 @@ class _Reader(FileSystemReader):
         return metadata
 
 
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor in a checkpoint, and the memory that it is read into."""
+
+    shape: torch.Size  # of the whole
+    offsets: torch.Size  # of the box's first element
+    tensor: Tensor
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # torch asks for it by this name
+        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.tensor.shape)] if self.tensor.numel() else []
+
+
 class _Planner(DefaultLoadPlanner):
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def set_up_planner(self, *arguments: Any, **named: Any) -> None:
+        super().set_up_planner(*arguments, **named)  # which knows tensors alone, and makes None of anything else
+        self.state_dict = {**self.state_dict, **self._parts}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        part = self._parts.get(index.fqn)
+        return super().lookup_tensor(index) if part is None else part.tensor
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         clean = io.BytesIO()  # torch's planner would unpickle whatever is there: it gets what was read as plain values
         torch.save(torch.load(value, weights_only=True), clean)
@@ -114,6 +143,11 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, clean)
 
 
-def load_files(folder: Path, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """`torch.distributed.checkpoint.load`, without running what a file might hold. All ranks of the group call it."""
-    load(state, storage_reader=_Reader(str(folder)), planner=_Planner(), process_group=group)
+def load_files(
+    folder: Path, state: dict[str, Any], group: dist.ProcessGroup, parts: Mapping[str, Part] | None = None
+) -> None:
+    """`torch.distributed.checkpoint.load`, without running what a file might hold. All ranks of the group call it.
+
+    `parts` are boxes of what the files have under these names, besides or instead of what `state` has there.
+    """
+    load(state, storage_reader=_Reader(str(folder)), planner=_Planner(parts or {}), process_group=group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 import time
 import uuid
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from trainstep.errors import UsageError
+from trainstep.errors import CollectiveError, UsageError
+from trainstep.parallel.rollcall import Rollcall, is_of_a_collective, shortened
+from trainstep.parallel.started import BESIDE
 
 Result = TypeVar("Result")
 
@@ -44,7 +47,9 @@ class Process:
     group: dist.ProcessGroup
     timeout_s: float = TIMEOUT_S  # how long its collectives wait; a further group is to be made with the same
     hosts: int = 1  # on which its ranks are, in order, as many on each
+    rollcall: Rollcall | None = None  # who says which rank is missing; None where there is no group
     _meshes: dict[int, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
+    _beside: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
 
     def mesh(self, replicas: int) -> DeviceMesh:
         """All ranks as ("replicate", "shard"); consecutive ranks are a replica. Every rank must call it.
@@ -62,9 +67,23 @@ class Process:
             self._meshes[replicas] = made
         return self._meshes[replicas]
 
+    def group_beside(self) -> dist.ProcessGroup:
+        """A new Gloo group of all ranks for threads beside training. Every rank must call it."""
+        timeout = timedelta(seconds=self.timeout_s)  # its default is longer
+        made = dist.new_group(backend="gloo", timeout=timeout, group_desc=BESIDE)
+        assert isinstance(made, dist.ProcessGroup), "this rank is in it"
+        self._beside.append(made)
+        return made
+
+    def now(self, doing: str) -> None:
+        """What this rank is at, for the sentence that is said if a collective fails: "update 12"."""
+        if self.rollcall is not None:
+            self.rollcall.doing = doing
+
     def abort(self) -> None:
         """Break off the connections of all its groups."""
-        for each in (*chain.from_iterable(mesh.get_all_groups() for mesh in self._meshes.values()), self.group):
+        meshes = chain.from_iterable(mesh.get_all_groups() for mesh in self._meshes.values())
+        for each in (*meshes, *self._beside, self.group):
             each.abort()
 
 
@@ -78,6 +97,7 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
 
     Raises:
         UsageError: not started by torchrun, a group joined already, or no GPU for this local rank.
+        CollectiveError: other ranks did not come, or were missing when a collective failed; it names them.
     """
     variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in variables if name not in os.environ]:
@@ -85,8 +105,9 @@ def join_group(device: str = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterato
         raise UsageError(f"this runs in several processes, started by torchrun, and {what}; run: {torchrun_command()}")
     check_timeout(timeout_s)
     bound = bind_device(device, int(os.environ["LOCAL_RANK"]))
-    shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
+    with _coming_together(timeout_s):
+        shared, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        store = fresh_store(shared, rank, world_size, timeout_s=timeout_s)
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # torchrun has one agent on each
     with joined(bound, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s, hosts=hosts) as process:
         yield process
@@ -116,28 +137,52 @@ def joined(
 
     After an error the connections are broken off instead, so that ranks waiting for this one fail too. `backend` is
     torch.distributed's; by default Gloo for tensors on the CPU and, on a GPU, NCCL for those on it.
+
+    Raises:
+        CollectiveError: a collective failed within, as other ranks were missing; it names them.
     """
     check_timeout(timeout_s)
     if dist.is_initialized():
         raise UsageError("this process has joined a group already; leave it first (destroy_process_group)")
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if "nccl" in backend else None,
-    )
-    process = Process(rank, world_size, device, resolve_group(None), timeout_s, hosts)
+    with _coming_together(timeout_s):
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if "nccl" in backend else None,
+        )
+    rollcall = Rollcall(PrefixStore("rollcall", _get_default_store()), rank, world_size)
+    process = Process(rank, world_size, device, resolve_group(None), timeout_s, hosts, rollcall)
     try:
         yield process
-    except BaseException:
+    except BaseException as error:
+        named = rollcall.failed(error) if is_of_a_collective(error) else None
+        if named is None:
+            rollcall.stopped(error)
         process.abort()
+        if named is not None:
+            raise named from error
         raise
+    rollcall.leave()
     dist.destroy_process_group()
+
+
+@contextmanager
+def _coming_together(timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except (TimeoutError, RuntimeError) as error:
+        if not (isinstance(error, TimeoutError) or is_of_a_collective(error)):
+            raise
+        raise CollectiveError(
+            f"the ranks did not come together: this one, on host {socket.gethostname()}, waited up to {timeout_s:g} s "
+            f"for the others ({shortened(error)})"
+        ) from error
 
 
 def fresh_store(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Store:

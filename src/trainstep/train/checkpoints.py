@@ -2,12 +2,13 @@
 
 All ranks write their parts into a hidden folder, in a thread, while training goes on; the tensors were copied to the
 host before. When every rank's part is on disk, rank 0 adds a note (what was trained, and every file's size and
-checksum) and renames the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed,
-and one that was damaged since is not loaded. What is hidden is removed at the next start.
+checksum) and renames the folder. So a folder called `step-…` is a complete checkpoint, whenever a process was killed or
+a host lost its power, and one that was damaged since is not loaded. What is hidden is removed at the next start. Each
+start hides under a name of its own: a host that was cut off may still write what an earlier start had begun.
 
 Weights and the optimizer's state go by the parameters' names in the plain module, in full shape, whatever part of them
-a rank has. So single, ddp and fsdp read each other's checkpoints at any world size. The sharded optimizer cuts
-parameters by their memory instead of by rows and keeps its state in a form of its own, for any world size too.
+a rank has. The sharded optimizer cuts parameters by their memory instead of by rows and keeps its state in a form of
+its own. All schemes read each other's checkpoints (`forms`), at any world size.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,13 +36,14 @@ from trainstep.errors import UsageError
 from trainstep.parallel import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer
 from trainstep.parallel.checkpoint_files import checksums, damaged_file, load_files, read_metadata
 from trainstep.parallel.fsdp.checkpoint import empty_optimizer, load_state_by_name, state_by_name
-from trainstep.parallel.process import AgreedError, Process, on_all_ranks
-from trainstep.schemes import SCHEMES
+from trainstep.parallel.process import Process, on_all_ranks
+from trainstep.parallel.rollcall import is_of_a_collective
+from trainstep.train.forms import NAMES, SLICES, numbering, read_names_in_slices, read_slices_by_name
 from trainstep.training_step import Replica
 
 NOTE = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")
-_HIDDEN = re.compile(r"\.step-\d{8}\.(writing|removed)")
+_HIDDEN = re.compile(r"\.step-\d{8}\.([0-9a-f]{8}\.)?(writing|removed)")
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Checkpoint:
     path: Path
     step: int  # updates made when it was taken
     note: Mapping[str, Any]
-    """`identity`; `form` of the optimizer's state; `world_size`; `tokens` trained on; `resumed_from`, which its command
-    was told to go back to; `files` with their sizes; their `sha256`, which those of earlier versions lack."""
+    """`identity`; `form` of the optimizer's state, and its `slices`; `world_size`; `tokens` trained on;
+    `resumed_from`, which its command was told to go back to; `files` with their sizes; their `sha256`, which those of
+    earlier versions lack."""
 
     @property
     def is_summed(self) -> bool:
@@ -127,6 +132,9 @@ class CheckpointWriter:
         self.folder, self._keep, self.group = folder, keep, group
         self._underway: tuple[int, Future[Any], Mapping[str, Any]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        mark = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(mark, group=group, group_src=0)
+        self._mark = mark[0]
         self.last = last  # step of the last checkpoint that is complete, as far as this process has seen
 
     def save(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
@@ -147,7 +155,8 @@ class CheckpointWriter:
         """Wait for the checkpoint under way and complete it.
 
         Raises:
-            UsageError: it could not be written; the one before is still there.
+            UsageError: it could not be written; the one before is still there. Where other ranks were missing, this is
+                of a collective's error.
         """
         if self._underway is None:
             return
@@ -160,10 +169,10 @@ class CheckpointWriter:
         except (Exception, CheckpointException) as error:
             last = self.last
             before = "there is none before it" if last is None else f"the last complete one is {name_of(last)}"
-            raise UsageError(
-                f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}. See that there is "
-                f"room in {self.folder}, then give the same command again to go on"
-            ) from error
+            told = f"checkpoint {name_of(step)} could not be written: {_last_line(error)}; {before}"
+            if not is_of_a_collective(error):
+                told += f". See that there is room in {self.folder}, then give the same command again to go on"
+            raise UsageError(told) from error
         self.last = step
 
     def close(self) -> None:
@@ -181,20 +190,36 @@ class CheckpointWriter:
         files = {name: (hidden / name).stat().st_size for name in sums}
         whole = {"step": step, **note, "files": files, "sha256": sums}
         whole["note_sha256"] = _sum_of_note(json.loads(json.dumps(whole)))
-        (hidden / NOTE).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        with (hidden / NOTE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(whole, indent=1))
+            file.flush()
+            os.fsync(file.fileno())  # the other files' writer did the same
+        _keep(hidden)
         hidden.rename(self.folder / name_of(step))
+        _keep(self.folder)
         for old in steps_in(self.folder)[: -self._keep]:
             leaving = self.folder / f".{name_of(old)}.removed"
             (self.folder / name_of(old)).rename(leaving)  # at once: half a folder never has a checkpoint's name
             shutil.rmtree(leaving)
 
     def _hidden(self, step: int) -> Path:
-        return self.folder / f".{name_of(step)}.writing"
+        return self.folder / f".{name_of(step)}.{self._mark}.writing"
 
 
-def form_of(replica: Replica) -> str:
-    """How this replica's optimizer state is written and read: "by name" or "in slices"."""
-    return "in slices" if isinstance(replica.optimizer, ShardedOptimizer) else "by name"
+def _keep(folder: Path) -> None:
+    """Have the disk keep what the folder's entries are now, whatever happens to the host."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def form_of(replica: Replica) -> dict[str, Any]:
+    """How this replica's optimizer state is written, for a checkpoint's note."""
+    if isinstance(replica.optimizer, ShardedOptimizer):
+        return {"form": SLICES, "slices": numbering(replica.optimizer, _plain(replica.module))}
+    return {"form": NAMES}
 
 
 def training_state(replica: Replica) -> dict[str, Any]:
@@ -209,33 +234,30 @@ def training_state(replica: Replica) -> dict[str, Any]:
 def load_training_state(checkpoint: Checkpoint, replica: Replica, process: Process, group: dist.ProcessGroup) -> None:
     """Read into the replica what `training_state` was when it was written, by this or another number of ranks.
 
-    All ranks call it; `group` is a Gloo group of them. The replica is of the same model, by any scheme that keeps the
-    optimizer's state in the same form.
+    All ranks call it; `group` is a Gloo group of them. The replica is of the same model, by any scheme.
 
     Raises:
-        UsageError: the checkpoint has the optimizer's state in another form, or cannot be read.
+        UsageError: the checkpoint cannot be read.
     """
-    kept, wanted = checkpoint.note.get("form"), form_of(replica)
-    if kept != wanted:
-        offered = [each for each in SCHEMES.values() if each.in_train]
-        alike = [each.name for each in offered if (each.wrapper == "sharded-optimizer") == (kept == "in slices")]
-        raise AgreedError(
-            f"{checkpoint.path} keeps the optimizer's state {kept}, and this scheme {wanted}; go on with --scheme "
-            f"{' or '.join(alike)}"
-        )
-    on_all_ranks(process, functools.partial(_load, checkpoint.path, replica, group))
+    on_all_ranks(process, functools.partial(_load, checkpoint, replica, group))
 
 
-def _load(path: Path, replica: Replica, group: dist.ProcessGroup) -> None:
-    model = _plain(replica.module).state_dict()
-    in_slices = isinstance(replica.optimizer, ShardedOptimizer)
+def _load(checkpoint: Checkpoint, replica: Replica, group: dist.ProcessGroup) -> None:
+    path, plain, optimizer = checkpoint.path, _plain(replica.module), replica.optimizer
+    model, was = plain.state_dict(), checkpoint.note.get("form")
     try:
-        state: Any = replica.optimizer
-        if not in_slices:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
-            state = {"state": {}} | empty_optimizer(read_metadata(path), model)
-        load_files(path, {"model": model, "optimizer": state}, group)
-        if not in_slices:
-            load_state_by_name(replica.optimizer, _trained(replica), state["state"])
+        if isinstance(optimizer, ShardedOptimizer):
+            if was == SLICES:
+                load_files(path, {"model": model, "optimizer": optimizer}, group)
+            else:
+                read_names_in_slices(path, model, optimizer, plain, group)
+        elif was == SLICES:
+            told = checkpoint.note.get("slices")
+            read_slices_by_name(path, told, model, optimizer, _trained(replica), group)
+        else:  # an optimizer without state, as plain SGD, leaves nothing in a checkpoint
+            state: Any = {"state": {}} | empty_optimizer(read_metadata(path), model)
+            load_files(path, {"model": model, "optimizer": state}, group)
+            load_state_by_name(optimizer, _trained(replica), state["state"])
     except (Exception, CheckpointException) as error:
         why = f"{_last_line(error)}; name an older checkpoint with --resume-from"
         raise UsageError(f"{path} cannot be read: {why}") from error

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,11 +95,12 @@ def train(
         show.line(start.describe(config, process.world_size, out, tokens.parameters))
         if start.is_finished:
             return Outcome(config.train.steps, is_finished=True)
+        process.now("the start")
         meter = Meter(config, process, start.step, start.tokens(config))
         making = partial(_learner, config, tokens, process, counts_flops=meter.peak_flops is not None)
         learner = on_all_ranks(process, making)
         last = start.step if start.checkpoint else None
-        gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=process.timeout_s))  # its default is longer
+        gloo = process.group_beside()
         checkpoints = CheckpointWriter(out / CHECKPOINTS, keep=config.train.keep, group=gloo, last=last)
         if start.checkpoint is not None:
             load_training_state(start.checkpoint, learner.step.replica, process, gloo)
@@ -115,7 +115,7 @@ def train(
         meter.again = metrics.removed
         signals = stack.enter_context(StopSignals(signal.SIGTERM, signal.SIGINT, raises=False))
         stack.enter_context(show.progress(config.train.steps, start.step))
-        note: dict[str, Any] = {"identity": identity, "form": form_of(learner.step.replica)}
+        note: dict[str, Any] = {"identity": identity, **form_of(learner.step.replica)}
         note |= {"world_size": process.world_size, "resumed_from": resume_from}
         run = _Run(config, process, tokens, learner, checkpoints, note, meter, metrics, show, pages)
         done = run.go(start.step, signals)
@@ -198,8 +198,10 @@ class _Run:
         train = self.config.train
         readings = Readings(self.process, train.log_every)
         stopping, first = False, done + 1
+        scheme = self.config.scheme(self.process.world_size, self.process.hosts).name
         while done < train.steps and not stopping:
             done += 1
+            self.process.now(f"update {done} ({scheme})")
             update = self._first(done) if done == first else self.learner.update(done)
             before = readings.post(done, update, stop=signals.received is not None)
             if before is not None:
@@ -249,6 +251,8 @@ class _Run:
             raise self._not_finite(reading)
         rate = self.learner.learning_rate(reading.step)
         begun = time.perf_counter()
+        if validate:
+            self.process.now(f"the validation after update {reading.step}")
         loss = self.learner.validate() if validate else None
         took = 1e3 * (time.perf_counter() - begun) if validate else None
         row = self.meter.row(reading, rate, loss, validation_ms=took) | ({"saved": True} if saved else {})

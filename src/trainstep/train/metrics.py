@@ -117,9 +117,20 @@ class MetricsWriter(contextlib.ExitStack):
         self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row.
+
+        Raises:
+            UsageError: there is no room for it, or the disk is gone.
+        """
         if self._file is not None:
-            self._file.write(json.dumps(dict(row)) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(dict(row)) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise UsageError(
+                    f"{self._file.name} cannot be written ({error.strerror}). See that there is room there, then give "
+                    "the same command again to go on"
+                ) from error
         if self._events is not None:
             for name in CURVES:
                 if row.get(name) is not None:

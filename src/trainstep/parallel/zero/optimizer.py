@@ -145,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The gradients that this rank updates its part with: slices, and of undivided parameters its own ones."""
         if self._ddp is not None:
             self._ddp.drop_stale_slices()
-        parts = [piece.mine for piece in self._all_pieces() if piece.mine is not None]
+        parts = [piece.mine for piece in self.pieces() if piece.mine is not None]
         return [part.grad for part in parts if part.grad is not None]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -217,7 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._buckets.append(self._bucket([pieces[i] for i in indices]))
         if self._ddp is not None:
             known = {id(parameter) for parameter in self._ddp.parameters()}
-            if foreign := [piece.number for piece in self._all_pieces() if id(piece.parameter) not in known]:
+            if foreign := [piece.number for piece in self.pieces() if id(piece.parameter) not in known]:
                 raise UsageError(f"parameter number {foreign[0]} is not one of ddp; leave out ddp=, or the parameter")
             self._ddp.scatter_gradients(dict(self._slices()))
             self._step_supports_amp_scaling = True  # so that a GradScaler tells `step` of itself, which refuses
@@ -247,13 +247,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _slices(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return [pair for bucket in self._buckets for pair in bucket.slices()]
 
-    def _all_pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     def _check(self) -> None:
         rank, world_size = self._ranks.shard.rank(), self._ranks.shard.size()
         divided = set()
-        for piece in self._all_pieces():
+        for piece in self.pieces():
             divided.add(id(piece.parameter))
             if piece.owner is None and piece.mine is not None:
                 if piece.mine.data_ptr() != piece.parameter.data_ptr() + rank * (piece.parameter.nbytes // world_size):

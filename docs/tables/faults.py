@@ -1,0 +1,84 @@
+"""The table of the campaign of faults: what `python -m tests.faults` found, by kind of fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tables import RESULTS, NotMeasuredError
+from trainstep.report.tables import Table, text_table
+
+KINDS = {
+    "kill": "a rank is killed",
+    "power": "a host loses its power",
+    "pull": "a host's cable is pulled",
+    "hang": "a rank hangs in user code",
+    "slow": "a rank is 9 s late",
+    "full": "the disk is full",
+    "flip": "a bit of a checkpoint flips",
+    "two": "a second trainer comes",
+}
+COLUMNS = (
+    "fault",
+    "came",
+    "schemes",
+    "what was said, once",
+    "made again, at most",
+    "lost",
+    "said after (s)",
+    "going on after (s)",
+)
+
+
+def faults_table() -> Table:
+    """A row for each kind of fault; times from the fault on, the least and the most.
+
+    Raises:
+        NotMeasuredError: there was no campaign yet.
+    """
+    path = RESULTS / "faults.json"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for each in kept["faults"]:
+        by_kind.setdefault(each["kind"], []).append(each)
+    rows = [_row(KINDS[kind], by_kind[kind]) for kind in KINDS if kind in by_kind]
+    about = kept["about"]
+    beside = f", and {len(kept['failed'])} that came to something else than was expected" if kept["failed"] else ""
+    title = (
+        f"{len(kept['faults'])} faults{beside}, in runs of 60 updates on two hosts, timeout 3 s, "
+        f"seed {about['seed']}; "
+        f"{about['hardware']}, torch {about['torch']}, Python {about['python']}, {about['date']}, "
+        f"commit {about['commit']}"
+    )
+    return text_table("faults", title, COLUMNS, rows)
+
+
+def _row(what: str, found: list[dict[str, Any]]) -> tuple[str, ...]:
+    on = [each["on_s"] for each in found if each["on_s"]]
+    return (
+        what,
+        str(len(found)),
+        ", ".join(sorted({each["scheme"] for each in found})),
+        _without_places(found[0]["said"]),
+        str(max(each["again"] for each in found)),
+        str(sum(each["lost"] for each in found)),
+        _range([each["said_s"] for each in found]),
+        _range(on) if on else "not disturbed",
+    )
+
+
+def _range(seconds: list[float]) -> str:
+    least, most = f"{min(seconds):.1f}", f"{max(seconds):.1f}"
+    return least if least == most else f"{least}–{most}"
+
+
+def _without_places(said: str) -> str:
+    """The sentence up to its first end, without the folders of the machine."""
+    return re.sub(r"/tmp/[^/ ]+/", "", said).split(";")[0]
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {"faults": faults_table}

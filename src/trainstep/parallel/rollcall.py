@@ -1,0 +1,314 @@
+"""Who is missing when a collective fails: the ranks ask each other, through the store by which they found each other.
+
+While all goes well nothing is asked. A thread of each rank waits for a key of the store, which costs no processor time.
+A rank whose collective fails, or that stops by an error of its own, says so in the store, and where it was; then the
+threads of the others answer for their ranks, with what torch's flight recorder has of their collectives and the line of
+code that they are at. So a rank that hangs in a user's code is named with that line; one whose thread cannot answer
+(killed, stopped, cut off, or in compiled code that keeps Python's lock) as silent. The first verdict is every rank's.
+
+A rank that is still there `ENDED_S` after the first failure is ended by its own thread: it hangs, or waits for one that
+does, and torchrun starts the processes again only when all have ended. Anything that is asked of the store is asked by
+a thread that is given up after a while, since the store's host may be the one that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from trainstep.errors import CollectiveError, UsageError, line_of, printable
+from trainstep.parallel.started import BESIDE, Call, members, started
+
+GRACE_S = 5.0  # how long a rank may take to answer
+ENDED_S = 10.0  # how long a rank may still be there after another has failed
+_SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
+_ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at once unless the store is gone
+_WAKING_S = 60.0  # how long a thread waits for its key at a time
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
+)
+"""What a backend's plain `RuntimeError` says; Gloo's mostly names its source, but not always."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Where a rank is, by its own words or by those of its thread."""
+
+    rank: int
+    host: str
+    doing: str = ""  # "update 12 of ddp"
+    place: str = ""  # the innermost line of code
+    calls: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Process group → number and name of the last collective that was started there, as torch counts and calls them."""
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same groups → their ranks
+    is_waiting: bool = False  # in a collective, or failed in one
+    is_beside: bool = False  # it failed in a group that threads use beside training, where checkpoints are written
+    stopped: str = ""  # the error of its own by which it stopped
+    has_left: bool = False  # in order
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host})"
+
+    @property
+    def at(self) -> str:
+        return f"{self.place} of {self.doing}" if self.doing else self.place
+
+
+def is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether this, or what caused it, is that other ranks could not be reached or did not come in time."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error))
+        ):
+            return not isinstance(error, CollectiveError)
+        error = error.__cause__
+    return False
+
+
+class Rollcall:
+    """One rank's part in it, from when it has joined its group until it leaves.
+
+    Args:
+        store: of these ranks of this start alone.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._main = threading.get_ident()
+        self._speaks = threading.Event()  # the rank itself has noticed a failure
+        self._is_over = threading.Event()
+        self.doing = ""
+        """What this rank is at, for the sentence: "update 12 of ddp"."""
+        if world_size > 1:
+            store.set(f"host/{rank}", socket.gethostname())
+            self._thread = threading.Thread(target=self._watch, name="rollcall", daemon=True)
+            self._thread.start()
+
+    def failed(self, error: BaseException) -> CollectiveError:
+        """What to raise where a collective has failed: which ranks are missing, and in which collective."""
+        self._speaks.set()
+        is_beside = isinstance(error, UsageError)  # of whoever waited for the thread
+        mine = dataclasses.replace(self._here(), is_waiting=True, is_beside=is_beside)
+        told = str(error).splitlines()[0] if is_beside else f"{self._was_in(mine)} ({shortened(error)})"
+        if self._world_size > 1:
+            with _undisturbed():
+                found = self._in_time(lambda store: self._verdict(store, mine))
+            told = f"{found or self._unreachable()}; {told}"
+            self._end()
+        return CollectiveError(printable(told))
+
+    def _was_in(self, mine: Answer) -> str:
+        calls = [call for call in started() if not call.group.endswith(BESIDE)]
+        waited = next((call for call in calls if not call.is_over), calls[-1] if calls else None)
+        where = f"{waited.name} no. {waited.number}" if waited else mine.place
+        said = f"rank {self._rank} was in {where}"
+        said += f" of {self.doing}" if self.doing else ""
+        return said + (f" for {waited.seconds:.1f} s" if waited else "")
+
+    def stopped(self, error: BaseException) -> None:
+        """Tell the others that this rank ends by an error of its own."""
+        self._speaks.set()
+        self._is_over.set()
+        if self._world_size == 1:
+            return
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        answer = dataclasses.replace(self._here(), stopped=said.splitlines()[0][:300])
+
+        def tell(store: Any) -> str:
+            self._answer(store, answer)
+            self._wake(store)
+            return ""
+
+        self._in_time(tell)
+        self._end()
+
+    def leave(self) -> None:
+        """Tell the others that this rank leaves in order."""
+        self._is_over.set()
+        if self._world_size > 1:
+            answer = Answer(self._rank, socket.gethostname(), has_left=True)
+            with contextlib.suppress(RuntimeError):  # the store's process has left first
+                self._store.set(f"answer/{self._rank}", json.dumps(dataclasses.asdict(answer)))
+                self._store.set(f"wake/{self._rank}", "")
+            self._end()
+
+    def _end(self) -> None:
+        """Wait for the thread: one that wakes up while Python ends takes the process down with it (SIGABRT)."""
+        self._is_over.set()
+        self._thread.join(_ENDING_S)
+
+    def _in_time(self, ask: Callable[[Any], str]) -> str | None:
+        """What a thread brings back; None if the store does not answer."""
+        found: list[str] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):  # of the store: its host is gone
+                found.append(ask(self._store.clone()))
+
+        thread = threading.Thread(target=run, name="asking", daemon=True)
+        thread.start()
+        thread.join(GRACE_S + 2)
+        return found[0] if found else None
+
+    def _verdict(self, store: Any, mine: Answer) -> str:
+        """Ask everyone; what the first rank that did so has found."""
+        store.add("asking", 1)
+        self._answer(store, mine)
+        self._wake(store)
+        answers = {self._rank: mine}
+        deadline = time.monotonic() + GRACE_S
+        while not store.check(["verdict"]):
+            for rank in range(self._world_size):
+                if rank not in answers and store.check([f"answer/{rank}"]):
+                    answers[rank] = Answer(**json.loads(store.get(f"answer/{rank}")))
+            if len(answers) == self._world_size or time.monotonic() > deadline:
+                others = [rank for rank in range(self._world_size) if rank not in answers]
+                silent = {rank: store.get(f"host/{rank}").decode() for rank in others}
+                store.compare_set("verdict", "", verdict(mine, answers, silent))
+            else:
+                time.sleep(0.05)
+        heard = store.add("heard", 1)
+        deadline = time.monotonic() + 1
+        while self._rank == 0 and heard < store.add("asking", 0) and time.monotonic() < deadline:
+            time.sleep(0.05)  # where no torchrun keeps the store, it ends with this process
+            heard = store.add("heard", 0)
+        return store.get("verdict").decode()
+
+    def _answer(self, store: Any, answer: Answer) -> None:
+        """Stop at what was said first: what comes after is mostly a consequence."""
+        store.compare_set(f"answer/{self._rank}", "", json.dumps(dataclasses.asdict(answer)))
+
+    def _wake(self, store: Any) -> None:
+        """Wake the threads of all ranks, once."""
+        if store.add("wakes", 1) == 1:
+            for rank in range(self._world_size):
+                store.set(f"wake/{rank}", "")
+
+    def _here(self) -> Answer:
+        """Where the rank is now; asked by its own thread or by another."""
+        last: dict[str, Call] = {}
+        calls = started()
+        for call in calls:
+            last[call.group] = call
+        frame = sys._current_frames().get(self._main)
+        return Answer(
+            self._rank,
+            socket.gethostname(),
+            self.doing,
+            line_of(frame) if frame is not None else "",
+            {group: (call.number, call.name) for group, call in last.items()},
+            {group: members(group) for group in last},
+            is_waiting=any(not call.is_over and not call.group.endswith(BESIDE) for call in calls),
+        )
+
+    def _watch(self) -> None:
+        """Wait for a failure anywhere; answer, and end this process if it does not end by itself."""
+        try:
+            store = self._store.clone()
+            while not self._is_awake(store):
+                pass
+            if self._is_over.is_set():
+                return
+            if not self._speaks.wait(_SPEAKS_S):
+                self._answer(store, self._here())
+        except RuntimeError:
+            return  # the store is gone, and with it torchrun's process, or all is over
+        if self._is_over.wait(ENDED_S):
+            return
+        found = self._in_time(lambda store: store.get("verdict").decode() if store.check(["verdict"]) else "")
+        said = found or "another rank has stopped"
+        end = f"rank {self._rank} was still at {self._here().at} {ENDED_S:.0f} s later, and is ended"
+        print(f"trainstep: {printable(said)}; {printable(end)}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _is_awake(self, store: Any) -> bool:
+        try:
+            store.wait([f"wake/{self._rank}"], timedelta(seconds=_WAKING_S))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # it took too long
+            return bool(store.check([f"wake/{self._rank}"]))
+        return True
+
+    def _unreachable(self) -> str:
+        store: Any = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        where = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
+        return (
+            f"the store{where}, by which the ranks find each other, does not answer, so its host is down or cut off "
+            f"from this one (host {socket.gethostname()})"
+        )
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While the ranks ask, SIGTERM does nothing: torchrun sends it as soon as one process is dead, and waits."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def verdict(mine: Answer, answers: Mapping[int, Answer], silent: Mapping[int, str]) -> str:
+    """Who is to blame that a collective of `mine` failed.
+
+    Args:
+        answers: of the ranks that answered, `mine` among them.
+        silent: rank → host of the others.
+    """
+    told = [f"{each} stopped with {each.stopped}" for each in answers.values() if each.stopped]
+    told += [f"{each} has left" for each in answers.values() if each.has_left]
+    if silent:
+        who = ", ".join(f"rank {rank} (host {host})" for rank, host in silent.items())
+        told.append(f"{who} {'do' if len(silent) > 1 else 'does'} not answer: killed, stopped, hung or cut off")
+    if told:
+        return " and ".join(told)
+    behind = {each: lacking for each in answers.values() if (lacking := first_lacking(each, answers.values(), mine))}
+    if mine.is_beside and behind:
+        return " and ".join(f"{each} has not come to {lacking} of the checkpoint" for each, lacking in behind.items())
+    if late := {each: lacking for each, lacking in behind.items() if not each.is_waiting}:
+        return " and ".join(
+            f"{each} hangs or is late: it is at {each.at} and has not come to {lacking}"
+            for each, lacking in late.items()
+        )
+    if behind:
+        which = ", ".join(f"{each} has not come to {lacking}" for each, lacking in behind.items())
+        return f"the ranks wait for different collectives: {which}"
+    return "all ranks answer and none is behind: the network between them is broken or too slow for the timeout"
+
+
+def first_lacking(answer: Answer, everyone: Iterable[Answer], failed: Answer) -> str:
+    """The first collective that another rank has started and this one not, though it takes part; empty if none is."""
+    for other in everyone:
+        for group, (number, name) in other.calls.items():
+            mine = answer.calls[group][0] if group in answer.calls else 0
+            takes_part = answer.rank in other.groups.get(group, ())
+            if takes_part and mine < number and group.endswith(BESIDE) == failed.is_beside:
+                return f"{name} no. {number}" if mine + 1 == number else f"no. {mine + 1} to {number} ({name})"
+    return ""
+
+
+def shortened(error: BaseException) -> str:
+    """The first line of a backend's message, without the place in its own source."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^(\[[^\]]*\] *)+", "", line).split(". This is typically")[0][:300]

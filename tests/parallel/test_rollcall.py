@@ -1,0 +1,243 @@
+"""Who is missing when a collective fails, and where: on every rank that can still speak, the same."""
+
+import os
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import WorkerError, Workers
+from trainstep.errors import CollectiveError, UsageError
+from trainstep.parallel import rollcall
+from trainstep.parallel.process import Process, joined
+from trainstep.parallel.rollcall import Answer, Rollcall, is_of_a_collective, verdict
+from trainstep.parallel.started import BESIDE, started
+
+
+def answer(rank, number=None, name="all_reduce", *, group="gloo:0:default_pg", ranks=(0, 1, 2), **more):
+    calls = {} if number is None else {group: (number, name)}
+    return Answer(rank, f"h{rank}", "update 7", f"net.py:{rank} (forward)", calls, dict.fromkeys(calls, ranks), **more)
+
+
+def waits(rank, number, **more):
+    return answer(rank, number, is_waiting=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "silent", "said"),
+    [
+        (waits(0, 5), [], {1: "h1"}, "rank 1 (host h1) does not answer: killed, stopped, hung or cut off"),
+        (waits(0, 5), [waits(1, 5)], {2: "b", 3: "b"}, "rank 2 (host b), rank 3 (host b) do not answer: killed"),
+        (waits(0, 5), [answer(1, stopped="KeyError: 'x'")], {}, "rank 1 (host h1) stopped with KeyError: 'x'"),
+        (waits(0, 5), [Answer(1, "h1", has_left=True)], {}, "rank 1 (host h1) has left"),
+        (
+            waits(0, 5),
+            [answer(1, 4), waits(2, 5)],
+            {},
+            "rank 1 (host h1) hangs or is late: it is at net.py:1 (forward) of update 7 and has not come to all_reduce "
+            "no. 5",
+        ),
+        (waits(0, 5), [answer(1)], {}, "and has not come to no. 1 to 5 (all_reduce)"),
+        (waits(0, 5), [waits(1, 3), answer(2, 5)], {}, "wait for different collectives: rank 1 (host h1) has not come"),
+        (waits(0, 5), [waits(1, 5), answer(2, 5)], {}, "the network between them is broken or too slow"),
+        (waits(0, 5, ranks=(0, 2)), [answer(1, 9, group="gloo:3:rows", ranks=(1, 3))], {}, "none is behind"),
+        (waits(0, 5), [waits(1, 5, group=f"gloo:1:{BESIDE}")], {}, "rank 1 (host h1) has not come to no. 1 to 5"),
+        (waits(0, 9, group=f"gloo:1:{BESIDE}"), [answer(1, 8, group=f"gloo:1:{BESIDE}")], {}, "none is behind"),
+        (
+            waits(0, 9, group=f"gloo:1:{BESIDE}", is_beside=True),
+            [waits(1, 8, group=f"gloo:1:{BESIDE}")],
+            {},
+            "rank 1 (host h1) has not come to all_reduce no. 9 of the checkpoint",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict(mine, others, silent, said):
+    found = verdict(mine, {each.rank: each for each in [mine, *others]}, silent)
+    assert said in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL error in: …"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("about gloo/ but no failure of it"), False),
+        (CollectiveError("said before"), False),
+    ],
+)
+def test_what_is_a_failed_collective(error, expected):
+    assert is_of_a_collective(error) is expected
+    caused = UsageError("could not be written")
+    caused.__cause__ = error
+    assert is_of_a_collective(caused) is expected
+
+
+class DeadStore:
+    """A store whose host does not answer: it refuses, or says nothing for ever."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def clone(self):
+        if self.how == "refuses":
+            raise dist.DistNetworkError("Connection refused")
+        threading.Event().wait()
+
+    def set(self, name, value):
+        pass
+
+
+@pytest.mark.parametrize("how", ["refuses", "says nothing"])
+def test_a_store_that_is_gone_is_said_in_time(how, monkeypatch):
+    monkeypatch.setattr(rollcall, "GRACE_S", -1.5)
+    began = time.monotonic()
+    before = signal.getsignal(signal.SIGTERM)
+    error = Rollcall(DeadStore(how), 1, 2).failed(RuntimeError("[gloo/pair.cc:5] Timed out"))
+    assert "the store, by which the ranks find each other, does not answer" in str(error)
+    assert str(error).endswith("(Timed out)")
+    assert "\n" not in str(error)
+    assert time.monotonic() - began < 3
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def reduced(group):
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def hang():
+    time.sleep(600)
+
+
+def _one_hangs(process):
+    process.now("update 7")
+    reduced(process.group)
+    if process.rank == 1:
+        rollcall.ENDED_S = 1.0
+        hang()
+    reduced(process.group)
+
+
+def _one_fails(process):
+    if process.rank == 1:
+        raise ArithmeticError("one rank's mistake")
+    reduced(process.group)
+
+
+def _one_is_killed(process):
+    if process.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reduced(process.group)
+
+
+def _crossed(process):
+    rows, columns = process.mesh(2).get_all_groups()
+    reduced(rows if process.rank in (0, 3) else columns)
+
+
+def failures(ranks, function, timeout_s):
+    with Workers(ranks, timeout_s=timeout_s) as workers, pytest.raises(WorkerError) as caught:
+        workers.run(function)
+    return caught.value.failures
+
+
+def sentence(failure):
+    """The last line of a traceback."""
+    return failure.strip().splitlines()[-1].partition("CollectiveError: ")[2]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_line_and_ended():
+    began = time.monotonic()
+    found = failures(3, _one_hangs, 2)
+    assert time.monotonic() - began < 20
+    for rank in (0, 2):
+        said = sentence(found[rank])
+        assert "rank 1 (host " in said
+        assert "hangs or is late: it is at test_rollcall.py:" in said
+        assert "(hang) of update 7 and has not come to all_reduce no. 2; " in said
+        assert f"rank {rank} was in all_reduce no. 2 of update 7 for " in said
+    assert "exit code 1)" in found[1], "its own thread ended it"
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_or_is_killed_is_named_by_the_others():
+    found = failures(3, _one_fails, 20)
+    assert "ArithmeticError: one rank's mistake" in found[1]
+    for rank in (0, 2):
+        assert "stopped with ArithmeticError: one rank's mistake; rank" in sentence(found[rank])
+    found = failures(3, _one_is_killed, 20)
+    for rank in (0, 2):
+        assert sentence(found[rank]).startswith("rank 1 (host ")
+        assert "does not answer: killed, stopped, hung or cut off; " in sentence(found[rank])
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_for_different_collectives_are_told_so():
+    found = failures(4, _crossed, 2)
+    for rank in range(4):
+        assert "the ranks wait for different collectives: " in sentence(found[rank])
+
+
+def _keys_while_all_goes_well(process):
+    store = dist.distributed_c10d._get_default_store()
+    reduced(process.group)
+    before = store.num_keys()
+    for number in range(5):
+        process.now(f"update {number}")
+        reduced(process.group)
+    keys, deadline = store.num_keys() - before, time.monotonic() + 10
+    while True:
+        calls = [call for call in started() if call.group == "gloo:0:default_pg"]
+        are_over = all(call.is_over for call in calls)  # which Gloo's thread notes soon after
+        if are_over or time.monotonic() > deadline:
+            return keys, [call.number for call in calls][-5:], are_over
+        time.sleep(0.01)
+
+
+@pytest.mark.distributed
+def test_while_all_goes_well_nothing_is_written():
+    with Workers(2) as workers:
+        found = workers.run(_keys_while_all_goes_well)
+    assert [keys for keys, _, _ in found] == [0, 0]
+    assert [numbers for _, numbers, _ in found] == [[2, 3, 4, 5, 6]] * 2, "torch counts for us"
+    assert all(are_over for _, _, are_over in found)
+
+
+def test_ranks_that_do_not_come_are_an_error_in_time():
+    with (
+        pytest.raises(CollectiveError, match=r"did not come together: this one, on host .*, waited up to 0\.5 s"),
+        joined(torch.device("cpu"), rank=0, world_size=2, store=dist.HashStore(), timeout_s=0.5),
+    ):
+        pass
+
+
+def test_a_process_without_a_group_says_nothing():
+    Process(0, 1, torch.device("cpu"), mock.Mock()).now("update 1")
+
+
+@pytest.mark.parametrize("how", ["leaves", "stops", "fails"])
+def test_no_thread_is_left_that_could_wake_up_while_python_ends(how, monkeypatch):
+    monkeypatch.setattr(rollcall, "GRACE_S", 0.2)
+    one, other = (
+        Rollcall(dist.PrefixStore("ranks", store), rank, 2) for store in [dist.HashStore()] for rank in (0, 1)
+    )
+    if how == "leaves":
+        one.leave()
+    elif how == "stops":
+        one.stopped(ArithmeticError("mine"))
+    else:
+        said = str(one.failed(RuntimeError("[gloo/pair.cc:5] Timed out")))
+        assert said.endswith("(Timed out)")
+    assert not one._thread.is_alive()
+    other.leave()
+    assert not other._thread.is_alive()
