@@ -1,10 +1,11 @@
 """Who is missing when a collective fails: the ranks ask each other, through the store by which they found each other.
 
-While all goes well nothing is asked. A thread of each rank waits for a key of the store, which costs no processor time.
-A rank whose collective fails, or that stops by an error of its own, says so in the store, and where it was; then the
-threads of the others answer for their ranks, with what torch's flight recorder has of their collectives and the line of
-code that they are at. So a rank that hangs in a user's code is named with that line; one whose thread cannot answer
-(killed, stopped, cut off, or in compiled code that keeps Python's lock) as silent. The first verdict is every rank's.
+While all goes well nothing is asked. A thread of each rank waits for a key of the store, which costs no processor time
+(a store in a file is looked at four times a second). A rank whose collective fails, or that stops by an error of its
+own, says so in the store, and where it was; then the threads of the others answer for their ranks, with what torch's
+flight recorder has of their collectives and the line of code that they are at. So a rank that hangs in a user's code is
+named with that line; one whose thread cannot answer (killed, stopped, cut off, or in compiled code that keeps Python's
+lock) as silent. The first verdict is every rank's.
 
 A rank that is still there `ENDED_S` after the first failure is ended by its own thread: it hangs, or waits for one that
 does, and torchrun starts the processes again only when all have ended. Anything that is asked of the store is asked by
@@ -29,6 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from trainstep.errors import CollectiveError, UsageError, line_of, printable
@@ -39,6 +41,7 @@ ENDED_S = 10.0  # how long a rank may still be there after another has failed
 _SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
 _ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at once unless the store is gone
 _WAKING_S = 60.0  # how long a thread waits for its key at a time
+_LOOKS_S = 0.25  # where the store is a file, how long between two looks at it
 _OF_A_COLLECTIVE = re.compile(
     r"gloo/|connectFullMesh|timeout caused pair closure|closed by peer|reset by peer|\bNCCL\b|ncclComm|\[c10d\]"
 )
@@ -237,6 +240,8 @@ class Rollcall:
         os._exit(1)
 
     def _is_awake(self, store: Any) -> bool:
+        if isinstance(_innermost(store), FileStore):  # it would look a hundred times a second
+            return self._is_over.wait(_LOOKS_S) or bool(store.check([f"wake/{self._rank}"]))
         try:
             store.wait([f"wake/{self._rank}"], timedelta(seconds=_WAKING_S))
         except dist.DistNetworkError:
@@ -246,14 +251,19 @@ class Rollcall:
         return True
 
     def _unreachable(self) -> str:
-        store: Any = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
+        store = _innermost(self._store)
         where = f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
         return (
             f"the store{where}, by which the ranks find each other, does not answer, so its host is down or cut off "
             f"from this one (host {socket.gethostname()})"
         )
+
+
+def _innermost(store: Any) -> Any:
+    """The store that keeps what is under this one's prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 @contextlib.contextmanager
