@@ -208,16 +208,17 @@ def test_each_reason_to_wait_is_said_once(slurm, tmp_path, monkeypatch):
 
 
 def test_slurm_may_be_away_for_a_while_and_jobs_holds_over_all_arrays(slurm, tmp_path, monkeypatch):
-    one = Sweeping(slurm, tmp_path, monkeypatch, *(["(out / 'started').touch(); time.sleep(1); done()"] * 5), jobs=2)
-    name = one.name
+    noted = "(out / 'started').touch(); begun = time.time(); time.sleep(1); "
+    noted += "(out / 'span').write_text(f'{begun} {time.time()}'); done()"
+    one = Sweeping(slurm, tmp_path, monkeypatch, *[noted] * 5, jobs=2)
     one.started(0)
     slurm.stop("slurmctld")
     time.sleep(2 * jobs.ASK_S)
     slurm.start("slurmctld")
     assert [row.status for row in one.rows()] == ["ok"] * 5
-    told = slurm.run("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i|%S|%e").splitlines()
-    spans = [line.split("|")[1:] for line in told]
-    assert max(sum(start <= other < end for start, end in spans) for other, _ in spans) <= 2, told
+    spans = [tuple(map(float, path.read_text().split())) for path in tmp_path.rglob("span")]
+    assert len(spans) == 5
+    assert max(sum(start <= other < end for start, end in spans) for other, _ in spans) == 2, spans
 
 
 def test_where_one_may_submit_no_more_the_rest_follows(slurm, tmp_path, monkeypatch):
