@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from trainstep.bench.sweep import jobs, run
@@ -18,6 +19,8 @@ def done():
     (out / "results.jsonl").write_text(row)
 exec(sys.argv[2])
 """
+LINGERS = "# lingers"
+"""At the end of a script whose job goes on when its case has its row."""
 ALONE = jobs.run_alone
 
 
@@ -32,6 +35,8 @@ def run_scripted(case, timeout_s):
     """`run_alone` in a job."""
     run.command_of = lambda case: [sys.executable, "-c", PROGRAM, str(case.folder), str(case.settings["workload"])]
     ALONE(case, timeout_s)
+    if str(case.settings["workload"]).endswith(LINGERS):
+        time.sleep(3)
 
 
 if __name__ == "__main__":  # a sweep that a test ends: python -m … FOLDER "at once"|"later" SCRIPT…

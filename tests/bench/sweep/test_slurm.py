@@ -222,7 +222,11 @@ def test_slurm_may_be_away_for_a_while_and_jobs_holds_over_all_arrays(slurm, tmp
 
 
 def test_where_one_may_submit_no_more_the_rest_follows(slurm, tmp_path, monkeypatch):
-    """As an account's limit does, which needs Slurm's database, and so is played here: two jobs at most."""
+    """As an account's limit does, which needs Slurm's database, and so is played here: two jobs at most.
+
+    Jobs count until they have ended, which is after their cases have rows: nothing of ours runs then, and yet Slurm
+    refuses.
+    """
     submit, sizes = jobs._submit, []
 
     def limited(executor, batch, *words, is_needed):
@@ -233,7 +237,8 @@ def test_where_one_may_submit_no_more_the_rest_follows(slurm, tmp_path, monkeypa
         return submit(executor, batch, *words, is_needed=is_needed)
 
     monkeypatch.setattr(jobs, "_submit", limited)
-    assert [row.status for row in Sweeping(slurm, tmp_path, monkeypatch, *["done()"] * 4).rows()] == ["ok"] * 4
+    scripts = [f"done() {scripted.LINGERS}"] * 4
+    assert [row.status for row in Sweeping(slurm, tmp_path, monkeypatch, *scripts).rows()] == ["ok"] * 4
     assert max(sizes) == 2
     assert sum(sizes) == 4
 

@@ -133,7 +133,9 @@ def slurm_jobs(
         while waiting or running:
             if waiting and not is_full and (jobs is None or not running):  # jobs is a limit within one array
                 batch = [_made_ready(case) for case in waiting[:largest]]
-                started = _submit(executor, batch, timeout_s, jobs, is_needed=not running and len(batch) == 1)
+                # A case has its rows before its job has ended, and until then the job counts for Slurm's limits.
+                is_needed = not running and len(batch) == 1 and not slurm.some_left(name)
+                started = _submit(executor, batch, timeout_s, jobs, is_needed=is_needed)
                 if started:
                     waiting = waiting[len(batch) :]
                     running |= {job.job_id: (case, job) for case, job in zip(batch, started, strict=True)}
@@ -157,7 +159,9 @@ def slurm_jobs(
                     _settle(case, job, state, asked.minutes)
                 yield case
             if ended:
-                changed, is_full = time.monotonic(), False
+                changed = time.monotonic()
+            if ended or not running:
+                is_full = False
             if now >= ask_at or ended:
                 ask_at = time.monotonic() + min(ASK_MOST_S, max(ASK_S, (now - changed) / 4))
             if not ended:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,12 +88,14 @@ def cancel(submitted: Path) -> None:
     if name and _run("scancel", f"--user={os.getuid()}", f"--name={name}") is None:
         return
     deadline = time.monotonic() + WAIT_S
-    while name and _some_left(states(name)) and time.monotonic() < deadline:
+    while name and some_left(name) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     submitted.unlink(missing_ok=True)
 
 
-def _some_left(found: Mapping[str, State] | None) -> bool:
+def some_left(name: str) -> bool:
+    """Whether jobs with that name have not ended, or Slurm does not answer."""
+    found = states(name)
     return found is None or any(not state.is_final for state in found.values())
 
 
