@@ -144,6 +144,8 @@ class Cluster:
         self.until(lambda: not _steps_of(number))
         # Slurm waits two minutes, so that nothing that comes late from the first run is taken for the second one's.
         self.until(lambda: self.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() == "PENDING")
+        # slurmd launches nothing of a job within the second in which it has ended it ("Job credential revoked").
+        time.sleep(2)
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def until(self, holds, seconds: float = 60):
