@@ -150,7 +150,9 @@ def taking_steps(steps, width=512, batch=128):
 
 
 def test_phases_are_those_that_the_same_script_notes_by_hand(tmp_path):
-    """Both at once, so that what disturbs the machine is in both."""
+    """Both at once, step by step. On a busy machine some other process runs between our mark and the hooks' own, which
+    happens to some steps; what is counted in a wrong phase is so in all of them.
+    """
     marks = []
 
     def train():
@@ -158,10 +160,14 @@ def test_phases_are_those_that_the_same_script_notes_by_hand(tmp_path):
         marks.extend(take(time.perf_counter) for _ in range(30))
 
     row = the_step(measure("loop", tmp_path, call=train)[1])
+    assert row.left_out == 3
     for place, phase in enumerate(("data", "forward", "loss", "backward", "optimizer")):
-        by_hand = statistics.median((each[place + 1] - each[place]) * 1e3 for each in marks[3:30])
+        by_hand = [(each[place + 1] - each[place]) * 1e3 for each in marks[3:]]
         noise_ms = 0.05 if phase != "data" else 0.3  # the step before is written while the loader is asked
-        assert row.times[phase].median == pytest.approx(by_hand, rel=0.1, abs=noise_ms), phase
+        alike = [
+            own == pytest.approx(ms, rel=0.1, abs=noise_ms) for own, ms in zip(row.samples[phase], by_hand, strict=True)
+        ]
+        assert sum(alike) >= 9, (phase, row.samples[phase], by_hand)
 
 
 def test_measuring_costs_little(tmp_path):
