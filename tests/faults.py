@@ -38,17 +38,18 @@ from trainstep.errors import UsageError
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "faults.json"
 SCHEMES = ("ddp", "sharded-optimizer", "fsdp", "hsdp")
 KINDS = {
-    "kill": r"^rank \d \(host \w\) does not answer: killed",
+    "kill": r"^(rank \d \(host \w\), )*rank {rank} \(host \w\)(, rank \d \(host \w\))* do(es)? not answer: killed",
     "power": r"^rank \d \(host b\)(, rank 3 \(host b\))? do(es)? not answer",
     "pull": r"^rank \d \(host b\)(, rank 3 \(host b\))? do(es)? not answer",
-    "hang": r"^rank \d \(host \w\) hangs or is late: it is at faulty\.py:\d+ \(misbehave\)",
-    "slow": r"^rank \d \(host \w\) hangs or is late: it is at faulty\.py:\d+ \(misbehave\)",
+    "hang": r"^rank {rank} \(host \w\) hangs or is late: it is at faulty\.py:\d+ \(misbehave\)",
+    "slow": r"^rank {rank} \(host \w\) hangs or is late: it is at faulty\.py:\d+ \(misbehave\)",
     "full": r"could not be written: .*No space left|cannot be written \(No space left",
     "flip": r"^checkpoint .* is damaged: .* give --resume-from step-\d+",
     "two": r"^another process is training",
 }
-"""Kind of fault → what must be said. A rank is killed, a host loses its power, its cable is pulled, a rank hangs for
-ever or for 9 s, the disk is full, a bit of the newest checkpoint is turned over, a second trainer comes to the run."""
+"""Kind of fault → what must be said. A rank is killed, upon which torchrun ends its host's others; a host loses its
+power, its cable is pulled, a rank hangs for ever or for 9 s, the disk is full, a bit of the newest checkpoint is turned
+over, a second trainer comes to the run."""
 FEWER = ("power", "pull")
 """After these the run goes on with one host less."""
 
@@ -65,6 +66,11 @@ class Fault:
     def ranks_each(self) -> int:
         """On each host."""
         return 2 if self.scheme == "hsdp" else 1
+
+    @property
+    def words(self) -> re.Pattern[str]:
+        """What must be said."""
+        return re.compile(KINDS[self.kind].replace("{rank}", str(self.rank)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Suffering:
 
     def _until_on(self) -> tuple[str, float, float]:
         """Wait for the words, and for an update after a restart."""
-        words, logs = re.compile(KINDS[self.fault.kind]), range(len(self.run.logs))
+        words, logs = self.fault.words, range(len(self.run.logs))
 
         def found() -> list[str]:
             return [each for host in logs for each in said(self.run.output(host)) if words.search(each)]
@@ -168,7 +174,7 @@ class Suffering:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        words = re.compile(KINDS["full"])
+        words = self.fault.words
         self.run.wait(lambda: any(words.search(each) for host in (0, 1) for each in said(self.run.output(host))))
         filler.unlink()
         return self._until_on()
@@ -230,7 +236,7 @@ def attempt(fault: Fault) -> Found | str:
     try:
         return suffer(fault)
     except (AssertionError, OSError, ValueError, WorkerError) as error:
-        return f"{type(error).__name__}: {str(error)[-500:]}"
+        return f"{type(error).__name__}: {' | '.join(said(str(error))) or str(error)[-500:]}"
 
 
 def suffer(fault: Fault) -> Found:
@@ -243,7 +249,7 @@ def _suffer(fault: Fault, folder: Path) -> Found:
     with _disk(folder) if fault.kind == "full" else contextlib.nullcontext(), Hosts(2) as hosts:
         sentence, said_s, on_s = Suffering(fault, hosts, folder).go()
         curve, made = losses(folder / "run"), rows(folder / "run")
-    assert re.search(KINDS[fault.kind], sentence), sentence
+    assert fault.words.search(sentence), sentence
     again = sum(row.get("trained_again", 0) for row in made)
     return Found(
         sentence, again, lost(curve, in_peace(fault.scheme), fault.kind in FEWER), round(said_s, 1), round(on_s, 1)
