@@ -1,8 +1,10 @@
 """metrics.jsonl has every update once; the terminal shows some; a record's speed is the last start's."""
 
+import contextlib
 import dataclasses
 import io
 import json
+import resource
 
 import pytest
 import torch
@@ -53,6 +55,44 @@ def test_a_torn_last_line_is_cut(tmp_path, torn):
     assert read_metrics(path) == [{"step": 1}]
     path.write_bytes(b'{"step": 1}\n{"step": 2}')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}], "only its end is missing"
+
+
+@contextlib.contextmanager
+def room_for(size):
+    """Files that grow no further than so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_until_full(writer):
+    for step in range(1, 20):
+        writer.write({"step": step, "loss": 0.5})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_is_said_once_and_whole_rows_stay(tmp_path, tensorboard):
+    """Closing the files afterwards must not raise an error of its own in this one's place."""
+    said = r"(metrics\.jsonl|tensorboard) cannot be written \(.*\)\. See that there is room there, then give the same"
+    with (
+        pytest.raises(UsageError, match=said),
+        room_for(310),
+        MetricsWriter(tmp_path, step=0, tensorboard=tensorboard) as writer,
+    ):
+        write_until_full(writer)
+    path = tmp_path / "metrics.jsonl"
+    assert path.stat().st_size == 310 or tensorboard, "a part of the last row"
+    with room_for(10), pytest.raises(UsageError, match=said):
+        MetricsWriter(tmp_path, step=1, tensorboard=False)
+    made = [row["step"] for row in read_metrics(path)]
+    assert made == list(range(1, len(made) + 1)) != []
+    with MetricsWriter(tmp_path, step=len(made), tensorboard=tensorboard) as writer:
+        writer.write({"step": len(made) + 1, "loss": 0.5})
+    assert [row["step"] for row in read_metrics(path)] == [*made, len(made) + 1]
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path):

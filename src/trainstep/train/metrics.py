@@ -7,8 +7,9 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from trainstep.config import StepConfig
 from trainstep.errors import UsageError
@@ -83,19 +84,19 @@ class Meter:
 
 
 class MetricsWriter(contextlib.ExitStack):
-    """Appends rows to `metrics.jsonl`, each flushed at once, and to TensorBoard's files; a context, which closes them.
+    """Appends rows to `metrics.jsonl`, each written at once, and to TensorBoard's files; a context, which closes them.
 
     Rows after update `step`, from which the run goes on, are removed from what is there. With `out` None, as on all
     ranks but the first, nothing is written.
 
     Raises:
-        UsageError: `tensorboard`, and the package is not installed.
+        UsageError: `tensorboard`, and the package is not installed; or there is no room for what is kept.
     """
 
     def __init__(self, out: Path | None, *, step: int, tensorboard: bool) -> None:
         super().__init__()
         self._events: Any = None
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self.removed = 0  # rows of updates that are made again
         if out is None:
             return
@@ -107,14 +108,19 @@ class MetricsWriter(contextlib.ExitStack):
                     "TensorBoard's files need the package tensorboard (pip install tensorboard); or leave them out "
                     "with --no-tensorboard"
                 ) from error
-            self._events = self.enter_context(SummaryWriter(str(out / "tensorboard"), purge_step=step + 1))
+            self._events = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+            self.push(self._close_events)
         there = read_metrics(out / METRICS)
         kept = [row for row in there if row["step"] <= step]
         self.removed = len(there) - len(kept)
         draft = out / f".{METRICS}"
-        draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        draft.replace(out / METRICS)
-        self._file = self.enter_context((out / METRICS).open("a", encoding="utf-8"))
+        try:
+            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            draft.replace(out / METRICS)
+        except OSError as error:
+            raise _not_written(out / METRICS, error) from error
+        # Without a buffer, which would be written once more when the file is closed, and raise in an error's place.
+        self._file = self.enter_context((out / METRICS).open("ab", buffering=0))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row.
@@ -123,18 +129,34 @@ class MetricsWriter(contextlib.ExitStack):
             UsageError: there is no room for it, or the disk is gone.
         """
         if self._file is not None:
+            left = memoryview((json.dumps(dict(row)) + "\n").encode())
             try:
-                self._file.write(json.dumps(dict(row)) + "\n")
-                self._file.flush()
+                while left:  # a disk that fills up takes a part
+                    left = left[self._file.write(left) :]
             except OSError as error:
-                raise UsageError(
-                    f"{self._file.name} cannot be written ({error.strerror}). See that there is room there, then give "
-                    "the same command again to go on"
-                ) from error
+                raise _not_written(self._file.name, error) from error
         if self._events is not None:
-            for name in CURVES:
-                if row.get(name) is not None:
-                    self._events.add_scalar(name, row[name], row["step"])
+            try:
+                for name in CURVES:
+                    if row.get(name) is not None:
+                        self._events.add_scalar(name, row[name], row["step"])
+            except OSError as error:  # of its thread, which writes later
+                raise _not_written(self._events.log_dir, error) from error
+
+    def _close_events(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the rest; what cannot be is an error only where none is on its way."""
+        try:
+            self._events.close()
+        except OSError as error:
+            if kind is None:
+                raise _not_written(self._events.log_dir, error) from error
+
+
+def _not_written(path: str | Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be written ({error.strerror}). See that there is room there, then give the same command again "
+        "to go on"
+    )
 
 
 class Show:
