@@ -24,11 +24,11 @@ from trainstep.kinds import (
     row_of,
 )
 from trainstep.plan.communication import Link
-from trainstep.plan.machine import GIB, Cluster, machine_of
+from trainstep.plan.machine import GIB, NETWORK_HOP_S, Cluster, machine_of
 from trainstep.plan.measured import calibrated
 from trainstep.plan.roofline import OPTIMIZER_BYTES
 from trainstep.plan.rows import PlanRequest, plan_records
-from trainstep.records import of_kind, read_records
+from trainstep.records import of_kind, read_records, write_whole
 from trainstep.report.subjects import TABLES, findings
 from trainstep.report.tables import make_table
 
@@ -77,6 +77,41 @@ def test_a_calibration_replaces_the_datasheet():
     assert machine.optimizer_fraction["adamw-fused"] == pytest.approx(moved / 2e-3 / 4e12)
     assert machine.basis == ("measured on NVIDIA H200: rates, connections, launches, the optimizer's bandwidth")
     assert "connections" in calibrated(records[:2]).basis.partition("; by the ")[2]
+
+
+def between(collective, ranks, hosts, bus_gb_s, backend="nccl"):
+    case = {"backend": backend, "collective": collective, "world_size": ranks, "dtype": "fp32", "hosts": hosts}
+    return row_of("collective fit", case, {"overhead_us": 80.0, "bus_gb_s": bus_gb_s}, environment=H200)
+
+
+def test_collectives_between_hosts_calibrate_the_network_alone():
+    """What eight ranks on two hosts send goes through four connections of each."""
+    rows = [
+        between("all-reduce", 8, 2, 100.0),
+        between("all-gather", 2, 2, 20.0),
+        between("broadcast", 2, 2, 1, "gloo"),
+    ]
+    machine = calibrated(rows)
+    datasheet = machine_of(require_device("H200"))
+    assert machine.link == datasheet.link
+    assert machine.network == {"all-reduce": Link(80e-6, 25e9), "all-gather": Link(80e-6, 20e9)}
+    assert machine.basis.startswith("measured on NVIDIA H200: the network; by the ")
+    cluster, hop = Cluster(machine, 4, 2, 4e10), NETWORK_HOP_S
+    assert cluster.group_link("all-reduce", 2, 4) == Link(80e-6 + 2 * hop, 25e9)
+    assert cluster.group_link("all-gather", 2, 4).bus_bytes_per_s == 20e9
+    assert cluster.group_link("reduce-scatter", 2, 4).bus_bytes_per_s == 4e10, "was not measured"
+    assert cluster.group_link("all-reduce", 4) == Cluster(datasheet, 4, 2, 4e10).group_link("all-reduce", 4)
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], 25.0), (["--network-gb-s", "30"], 30.0)])
+def test_what_is_said_of_the_network_comes_before_what_was_measured(tmp_path, words, expected):
+    write_whole(tmp_path / "measured.jsonl", [between("all-reduce", 2, 2, 25.0)])
+    given = [*QUICK, "--calibration", str(tmp_path / "measured.jsonl"), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        main([*given, *words])
+    assert stop.value.code == 0
+    (row,) = of_kind(read_records(tmp_path / "results.jsonl"), PlanMachineRow)
+    assert row.network_gb_s == expected
 
 
 def test_calibrations_that_say_nothing():

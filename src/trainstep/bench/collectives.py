@@ -132,7 +132,8 @@ def _holds(part: Tensor, start: int, number: int) -> bool:
 
 def _row(case: CollectiveCase, process: Process, parts: Sequence[_Part]) -> CollectiveRow:
     backend = "nccl" if process.device.type == "cuda" else "gloo"
-    columns: dict[str, Any] = {**asdict(case), "backend": backend}
+    hosts = -(-case.world_size * process.hosts // process.world_size)
+    columns: dict[str, Any] = {**asdict(case), "backend": backend, "hosts": hosts if hosts > 1 else None}
     environment = describe(process.device)
     failure = next((part.failure for part in parts if part.failure is not None), None)
     if failure is not None:

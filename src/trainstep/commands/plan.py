@@ -16,12 +16,13 @@ from trainstep.config import StepConfig
 from trainstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainstep.plan.machine import Machine
+    from trainstep.plan.machine import Cluster, Machine
     from trainstep.records import Row
 
 DEFAULT_SIZE = "2.7B"
 DEFAULT_STEP = StepConfig(precision="bf16", attention="sdpa", optimizer="adamw-fused")
 """What people train with, where no file says otherwise."""
+NETWORK_GB_S = 40.0
 PlannedStep: Any = flags_of(StepConfig, defaults=vars(DEFAULT_STEP), without=["learning_rate", "device", "seed"])
 
 
@@ -46,15 +47,16 @@ class Plan(Common):
     """Name of a known GPU, or a part of it that only one has, as H200 (the default, where there is no calibration)."""
     calibration: commas(Path) = ()  # type: ignore[valid-type]
     """Results measured on the GPU: results.jsonl of `trainstep analyze`, `bench collectives`, `bench step`. Their rates
-    take the place of the datasheet's."""
+    take the place of the datasheet's, and those of collectives between hosts that of --network-gb-s."""
     gpus_per_node: int = 8
     """GPUs of a node."""
     nodes: int = 1
     """Nodes."""
     tensor_parallel: int | None = None
     """GPUs over which a matrix is split in "fsdp + tp"; by default the number with the highest predicted throughput."""
-    network_gb_s: float = 40.0
-    """What each GPU can send to other nodes, in 1e9 bytes/s: 0.8 of a connection of 400 Gbit/s per GPU, by default."""
+    network_gb_s: float | None = None
+    """What each GPU can send to other nodes, in 1e9 bytes/s; by default what --calibration measured between hosts, else
+    40: 0.8 of a connection of 400 Gbit/s per GPU."""
     memory_gib: float | None = None
     """GiB of a GPU, in place of the datasheet's or the calibration's."""
     replicas: int | None = None
@@ -68,7 +70,6 @@ class Plan(Common):
     """Folder for results.jsonl, tables/ and report.html."""
 
     def run(self) -> int:
-        from trainstep.plan.machine import Cluster
         from trainstep.plan.rows import PlanRequest, plan_records
 
         if self.workload is not None:
@@ -80,7 +81,7 @@ class Plan(Common):
             name=short_name(self.size or self.config or DEFAULT_SIZE),
             model=dataclasses.replace(model, **self.model),
             step=dataclasses.replace(step, **self.step),
-            cluster=Cluster(self._machine(), self.gpus_per_node, self.nodes, self.network_gb_s * 1e9),
+            cluster=self._cluster(self._machine(), self.gpus_per_node, self.nodes),
             tensor_parallel=self.tensor_parallel,
             replicas=self.replicas,
             policies=self.policies,
@@ -92,7 +93,6 @@ class Plan(Common):
         """The plan of a user's model. Complete, or an error, before its first row."""
         from trainstep.bench.planning import machine_here, timed_here, traced_cases
         from trainstep.bench.step import case_columns
-        from trainstep.plan.machine import Cluster
         from trainstep.plan.rows import PlanRequest, plan_records
         from trainstep.workload import resolve_device
 
@@ -121,7 +121,7 @@ class Plan(Common):
             name=source.name,
             model=None,
             step=step,
-            cluster=Cluster(machine, *nodes, self.network_gb_s * 1e9),
+            cluster=self._cluster(machine, *nodes),
             tensor_parallel=self.tensor_parallel,
             replicas=self.replicas,
             traced=cases,
@@ -130,6 +130,16 @@ class Plan(Common):
         yield from list(plan_records(request))
         if check is not None:
             yield check
+
+    def _cluster(self, machine: Machine, gpus_per_node: int, nodes: int) -> Cluster:
+        from trainstep.plan.machine import Cluster
+
+        if self.network_gb_s is not None:
+            machine, rate = dataclasses.replace(machine, network={}), self.network_gb_s * 1e9
+        else:
+            measured = machine.network.get("all-reduce") or next(iter(machine.network.values()), None)
+            rate = NETWORK_GB_S * 1e9 if measured is None else measured.bus_bytes_per_s
+        return Cluster(machine, gpus_per_node, nodes, rate)
 
     def _machine(self) -> Machine:
         from trainstep.hardware import require_device

@@ -46,6 +46,8 @@ class Machine:
     multiprocessors: int
     peak_flops: Mapping[str, float]  # the datasheet's: what utilisation is a fraction of
     link: Link  # between GPUs of one node
+    network: Mapping[CollectiveName, Link] = field(default_factory=dict)
+    """Between GPUs of several nodes, for one GPU of each, where it was measured."""
     optimizer_fraction: Mapping[str, float] = field(default_factory=lambda: dict(OPTIMIZER_FRACTION))
     launch_s: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(compile, attention) → what launching one block's forward and backward takes the host, where it was measured."""
@@ -86,7 +88,7 @@ class Cluster:
     machine: Machine
     gpus_per_node: int
     nodes: int
-    network_bytes_per_s: float  # what one GPU can send to other nodes, as reached
+    network_bytes_per_s: float  # what one GPU can send to other nodes, by collectives that were not measured
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "nodes", "network_bytes_per_s"):
@@ -108,10 +110,16 @@ class Cluster:
         nodes = math.ceil(ranks / here)
         link = self.machine.link
         rates = [link.bus_bytes_per_s] if here > 1 else []
-        rates += [here * self.network_bytes_per_s] if nodes > 1 else []
-        overhead = NETWORK_OVERHEAD_S if nodes > 1 else link.overhead_s
+        overhead = link.overhead_s
+        if nodes > 1:
+            network = self._network(collective)
+            overhead = network.overhead_s
+            rates.append(here * network.bus_bytes_per_s)
         hops = max(0, ranks - nodes - 1) * LINK_HOP_S + max(0, nodes - 1) * NETWORK_HOP_S
         if collective == "all-reduce":
             tree = max(0, here - 2) * LINK_HOP_S + math.log2(nodes) * NETWORK_HOP_S
             hops = 2 * min(hops, tree)
         return Link(overhead + hops, min(rates, default=link.bus_bytes_per_s))
+
+    def _network(self, collective: CollectiveName) -> Link:
+        return self.machine.network.get(collective, Link(NETWORK_OVERHEAD_S, self.network_bytes_per_s))

@@ -3,7 +3,8 @@
 `calibrated` takes from any results of trainstep, in place of a datasheet's figures:
 
     ceiling          rates of a large product per precision, and of a large copy
-    collective fit   overhead and bus bandwidth of the all-reduce (else of another collective) over most ranks
+    collective fit   overhead and bus bandwidth of the all-reduce (else of another collective) over most ranks of one
+                     host; of every collective between hosts, from ranks on several
     rung, step       what the host takes to launch a block, from steps whose forward was bound by launching; and the
                      fraction of a copy's bandwidth that the optimizer reaches, from the step that reached most
 
@@ -24,7 +25,7 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.hardware import DeviceSpec, require_device
 from trainstep.kinds import CeilingRow, CollectiveFitRow, ParallelRow, PlanCheckRow, StepRow
 from trainstep.kinds.steps import MeasuredStep
-from trainstep.plan.communication import Link
+from trainstep.plan.communication import CollectiveName, Link
 from trainstep.plan.machine import GIB, Cluster, Machine, machine_of
 from trainstep.plan.memory import peak_bytes
 from trainstep.plan.parallelism import strategy_plan
@@ -62,11 +63,13 @@ def calibrated(records: Sequence[Row], spec: DeviceSpec | None = None) -> Machin
     machine = machine_of(spec)
     rates = _ceilings(records, machine)
     machine = dataclasses.replace(machine, **rates)
+    network = network_links([row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl"])
     found = {
         "rates": rates,
         "connections": _link(records),
         "launches": _launches(records),
         "the optimizer's bandwidth": _optimizer(records, machine),
+        **({"the network": {"network": network}} if network else {}),
     }
     basis = f"measured on {spec.name}: {', '.join(name for name, each in found.items() if each)}"
     if not any(found.values()):
@@ -99,11 +102,22 @@ def _ceilings(records: Sequence[Row], machine: Machine) -> dict[str, Any]:
 
 
 def _link(records: Sequence[Row]) -> dict[str, Any]:
-    rows = [row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl"]
+    rows = [row for row in of_kind(records, CollectiveFitRow) if row.backend == "nccl" and row.hosts is None]
     if not rows:
         return {}
     best = max(rows, key=lambda row: (row.collective == "all-reduce", row.world_size))
-    return {"link": Link(_positive(best, "overhead_us") / 1e6, _positive(best, "bus_gb_s") * 1e9)}
+    return {"link": _link_of(best)}
+
+
+def network_links(rows: Sequence[CollectiveFitRow]) -> dict[CollectiveName, Link]:
+    """What a call costs between hosts, for one rank of each, by collective; of most ranks, where there are several."""
+    between = sorted((row for row in rows if row.hosts is not None), key=lambda row: row.world_size)
+    return {row.collective: _link_of(row, row.world_size // (row.hosts or 1)) for row in between}  # type: ignore[misc]
+
+
+def _link_of(row: CollectiveFitRow, connections: int = 1) -> Link:
+    """Of one of the connections that share what is sent."""
+    return Link(_positive(row, "overhead_us") / 1e6, _positive(row, "bus_gb_s") * 1e9 / connections)
 
 
 def _timed(records: Sequence[Row]) -> list[MeasuredStep]:

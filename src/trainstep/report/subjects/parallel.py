@@ -234,7 +234,8 @@ def collectives(records: Sequence[Row]) -> Section | None:
 
 
 def _setting(row: CollectiveRow | CollectiveFitRow) -> str:
-    return f"{row.world_size} ranks, {row.dtype}, {row.backend}"
+    hosts = "" if row.hosts is None else f" on {row.hosts} hosts"
+    return f"{row.world_size} ranks{hosts}, {row.dtype}, {row.backend}"
 
 
 def _by_size(
