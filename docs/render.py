@@ -17,6 +17,7 @@ from tables import (
     attention,
     facts,
     faults,
+    hosts,
     limits,
     load,
     models,
@@ -42,7 +43,7 @@ REPORTS = {
     "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults)
+SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults, hosts)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

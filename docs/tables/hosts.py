@@ -1,0 +1,135 @@
+"""The table of steps between two hosts, measured and as the plan has them (`docs/measure_hosts.py`).
+
+The plan's time of what is sent comes from the collectives that were timed at the same bandwidth. What it hides behind
+is the step's own computation, as the step without communication measured it: no datasheet knows the CPU it ran on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tables import results
+from trainstep.kinds import CollectiveFitRow, ParallelRow
+from trainstep.plan.communication import Link, collective_seconds
+from trainstep.plan.machine import GIB, Cluster, Machine
+from trainstep.plan.measured import network_links
+from trainstep.plan.parallelism import Exchange, exchange_seconds
+from trainstep.plan.roofline import PhaseSeconds, StepSeconds
+from trainstep.plan.strategies import Layout
+from trainstep.report.numbers import number
+from trainstep.report.subjects.parallel import alone_ms
+from trainstep.report.tables import Table, text_table
+from trainstep.schemes import SCHEMES
+
+NAME = "cpu-hosts"
+GROUPS = 5  # of the model's parameters under fsdp: three blocks, the embedding and the head
+COLUMNS = (
+    "Mbit/s",
+    "scheme",
+    "hosts × ranks",
+    "without communication (ms)",
+    "communication, measured (ms)",
+    "planned (ms)",
+    "off (%)",
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A step's communication, measured and planned."""
+
+    mbit: int
+    scheme: str
+    ranks_each: int
+    alone_ms: float
+    measured_ms: float
+    planned_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.planned_ms / self.measured_ms - 1
+
+
+def held() -> list[Held]:
+    """Every scheme at every bandwidth.
+
+    Raises:
+        NotMeasuredError: nothing was measured yet.
+    """
+    rows, fits = results(NAME, ParallelRow), results(NAME, CollectiveFitRow)
+    bandwidths = sorted({int(row.environment["mbit"]) for row in rows})
+    return [
+        each
+        for mbit in bandwidths
+        for each in _held(
+            mbit,
+            [row for row in rows if row.environment["mbit"] == mbit],
+            [fit for fit in fits if fit.environment["mbit"] == mbit],
+        )
+    ]
+
+
+def _held(mbit: int, rows: Sequence[ParallelRow], fits: Sequence[CollectiveFitRow]) -> list[Held]:
+    found = []
+    for row in rows:
+        if not SCHEMES[row.scheme].communicates:
+            continue
+        ranks_each = row.world_size // 2
+        (single,) = [each for each in rows if each.scheme == "single" and each.world_size == row.world_size]
+        alone = alone_ms(row, rows)
+        assert row.status == "ok", row
+        assert row.step_ms is not None
+        assert alone is not None
+        planned = 1e3 * _planned_s(row, single, _cluster(fits, ranks_each))
+        found.append(Held(mbit, row.label, ranks_each, alone, row.step_ms - alone, planned))
+    return found
+
+
+def _cluster(fits: Sequence[CollectiveFitRow], ranks_each: int) -> Cluster:
+    """Two hosts whose ranks share a network card."""
+    (inside,) = [fit for fit in fits if fit.hosts is None and fit.collective == "all-reduce"]
+    network = {
+        name: Link(link.overhead_s, link.bus_bytes_per_s / ranks_each) for name, link in network_links(fits).items()
+    }
+    link = Link((inside.overhead_us or 0) / 1e6, (inside.bus_gb_s or 0) * 1e9)
+    nothing: dict[str, float] = {}
+    machine = Machine("a CPU", nothing, 1.0, 0, 1, nothing, link, network=network, interference=0.0)
+    return Cluster(machine, ranks_each, 2, network["all-reduce"].bus_bytes_per_s)
+
+
+def _planned_s(row: ParallelRow, single: ParallelRow, cluster: Cluster) -> float:
+    assert single.start_weights_gib is not None
+    size = single.start_weights_gib * GIB
+    if row.scheme == "flat":  # after backward, in one call
+        return collective_seconds("all-reduce", round(size), 2, cluster.group_link("all-reduce", 2))
+    planned_as = SCHEMES[row.scheme].planned_as
+    assert planned_as is not None
+    layout = Layout(planned_as, row.world_size, replicas=row.replicas or 1)
+    forward, backward, optimizer = (single.times[name].median / 1e3 for name in ("forward", "backward", "optimizer"))
+    compute = StepSeconds(
+        PhaseSeconds(forward, 0.0), PhaseSeconds(backward, 0.0), PhaseSeconds(optimizer * layout.updated, 0.0)
+    )
+    return exchange_seconds(layout, cluster, compute, Exchange(size, size, size, GROUPS))[1]
+
+
+def hosts_table() -> Table:
+    """Measured and planned, a row for each scheme and bandwidth."""
+    rows = results(NAME, ParallelRow)
+    where = rows[0].environment
+    millions = next(row.start_weights_gib or 0 for row in rows if row.scheme == "single") * GIB / 4e6
+    title = (
+        f"Two hosts as network namespaces, Gloo between them; a decoder of {millions:.1f} M parameters in fp32; "
+        f"{where['cpu']}, two cores, torch {where['torch']}, {where['date']}, commit {where['commit']}"
+    )
+    cells = [
+        (
+            f"{each.mbit:,}", each.scheme, f"2 × {each.ranks_each}", number(each.alone_ms), number(each.measured_ms),
+            number(each.planned_ms), f"{100 * each.error:+.1f}",
+        )
+        for each in held()
+    ]  # fmt: skip
+    return text_table("hosts", title, COLUMNS, cells)
+
+
+TABLES: Mapping[str, Callable[[], Table]] = {"hosts": hosts_table}
