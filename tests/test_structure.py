@@ -15,7 +15,7 @@ GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "sch
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
-    *("checkpointing", "offloading", "repeating", "model", "attention", "weights"),
+    *("checkpointing", "offloading", "repeating", "model", "attention", "fused", "weights"),
 }
 """What is run."""
 
@@ -36,6 +36,8 @@ MAY_IMPORT = {
     "attention": {"attention/hopper", "attention/triton", "casting", "config", "errors", "precision"},
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
+    "fused": {"errors", "fused/triton"},
+    "fused/triton": {"attention/triton"},
     "model": {"attention", "config", "errors"},
     "blocks": set(),
     "repeating": {"errors"},
