@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
     "bench/check": GROUND | STEP | {"bench"},
     "bench/fit": GROUND | STEP | {"bench", "bench/check", "measure", "plan"},
+    "bench/fused": GROUND | STEP | {"bench", "bench/check", "measure", "peers"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},

@@ -29,8 +29,8 @@ class Budget:
 
     @property
     def within(self) -> bool:
-        """Whether every error is allowed; NaN never is."""
-        return all(self.found[name] <= self.allowed[name] for name in self.found)
+        """Whether every error is allowed; NaN never is, nor is anything where plain torch has no finite error."""
+        return all(self.share(name) <= 1 for name in self.found)
 
     @property
     def nearest(self) -> str:
@@ -38,13 +38,13 @@ class Budget:
         return max(self.found, key=self.share)
 
     def share(self, name: str) -> float:
-        """An error as a share of what is allowed; infinite for NaN."""
+        """An error as a share of what is allowed; infinite for NaN, and where what is allowed is not finite."""
         share = self.found[name] / self.allowed[name]
-        return math.inf if math.isnan(share) else share
+        return share if math.isfinite(share) and math.isfinite(self.allowed[name]) else math.inf
 
     def __str__(self) -> str:
         """What is wrong, in words; empty where nothing is."""
-        off = [name for name in self.found if not self.found[name] <= self.allowed[name]]
+        off = [name for name in self.found if self.share(name) > 1]
         return ", ".join(f"{name} off by {self.found[name]:.2g} of {self.allowed[name]:.2g}" for name in off)
 
 
@@ -59,11 +59,17 @@ def check(
         names: of the results, then of the gradients.
         seed: of the random gradients of the results.
     """
-    found = run(implementation, inputs, seed)
-    plain = run(oracle, inputs, seed)
+    found, upstream = run(implementation, inputs, seed)
+    return compare(found, *expected(oracle, inputs, upstream), names)
+
+
+def expected(
+    oracle: Operator, inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the oracle makes of the inputs in their own dtype, and in float64."""
+    plain = differentiate(oracle, inputs, upstream)
     wide = [_wide(each) for each in inputs]
-    exact = run(oracle, wide, seed)
-    return compare(found, plain, exact, names)
+    return plain, differentiate(oracle, wide, [each.double() for each in upstream])
 
 
 def compare(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], names: Sequence[str]) -> Budget:
@@ -77,23 +83,35 @@ def compare(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Te
     return Budget(errors, allowed)
 
 
-def run(function: Operator, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """The results of `function` on copies of the inputs, then the gradients of those that take one."""
+def run(function: Operator, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The results of `function` on copies of the inputs and the gradients by those that require one; the random
+    gradients of the results that those were for."""
+    drawn: list[Tensor] = []
+    return differentiate(function, inputs, drawn, seed), drawn
+
+
+def differentiate(
+    function: Operator, inputs: Sequence[Tensor], upstream: Sequence[Tensor], seed: int | None = None
+) -> list[Tensor]:
+    """The same for gradients of the results that are given; with a seed they are drawn into the list `upstream`."""
     leaves = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
     results = function(*leaves)
     results = results if isinstance(results, tuple) else (results,)
+    if seed is not None:
+        assert isinstance(upstream, list)
+        upstream += [_signed_eighths(each, seed) for each in results]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not wanted:
-        return [each.detach() for each in results]
-    generator = torch.Generator().manual_seed(seed)
-    upstream = [_signed_eighths(each, generator) for each in results]
-    return [*(each.detach() for each in results), *torch.autograd.grad(results, wanted, upstream)]
+    kept = [each.detach().clone() for each in results]  # a peer's backward may write over them
+    return [*kept, *torch.autograd.grad(results, wanted, [each.clone() for each in upstream])]
 
 
-def _signed_eighths(result: Tensor, generator: torch.Generator) -> Tensor:
+def _signed_eighths(result: Tensor, seed: int) -> Tensor:
     """A gradient for a result: eighths up to 2 and -2 without 0, which every dtype holds exactly."""
-    size, sign = (torch.randint(*ends, result.shape, generator=generator) for ends in ((1, 17), (0, 2)))
-    return (size * (2 * sign - 1) / 8).to(result.device, result.dtype)
+    generator = torch.Generator(result.device).manual_seed(seed)
+    size, sign = (
+        torch.randint(*ends, result.shape, device=result.device, generator=generator) for ends in ((1, 17), (0, 2))
+    )
+    return (size * (2 * sign - 1) / 8).to(result.dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -103,5 +121,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _error(own: Tensor, reference: Tensor) -> float:
-    off, size = own.double() - reference.double(), float(reference.double().norm())
+    own, reference = own.detach().double(), reference.detach().double()
+    off, size = own - reference, float(reference.norm())
     return float(off.norm()) / size if size else float(off.norm())
