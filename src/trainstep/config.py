@@ -26,7 +26,8 @@ CompileMode = Literal["off", "blocks", "model"]
 TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"]
 PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
 AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
-LossImpl = Literal["dense", "chunked"]
+LossImpl = Literal["dense", "chunked", "fused"]
+FusedParts = Literal["none", "blocks"]
 OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
 
@@ -137,8 +138,12 @@ class StepConfig:
     attention: AttentionImpl = "eager"
     """Attention implementation (our models). An explicit choice never falls back to another."""
     loss: LossImpl = "dense"
-    """Cross-entropy: dense (all logits at once) or chunked (head and loss over slices of tokens, recomputed in
-    backward, so that the logits never exist in full)."""
+    """Cross-entropy: dense (all logits at once), chunked (head and loss over slices of tokens, recomputed in backward,
+    so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
+    nothing is computed twice; on a GPU)."""
+    fused: FusedParts = "none"
+    """What our fused operators compute in place of plain ones (our models, on a GPU): blocks (RMSNorm with the
+    residual's sum, rotary positions, SwiGLU)."""
     checkpointing: str = "none"
     """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
@@ -287,6 +292,14 @@ CHANGES: Mapping[str, Change] = {
     "chunked loss": Change(
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
+    ),
+    "fused loss": Change(
+        "trainstep.fused.linear_cross_entropy(hidden, head, targets)",
+        "in place of the head and F.cross_entropy: all logits never exist at once",
+    ),
+    "fused blocks": Change(
+        "trainstep.fused.rms_norm(x, weight, eps), add_rms_norm, rope(q, k, cos, sin), swiglu(gate, up)",
+        "in place of the same written out, after import trainstep.fused",
     ),
     "channels last": Change("model.to(memory_format=torch.channels_last)", "after the model is on its device"),
     "pinned memory": Change("DataLoader(…, pin_memory=True)", "and batches by .to(device, non_blocking=True)"),

@@ -12,10 +12,12 @@ from trainstep.bench.cases import FUSED_AXES, FUSED_IMPLS, FUSED_SHAPES, FusedCa
 from trainstep.bench.check.fused import check
 from trainstep.bench.fused import passes, problems, run, updates
 from trainstep.bench.fused.run import ratio_rows, run_cases
-from trainstep.config import SIZES
+from trainstep.config import SIZES, ModelConfig, StepConfig
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import eager
 from trainstep.kinds import FusedRow
+from trainstep.training_step import build_step
+from trainstep.workload import builtin_source
 
 NORM = FusedCase("eager", "rms-norm", "tiny", "fp32")
 CPU = torch.device("cpu")
@@ -185,5 +187,13 @@ def test_rows_are_shown_with_their_section() -> None:
     found = [*rows(NORM), _timed("ours", 1.0, 1.1, 1.05), _timed("eager", 2.0, 2.0, 2.0)]
     found += list(ratio_rows(found[1:]))
     assert {table.name for table in make_tables(found)} == {"fused-operator", "fused-ratio"}
-    assert "fused" in {each.id for rule in SECTIONS if (each := rule(found)) is not None}
+    assert "fused" in {each.name for rule in SECTIONS if (each := rule(found)) is not None}
     assert run.PHASES == ("forward", "backward")
+
+
+@pytest.mark.parametrize("change", [{"fused": "blocks"}, {"loss": "fused"}])
+def test_a_step_with_fused_operators_is_refused_on_a_cpu(change) -> None:
+
+    source = builtin_source("toy", ModelConfig(vocab_size=256, d_model=16, num_layers=1))
+    with pytest.raises(UnsupportedError, match="a step with fused operators runs on NVIDIA GPUs, and this is cpu"):
+        build_step(source, StepConfig(device="cpu", context=8, **change))

@@ -67,7 +67,7 @@ def test_rungs_by_device_and_workload():
     assert on_cpu == ["fused attention", "fused optimizer", "bf16 autocast", "compiled blocks", "chunked loss"]
     assert on_gpu == [
         *("TF32 matmuls", "bf16 autocast", "fused attention", "our FlashAttention", "fused optimizer"),
-        *("compiled blocks", "compiled model", "chunked loss"),
+        *("compiled blocks", "compiled model", "chunked loss", "fused blocks", "fused loss"),
     ]
     assert [rung.name for rung in rungs_for(THEIRS, CPU, StepConfig(optimizer="sgd"))] == [
         "bf16 autocast",
