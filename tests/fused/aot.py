@@ -49,16 +49,16 @@ def kernels_of(d_model: int, head_dim: int, n_vocab: int) -> dict[str, Kernel]:
     turn = {"HALF": half, "BLOCK_HALF": pairs, "BLOCK_H": rotary.BLOCK_HEADS}
     chunk = min(cross_entropy.WIDEST_BLOCK, 1 << (n_vocab - 1).bit_length())
     found = {
-        "swiglu forward": Kernel(gating.forward_kernel, 4, {"BLOCK": gating.BLOCK}),
-        "swiglu backward": Kernel(gating.backward_kernel, 4, {"BLOCK": gating.BLOCK}),
+        "swiglu forward": Kernel(gating.swiglu_forward_kernel, 4, {"BLOCK": gating.BLOCK}),
+        "swiglu backward": Kernel(gating.swiglu_backward_kernel, 4, {"BLOCK": gating.BLOCK}),
         "rope": Kernel(rotary.rope_kernel, warps_for(4 * rotary.BLOCK_HEADS * pairs), turn),
     }
     for add in (False, True):
         constants = rows | {"ADD": add}
-        found[f"norm forward, add {add}"] = Kernel(norm.forward_kernel, warps_for(block), constants)
-        found[f"norm backward, add {add}"] = Kernel(norm.backward_kernel, warps_for(block), constants)
+        found[f"norm forward, add {add}"] = Kernel(norm.rms_norm_forward_kernel, warps_for(block), constants)
+        found[f"norm backward, add {add}"] = Kernel(norm.rms_norm_backward_kernel, warps_for(block), constants)
         constants = {"GRADIENT": add, "BLOCK": chunk}
-        found[f"loss, gradient {add}"] = Kernel(cross_entropy.loss_kernel, warps_for(chunk), constants)
+        found[f"loss, gradient {add}"] = Kernel(cross_entropy.cross_entropy_kernel, warps_for(chunk), constants)
     return found
 
 

@@ -17,7 +17,7 @@ WIDEST_BLOCK = 8192
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
-def loss_kernel(
+def cross_entropy_kernel(
     logits_ptr, targets_ptr, losses_ptr, stride_logits, n_vocab, ignore_index,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -62,5 +62,5 @@ def _by_row(kernel: Any, tensors: dict[str, Tensor], ignore_index: int, gradient
     )  # fmt: skip
 
 
-launch_loss = Launcher(loss_kernel, _by_row)
+launch_loss = Launcher(cross_entropy_kernel, _by_row)
 """Tensors logits, targets, losses; the index to ignore, whether to write the gradient."""

@@ -13,7 +13,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def forward_kernel(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, columns, blocks, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, columns, blocks, BLOCK: tl.constexpr):
     """gate, up (N, F), y (N, F) contiguous; `blocks` programs a row."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -26,7 +26,7 @@ def forward_kernel(gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, columns, blo
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_kernel(
     gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, stride_gate, stride_up, stride_dy, columns, blocks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def _elementwise(kernel: Any, tensors: dict[str, Tensor]) -> Launch:
     return named_arguments(kernel, tensors, rows * blocks, columns=columns, blocks=blocks, BLOCK=BLOCK, num_warps=4)
 
 
-launch_forward = Launcher(forward_kernel, _elementwise)
+launch_forward = Launcher(swiglu_forward_kernel, _elementwise)
 """Tensors gate, up, y."""
-launch_backward = Launcher(backward_kernel, _elementwise)
+launch_backward = Launcher(swiglu_backward_kernel, _elementwise)
 """Tensors gate, up, dy, dgate, dup."""

@@ -15,7 +15,7 @@ from trainstep.fused.triton import named_arguments, warps_for
 
 
 @triton.jit(do_not_specialize=["eps"])
-def forward_kernel(
+def rms_norm_forward_kernel(
     x_ptr, r_ptr, w_ptr, h_ptr, y_ptr, rstd_ptr, stride_x, stride_r, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def backward_kernel(
+def rms_norm_backward_kernel(
     x_ptr, w_ptr, rstd_ptr, dy_ptr, dh_ptr, dx_ptr, dw_ptr, stride_x, stride_dy, stride_dh, n_rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _of_rows(kernel: Any, tensors: dict[str, Tensor], programs: int, d: int, add
     return named_arguments(kernel, tensors, programs, D=d, BLOCK_D=block, ADD=add, num_warps=warps_for(block), **named)
 
 
-launch_forward = Launcher(forward_kernel, _forward)
+launch_forward = Launcher(rms_norm_forward_kernel, _forward)
 """Tensors x, r, w, h, y, rstd; eps, whether to add. Without a sum r and h are any tensors of two dimensions, unread."""
-launch_backward = Launcher(backward_kernel, _backward)
+launch_backward = Launcher(rms_norm_backward_kernel, _backward)
 """Tensors x, w, rstd, dy, dh, dx, dw; whether to add. dw has as many rows as there are to be programs."""
