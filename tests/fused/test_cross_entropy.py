@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import check
@@ -214,3 +216,34 @@ def test_bad_inputs() -> None:
         linear_cross_entropy(hidden, head, targets.int())
     with pytest.raises(TypeError, match="hidden and weight of one dtype"):
         linear_cross_entropy(hidden.half(), head, targets)
+
+
+class Net(nn.Module):
+    """A loss computed within forward, as sharded weights need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 30, bias=False)
+
+    def forward(self, hidden, targets):
+        return linear_cross_entropy(self.body(hidden), self.head, targets, chunk_tokens=4)
+
+
+def test_under_torchs_fsdp2() -> None:
+    """Whose hooks hold the head's weight as a DTensor outside of the head's forward."""
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        net, hidden, targets = Net().to(DEVICE), draw(6, 8), ids(6, n_vocab=30)
+        expected = F.cross_entropy(net.head(net.body(hidden)), targets)
+        gradients = torch.autograd.grad(expected, list(net.parameters()))
+        mesh = dist.init_device_mesh(DEVICE, (1,))
+        fully_shard(net.head, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        loss = net(hidden, targets)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+    finally:
+        dist.destroy_process_group()

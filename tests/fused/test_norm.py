@@ -69,7 +69,7 @@ def test_only_the_sum_is_used() -> None:
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    x, weight = draw(200, 30), draw(30, seed=1)
+    x, weight = draw(50, 30), draw(30, seed=1)
     first, again = (torch.autograd.grad(rms_norm(x, weight, 1e-5).sum(), (x, weight)) for _ in range(2))
     assert all(map(torch.equal, first, again))
 

@@ -145,7 +145,7 @@ class FusedSizes:
 
 
 FUSED_SHAPES: Mapping[FusedShape, FusedSizes] = {
-    "tiny": FusedSizes(tokens=24, d_model=64, d_ff=160, heads=4, vocab_size=301),
+    "tiny": FusedSizes(tokens=12, d_model=64, d_ff=160, heads=4, vocab_size=301),
     "small": FusedSizes(tokens=16_384, d_model=768, d_ff=3072, heads=12, vocab_size=10_000),
     "2.7B": FusedSizes(tokens=8192, d_model=2560, d_ff=10_240, heads=32, vocab_size=10_000),
     "8B": FusedSizes(tokens=32_768, d_model=4096, d_ff=11_008, heads=32, vocab_size=151_936),
