@@ -28,7 +28,7 @@ PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn
 AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
 LossImpl = Literal["dense", "chunked", "fused"]
 FusedParts = Literal["none", "blocks"]
-OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
+OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "adamw-triton", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
 
 # A step announces its phases once, as `with phase("forward"): ...`, and every instrument hears them. What `phase` is
@@ -149,7 +149,8 @@ class StepConfig:
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
     of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
     optimizer: OptimizerImpl = "adamw-foreach"
-    """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
+    """AdamW updating lists of tensors (foreach), in torch's fused kernels or in ours (adamw-triton; our models, on a
+    GPU), or plain SGD."""
     learning_rate: float = 3e-4
     """Learning rate: constant, or the peak of `trainstep train`'s schedule."""
     device: str = "auto"
@@ -292,6 +293,9 @@ CHANGES: Mapping[str, Change] = {
     "chunked loss": Change(
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
+    ),
+    "our AdamW": Change(
+        "trainstep.fused.AdamW(model.parameters(), …)", "in place of torch.optim.AdamW, after import trainstep.fused"
     ),
     "fused loss": Change(
         "trainstep.fused.linear_cross_entropy(hidden, head, targets)",

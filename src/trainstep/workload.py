@@ -138,8 +138,8 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
 
 
 def _parts(step: StepConfig, device: torch.device) -> Parts:
-    """What the blocks are made from; raises `UnsupportedError` where fused operators do not run."""
-    if step.loss != "fused" and step.fused == "none":
+    """What the blocks are made from; raises `UnsupportedError` where fused operators are asked for and do not run."""
+    if step.loss != "fused" and step.fused == "none" and step.optimizer != "adamw-triton":
         return PLAIN
     from trainstep.fused.operators import require_device  # here: they load Triton
     from trainstep.model.fused import FUSED
@@ -172,6 +172,10 @@ def make_optimizer(
     """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95), or plain SGD, which has no weight decay."""
     if impl == "sgd":
         return torch.optim.SGD(parameters, lr=learning_rate)
+    if impl == "adamw-triton":
+        from trainstep.fused import AdamW  # here: it loads Triton
+
+        return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
     fused = impl == "adamw-fused"
     return torch.optim.AdamW(
         parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused, foreach=not fused

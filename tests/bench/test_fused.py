@@ -191,7 +191,7 @@ def test_rows_are_shown_with_their_section() -> None:
     assert run.PHASES == ("forward", "backward")
 
 
-@pytest.mark.parametrize("change", [{"fused": "blocks"}, {"loss": "fused"}])
+@pytest.mark.parametrize("change", [{"fused": "blocks"}, {"loss": "fused"}, {"optimizer": "adamw-triton"}])
 def test_a_step_with_fused_operators_is_refused_on_a_cpu(change) -> None:
 
     source = builtin_source("toy", ModelConfig(vocab_size=256, d_model=16, num_layers=1))

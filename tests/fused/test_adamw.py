@@ -204,6 +204,15 @@ def test_a_nan_in_a_gradient_stays_where_it_is() -> None:
     assert own.isnan().nonzero().tolist() == [[4321]]
 
 
+def test_a_backward_through_the_parameters_before_an_update_is_an_error() -> None:
+    own = parameters(shapes=[(5,), (7,)])
+    loss = sum((each * each).sum() for each in own)
+    loss.backward(retain_graph=True)
+    AdamW(own, **SETTINGS).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_the_closure_is_called() -> None:
     (own,) = parameters(shapes=[(5,)])
     optimizer = AdamW([own], **SETTINGS)

@@ -16,14 +16,14 @@ from trainstep.workload import builtin_source
 
 pytestmark = HERE
 MODEL = ModelConfig(vocab_size=259, d_model=16, d_ff=20, num_layers=1, num_heads=2)
-STEP = StepConfig(batch=1, context=6, device=DEVICE, fused="blocks", loss="fused")
+STEP = StepConfig(batch=1, context=6, device=DEVICE, fused="blocks", loss="fused", optimizer="adamw-triton")
 SOURCE = builtin_source("toy", MODEL)
 
 
 def test_a_step_is_right() -> None:
     verdict = StepCheck(SOURCE, plain_form(STEP)).judge(STEP)
     assert verdict.is_right, str(verdict)
-    assert plain_form(STEP) == dataclasses.replace(STEP, fused="none", loss="dense")
+    assert plain_form(STEP) == dataclasses.replace(STEP, fused="none", loss="dense", optimizer="adamw-foreach")
 
 
 def test_the_parameters_are_the_same() -> None:

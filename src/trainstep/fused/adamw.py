@@ -124,6 +124,8 @@ class AdamW(torch.optim.Optimizer):
         seed = (group["seed"] * 1_000_003 + number) % 2**31
         types = {name: _TYPES[kind] for name, kind in kinds.items()}
         launch_adamw(table, owners, scalars, seed, **types, **stochastic)
+        changed = [*parameters, *averages, *squares]
+        torch.autograd.graph.increment_version(changed)  # a graph that saved what they were is an error in its backward
 
     def _forget_tables(self) -> None:
         self._owners: dict[Any, tuple[list[int], Tensor]] = {}
