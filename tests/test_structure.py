@@ -15,7 +15,7 @@ GROUND = {"errors", "stats", "precision", "policies", "config", "hardware", "sch
 """Lists, rows and statistics: no torch."""
 STEP = {
     *("casting", "randomness", "batches", "workload", "training_step", "blocks"),
-    *("checkpointing", "offloading", "repeating", "model", "attention", "weights"),
+    *("checkpointing", "offloading", "repeating", "model", "attention", "fused", "weights"),
 }
 """What is run."""
 
@@ -36,14 +36,16 @@ MAY_IMPORT = {
     "attention": {"attention/hopper", "attention/triton", "casting", "config", "errors", "precision"},
     "attention/triton": {"attention", "casting", "errors", "precision"},
     "attention/hopper": {"attention", "attention/triton", "errors"},
-    "model": {"attention", "config", "errors"},
+    "fused": {"errors", "fused/triton"},
+    "fused/triton": {"attention/triton"},
+    "model": {"attention", "config", "errors", "fused"},
     "blocks": set(),
     "repeating": {"errors"},
     "offloading": {"errors"},
     "checkpointing": {"blocks", "config", "errors", "offloading", "policies", "repeating"},
     "weights": set(),
     "rebuilding": {"randomness", "weights"},
-    "workload": {"attention", "config", "errors", "model", "precision", "randomness", "rebuilding"},
+    "workload": {"attention", "config", "errors", "fused", "model", "precision", "randomness", "rebuilding"},
     "training_step": {"batches", "blocks", "casting", "checkpointing", "config", "errors", "precision", "workload"},
     "parallel": {"blocks", "errors"},
     "parallel/zero": {"errors", "parallel"},
@@ -67,6 +69,7 @@ MAY_IMPORT = {
     "bench": GROUND | STEP | {"bench/check", "measure", "measure/allocations", "measure/profile", "parallel", "plan"},
     "bench/check": GROUND | STEP | {"bench"},
     "bench/fit": GROUND | STEP | {"bench", "bench/check", "measure", "plan"},
+    "bench/fused": GROUND | STEP | {"bench", "bench/check", "measure", "peers"},
     "bench/parallel": GROUND
     | STEP
     | {"bench", "bench/check", "measure", "measure/profile", "parallel", "plan", "replicas"},

@@ -246,7 +246,7 @@ def _halves(run: Forward, calls: Sequence[Forward], x: Any, *others: Any, **keyw
 
 
 _KEPT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
-_KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::")
+_KEPT_PREFIXES = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "trainstep::flash")
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

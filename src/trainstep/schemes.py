@@ -93,8 +93,10 @@ class Scheme:
             )
         if self.replicas is not None and ranks % self.replicas:
             raise UnsupportedError(f"{ranks} ranks do not divide into {self.replicas} replicas; choose --replicas anew")
-        if self.shards_weights and step.loss == "chunked":
-            raise UnsupportedError("the chunked loss reads the head's weight outside of the model: use --loss dense")
+        if self.shards_weights and step.loss != "dense":
+            raise UnsupportedError(
+                f"the {step.loss} loss reads the head's weight outside of the model: use --loss dense"
+            )
 
 
 def usual_replicas(ranks: int, hosts: int) -> int | None:

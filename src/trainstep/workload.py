@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConfig
 from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
-from trainstep.model.transformer import Transformer, build_transformer, chunked_cross_entropy, cross_entropy
+from trainstep.model.transformer import (
+    PLAIN,
+    Parts,
+    Transformer,
+    build_transformer,
+    chunked_cross_entropy,
+    cross_entropy,
+)
 from trainstep.precision import PRECISIONS, PrecisionName
 from trainstep.randomness import seed_everything
 from trainstep.rebuilding import Factory
@@ -119,14 +126,26 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
     seed_everything(step.seed)
-    module = build_transformer(fitted, impl=step.attention, device=device)
+    module = build_transformer(fitted, impl=step.attention, parts=_parts(step, device), device=device)
+    by_head = {"chunked": _chunked_loss, "fused": _fused_loss}.get(step.loss)  # computes the logits itself
     return Workload(
         module=module,
         batches=batches,
-        loss=functools.partial(_chunked_loss, module) if step.loss == "chunked" else _dense_loss,
+        loss=functools.partial(by_head, module) if by_head else _dense_loss,
         optimizer=functools.partial(make_optimizer, step.optimizer, step.learning_rate),
-        forward=_hidden_states if step.loss == "chunked" else call_with_first,
+        forward=_hidden_states if by_head else call_with_first,
     )
+
+
+def _parts(step: StepConfig, device: torch.device) -> Parts:
+    """What the blocks are made from; raises `UnsupportedError` where fused operators are asked for and do not run."""
+    if step.loss != "fused" and step.fused == "none" and step.optimizer != "adamw-triton":
+        return PLAIN
+    from trainstep.fused.operators import require_device  # here: they load Triton
+    from trainstep.model.fused import FUSED
+
+    require_device("a step with fused operators", device)
+    return FUSED if step.fused == "blocks" else PLAIN
 
 
 def _dense_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -135,6 +154,12 @@ def _dense_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def _chunked_loss(module: Transformer, hidden: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return chunked_cross_entropy(hidden, module.head, batch[1])
+
+
+def _fused_loss(module: Transformer, hidden: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    from trainstep.fused import linear_cross_entropy  # here: it loads Triton
+
+    return linear_cross_entropy(hidden, module.head, batch[1])
 
 
 def _hidden_states(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -147,6 +172,10 @@ def make_optimizer(
     """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95), or plain SGD, which has no weight decay."""
     if impl == "sgd":
         return torch.optim.SGD(parameters, lr=learning_rate)
+    if impl == "adamw-triton":
+        from trainstep.fused import AdamW  # here: it loads Triton
+
+        return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
     fused = impl == "adamw-fused"
     return torch.optim.AdamW(
         parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused, foreach=not fused
@@ -177,7 +206,7 @@ def factory_source(spec: str) -> WorkloadSource:
 
 
 def _build_from_factory(spec: str, factory: Factory, step: StepConfig) -> Workload:
-    for name in ("loss", "batch", "context", "learning_rate"):
+    for name in ("loss", "fused", "batch", "context", "learning_rate"):
         if getattr(step, name) != getattr(StepConfig(), name):
             raise UnsupportedError(f"--workload {spec} fixes its own {name.replace('_', '-')}; leave that flag out")
     if step.optimizer not in (StepConfig().optimizer, "adamw-fused"):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainstep.bench.attention as bench
 from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
-from trainstep.bench import outcome
+from trainstep.bench import outcome, turns
 from trainstep.bench.attention import run_cases
 from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
 from trainstep.errors import UsageError
@@ -174,9 +174,9 @@ def test_the_cache_is_overwritten_before_each_pass(monkeypatch):
         order.events.append("forward")
         return attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]))
 
-    monkeypatch.setitem(bench.FLUSH_BYTES, "cpu", 12345)
+    monkeypatch.setitem(turns.FLUSH_BYTES, "cpu", 12345)
     with order:
-        bench._time(implementation, SMALL, bench._flush(torch.device("cpu")), 1, 3)
+        bench._time(implementation, SMALL, turns.flush_for(torch.device("cpu")), 1, 3)
     assert order.events == [12345, "forward"] * 4
 
 
@@ -184,7 +184,8 @@ def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(mon
     """It takes longer than a round of a short case."""
     looked, timed = [], []
     monkeypatch.setattr(outcome, "release_memory", lambda **options: looked.append("case"))
-    monkeypatch.setattr(bench, "release_memory", lambda **options: looked.append(options))
+    for room in (bench, turns):
+        monkeypatch.setattr(room, "release_memory", lambda **options: looked.append(options))
     original = bench._time_round
 
     def fails_later(checked, case, *arguments):
@@ -202,15 +203,15 @@ def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(mon
 
 
 def test_what_is_overwritten_is_several_times_any_cache():
-    assert bench.FLUSH_BYTES["cuda"] >= 4 * 126 * 2**20, "the largest L2 of a GPU, a B200's"
+    assert turns.FLUSH_BYTES["cuda"] >= 4 * 126 * 2**20, "the largest L2 of a GPU, a B200's"
 
 
 @pytest.mark.gpu
 def test_the_cache_is_overwritten_on_a_gpu():
-    flush = bench._flush(torch.device("cuda"))
+    flush = turns.flush_for(torch.device("cuda"))
     with Order() as order:
         bench._time(torch.nn.functional.scaled_dot_product_attention, SMALL, flush, 1, 2)
-    assert order.events.count(bench.FLUSH_BYTES["cuda"]) == 3
+    assert order.events.count(turns.FLUSH_BYTES["cuda"]) == 3
 
 
 def test_what_cannot_run_here_is_a_row():

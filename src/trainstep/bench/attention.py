@@ -8,36 +8,32 @@ timed passes is counted and shown.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
-from trainstep.bench.outcome import Failure, attempt, caught, failed_row, release_memory
+from trainstep.bench.outcome import Failure, failed_row, release_memory
+from trainstep.bench.turns import Checked, compilations, flush_for, ratio_columns, take_turns
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
 from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRatioRow, AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
-from trainstep.measure.timing import CpuClock, Sample, Timing, device_clock, time_steps
+from trainstep.measure.timing import CpuClock, Timing, device_clock, time_steps
 from trainstep.plan.flops import attention_flops
 from trainstep.plan.memory import eager_memory, flash_memory
 from trainstep.records import Scalar, make_row
-from trainstep.stats import in_rounds, ratio_of_rounds, summarize
+from trainstep.stats import summarize
 from trainstep.workload import resolve_device
-
-FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
-"""Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
 
 BACKWARD_FLOPS = 2.5
 """Backward over forward: five matrix products for two, the scores recomputed."""
@@ -73,35 +69,22 @@ def run_cases(
         yield from ratio_rows(rows)
 
 
-@dataclass
-class _Checked:
-    """A case that is right: what is known of it besides its times, and the passes timed so far."""
-
-    implementation: Implementation
-    values: dict[str, Scalar]
-    passes: list[Sample] = field(default_factory=list)
-    recompilations: int = 0
-
-
 def _measure_in_turns(
     cases: Sequence[AttentionCase], device: torch.device, warmup: int, passes: int, rounds: int
 ) -> list[AttentionRow]:
-    """The rows of cases of one shape. All are checked first; compiled code is kept until all are timed."""
-    found: dict[AttentionCase, _Checked | Errors | Failure] = {
-        case: attempt(partial(_check, case, device), drop_compiled=False) for case in cases
-    }
-    draw, flush = random.Random(0), _flush(device)
-    for part in in_rounds(range(passes), rounds):
-        ready = [(case, each) for case, each in found.items() if isinstance(each, _Checked)]
-        for case, checked in draw.sample(ready, len(ready)):
-            failed = caught(partial(_time_round, checked, case, flush, warmup, len(part)))
-            if isinstance(failed, Failure):
-                found[case] = failed
-                release_memory(drop_compiled=False)  # not after every round: to look for garbage takes longer than one
+    """The rows of cases of one shape."""
+    flush = flush_for(device)
+    found = take_turns(
+        cases,
+        partial(_check, device=device),
+        lambda checked, case, count: _time_round(checked, case, flush, warmup, count),
+        passes,
+        rounds,
+    )
     return [_row(case, result, device, rounds) for case, result in found.items()]
 
 
-def _row(case: AttentionCase, result: _Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
+def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
     columns, environment = asdict(case), describe(device)
     row = partial(make_row, AttentionRow, columns, environment=environment)
     if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
@@ -124,11 +107,7 @@ def ratio_rows(rows: Sequence[AttentionRow]) -> Iterator[AttentionRatioRow]:
     for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == OURS != b.impl):
         values: dict[str, Scalar] = {"rounds": ours.rounds}
         for name in ours.samples:
-            both = [in_rounds(row.samples[name], row.rounds or 1) for row in (ours, theirs)]
-            ratio = ratio_of_rounds(*both)
-            values[name] = ratio.value
-            if ratio.interval is not None:
-                values |= {f"{name}_low": ratio.interval.low, f"{name}_high": ratio.interval.high}
+            values |= ratio_columns(name, ours, theirs)
         yield make_row(AttentionRatioRow, {**ours.case, "peer": theirs.impl}, values, environment=ours.environment)
 
 
@@ -148,15 +127,15 @@ def _what_is_wrong(errors: Errors) -> str:
     )
 
 
-def _check(case: AttentionCase, device: torch.device) -> _Checked | Errors:
+def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, is_causal=case.is_causal, impl=case.impl)
 
-    compiled_before = _compilations()
+    compiled_before = compilations()
     start = time.perf_counter()
     errors = check(implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal)
     check_s = time.perf_counter() - start
-    compiled = _compilations() - compiled_before
+    compiled = compilations() - compiled_before
     if not errors.within_budget:
         return errors
     values: dict[str, Scalar] = {
@@ -166,18 +145,13 @@ def _check(case: AttentionCase, device: torch.device) -> _Checked | Errors:
         "package": flash_attn.installed()[0] if case.impl == "flash-attn" else None,
         **_error_values(errors),
     }
-    return _Checked(implementation, values)
+    return Checked(implementation, values)
 
 
-def _flush(device: torch.device) -> Tensor:
-    """What is overwritten before each pass."""
-    return torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
-
-
-def _time_round(checked: _Checked, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> None:
-    compiled_before = _compilations()
+def _time_round(checked: Checked, case: AttentionCase, flush: Tensor, warmup: int, passes: int) -> None:
+    compiled_before = compilations()
     checked.passes += _time(checked.implementation, case, flush, warmup, passes).samples
-    checked.recompilations += _compilations() - compiled_before
+    checked.recompilations += compilations() - compiled_before
     checked.values |= gpu_state(flush.device)
 
 
@@ -244,8 +218,3 @@ def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
         "predicted_peak_gib": memory.peak / GIB,
         "score_matrices_at_peak": memory.score_matrices,
     }
-
-
-def _compilations() -> int:
-    """Graphs that torch.compile has compiled so far in this process."""
-    return int(counters["stats"]["unique_graphs"])

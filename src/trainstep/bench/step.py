@@ -32,7 +32,9 @@ from trainstep.stats import summarize
 from trainstep.training_step import TrainingStep, build_step, uncompiled
 from trainstep.workload import WorkloadSource, resolve_device
 
-CASE_FIELDS = ("batch", "context", "precision", "compile", "attention", "loss", "checkpointing", "optimizer", "seed")
+CASE_FIELDS = (
+    *("batch", "context", "precision", "compile", "attention", "loss", "fused", "checkpointing", "optimizer", "seed"),
+)
 """Fields of `StepConfig` that say which case a row is; those a user's workload fixes are left empty."""
 
 WARMUP = 2
@@ -63,8 +65,9 @@ class StepCase:
 def case_columns(source: WorkloadSource, config: StepConfig) -> dict[str, Any]:
     """Workload and settings, as the fields of `StepSettings`."""
     settings = {name: getattr(config, name) for name in CASE_FIELDS}
-    if config.checkpointing == "none":
-        settings["checkpointing"] = None  # as in rows from before there was a choice
+    for name in ("checkpointing", "fused"):
+        if settings[name] == "none":
+            settings[name] = None  # as in rows from before there was a choice
     if not source.is_builtin:
         settings |= dict.fromkeys(("batch", "context", "loss"))
         for name in ("attention", "optimizer"):

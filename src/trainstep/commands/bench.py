@@ -11,12 +11,15 @@ from tyro.conf import FlagCreatePairsOff, subcommand
 
 from trainstep.bench.cases import (
     COLLECTIVE_AXES,
+    FUSED_AXES,
     GRIDS,
     AttentionCase,
     CollectiveCase,
+    FusedCase,
     GridName,
     ListName,
     collective_cases,
+    fused_cases,
     grid_cases,
     listed_cases,
 )
@@ -45,6 +48,7 @@ _OF_GRIDS = {
     for name, value in vars(AttentionCase()).items()
 }
 AttentionGrid: Any = flags_of(AttentionCase, several=True, defaults=_OF_GRIDS)
+FusedGrid: Any = flags_of(FusedCase, several=True, defaults=FUSED_AXES)
 CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE_AXES)
 
 
@@ -176,6 +180,35 @@ class BenchAttention(Common):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchFused(Common):
+    """Time fused operators (RMSNorm, RoPE, SwiGLU, head with loss, AdamW) by implementation. Checked before timed.
+
+    Every flag with commas is an axis; without flags all operators, shapes and implementations are measured.
+    """
+
+    axes: FusedGrid = field(default_factory=dict)
+    """The cases; every combination of the values that there is is one."""
+    warmup: int = 5
+    """Passes before the timed ones, in each round."""
+    passes: int = 50
+    """Timed passes, each forward and backward (of AdamW an update), divided among the rounds."""
+    rounds: int = 5
+    """Turns that the implementations of a problem take, in an order drawn anew each time; ratios to ours count a round
+    as one sample from 3 up."""
+    device: str = "auto"
+    """auto (a GPU when there is one), cpu (ours in Triton's interpreter alone, of the shape tiny), cuda or cuda:N."""
+    out: Path = Path("results/bench-fused")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        from trainstep.bench.fused.run import run_cases
+
+        cases = fused_cases(axes_of({**FUSED_AXES, **self.axes}, FusedCase()))
+        times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
+        return run_and_report(run_cases(cases, device=self.device, **times), self.out, "bench fused", total=len(cases))
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchCollectives(Common):
     """Time collectives over a grid, started by torchrun: every flag with commas is an axis. Checked before timed."""
 
@@ -274,6 +307,7 @@ class Bench:
         | Annotated[BenchAb, subcommand("ab")]
         | Annotated[BenchLadder, subcommand("ladder")]
         | Annotated[BenchAttention, subcommand("attention")]
+        | Annotated[BenchFused, subcommand("fused")]
         | Annotated[BenchCollectives, subcommand("collectives")]
         | Annotated[BenchParallel, subcommand("parallel")]
     )

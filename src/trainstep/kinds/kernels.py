@@ -1,4 +1,5 @@
-"""Rows of kernels: a profiled step, its families, pieces of attention, kernels and timeline; and attention alone."""
+"""Rows of kernels: a profiled step, its families, pieces of attention, kernels and timeline; and attention, and fused
+operators, alone."""
 
 from __future__ import annotations
 
@@ -154,6 +155,57 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     predicted_before_backward_gib: float | None = None
     predicted_peak_gib: float | None = None
     score_matrices_at_peak: float | None = None
+
+
+class FusedRow(GpuState, Timed, kind="fused operator"):
+    """One case of `bench fused`: times of forward, backward and both (of AdamW both alone), memory, and errors."""
+
+    operator: str = setting()
+    impl: str = setting()
+    shape: str = setting()  # the model's name; its sizes follow
+    tokens: int = setting()
+    d_model: int = setting()
+    d_ff: int = setting()
+    heads: int = setting()
+    vocab_size: int = setting()
+    dtype: str = setting()
+    rounds: int | None = None  # in turns with the other implementations; samples come round after round
+    package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
+    before_backward_gib: float | None = None  # what forward left, its inputs apart
+    peak_gib: float | None = None  # above the inputs
+    check_s: float | None = None
+    compilations: int | None = None
+    recompilations_timed: int | None = None
+    error_share: float | None = None  # error / allowed of the result nearest to its allowance; above 1: wrong
+    error_nearest: str | None = None  # which that is
+
+
+class FusedRatioRow(Row, kind="fused ratio"):
+    """Our operator over another implementation's on one shape, in one run: times, below 1 where ours are faster.
+
+    The intervals are those within this run.
+    """
+
+    operator: str = setting()
+    impl: str = setting()
+    peer: str = setting()
+    shape: str = setting()
+    tokens: int = setting()
+    d_model: int = setting()
+    d_ff: int = setting()
+    heads: int = setting()
+    vocab_size: int = setting()
+    dtype: str = setting()
+    rounds: int | None = None
+    forward: float | None = None
+    forward_low: float | None = None
+    forward_high: float | None = None
+    backward: float | None = None
+    backward_low: float | None = None
+    backward_high: float | None = None
+    both: float | None = None
+    both_low: float | None = None
+    both_high: float | None = None
 
 
 class AttentionRatioRow(Row, kind="attention ratio"):

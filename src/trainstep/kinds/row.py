@@ -359,6 +359,7 @@ class StepSettings(Row):
     compile: str | None = setting(None)
     attention: str | None = setting(None)
     loss: str | None = setting(None)
+    fused: str | None = setting(None)  # None where nothing is
     checkpointing: str | None = setting(None)
     optimizer: str | None = setting(None)
     seed: int | None = setting(None)

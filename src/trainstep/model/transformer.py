@@ -6,6 +6,8 @@ here knows of devices, precision or ranks; autocast, compilation and parallelism
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainstep.attention import attention
 from trainstep.config import AttentionImpl, ModelConfig
+from trainstep.fused import eager
 
 NORM_EPS = 1e-5
 CHUNK_TOKENS = 1024  # tokens whose logits are alive at once in the chunked loss
@@ -27,7 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) → (..., D)."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), NORM_EPS).to(x.dtype)
+        return eager.rms_norm(x, self.weight, NORM_EPS)
 
 
 class RotaryEmbedding(nn.Module):
@@ -54,9 +57,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., S, K) → (..., S, K), turned in float32 and returned in x's dtype."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        first, second = x.float().chunk(2, dim=-1)  # (..., S, K/2) each
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return eager.turn(x, self.cos, self.sin)
 
 
 class CausalSelfAttention(nn.Module):
@@ -75,8 +76,13 @@ class CausalSelfAttention(nn.Module):
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, S, K)
             for projection in (self.query, self.key, self.value)
         )
-        mixed = attention(rotary(q), rotary(k), v, is_causal=True, impl=self.impl)  # (B, H, S, K)
+        q, k = self.turned(q, k, rotary)
+        mixed = attention(q, k, v, is_causal=True, impl=self.impl)  # (B, H, S, K)
         return self.output(mixed.transpose(1, 2).flatten(-2))
+
+    def turned(self, q: Tensor, k: Tensor, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """q and k (B, H, S, K), each feature pair turned by its position's angle."""
+        return rotary(q), rotary(k)
 
 
 class SwiGLU(nn.Module):
@@ -90,18 +96,20 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) → (B, S, D)."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(eager.swiglu(self.gate(x), self.up(x)))
 
 
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
+    norm, attention_type, feed_forward_type = RMSNorm, CausalSelfAttention, SwiGLU
+
     def __init__(self, config: ModelConfig, impl: AttentionImpl) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model)
-        self.attention = CausalSelfAttention(config, impl)
-        self.feed_forward_norm = RMSNorm(config.d_model)
-        self.feed_forward = SwiGLU(config.d_model, config.d_ff)
+        self.attention_norm = self.norm(config.d_model)
+        self.attention = self.attention_type(config, impl)
+        self.feed_forward_norm = self.norm(config.d_model)
+        self.feed_forward = self.feed_forward_type(config.d_model, config.d_ff)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
         """(B, S, D) → (B, S, D)."""
@@ -109,16 +117,27 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a `Transformer` is made from: plain modules, or those of `model.fused`."""
+
+    norm: type[RMSNorm] = RMSNorm
+    block: type[TransformerBlock] = TransformerBlock
+
+
+PLAIN = Parts()
+
+
 class Transformer(nn.Module):
     """The decoder-only language model. Parameters are uninitialised until `init_weights`; see `build_transformer`."""
 
-    def __init__(self, config: ModelConfig, impl: AttentionImpl = "eager") -> None:
+    def __init__(self, config: ModelConfig, impl: AttentionImpl = "eager", parts: Parts = PLAIN) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.max_context)
-        self.blocks = nn.ModuleList(TransformerBlock(config, impl) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.d_model)
+        self.blocks = nn.ModuleList(parts.block(config, impl) for _ in range(config.num_layers))
+        self.norm = parts.norm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, *, return_hidden: bool = False) -> Tensor:
@@ -153,14 +172,14 @@ def init_module(module: nn.Module) -> None:
 
 
 def build_transformer(
-    config: ModelConfig, *, impl: AttentionImpl = "eager", device: torch.device | str = "cpu"
+    config: ModelConfig, *, impl: AttentionImpl = "eager", parts: Parts = PLAIN, device: torch.device | str = "cpu"
 ) -> Transformer:
     """A `Transformer` created directly on `device`, never on the host first; on "meta", shapes without storage.
 
     Weights come from torch's global random state: seed it for a reproducible model.
     """
     with torch.device("meta"):
-        model = Transformer(config, impl)
+        model = Transformer(config, impl, parts)
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
         with torch.no_grad():

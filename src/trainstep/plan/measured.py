@@ -202,6 +202,6 @@ def _layout(row: Row, strategy: Strategy, ranks: int) -> Layout:
 
 
 def _step_of(row: Row) -> StepConfig:
-    names = ("batch", "context", "precision", "compile", "attention", "loss", "optimizer")
+    names = ("batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer")
     settings = {name: row.case[name] for name in names if row.case.get(name) is not None}
     return StepConfig(**settings, checkpointing=str(row.case.get("checkpointing") or "none"))  # type: ignore[arg-type]

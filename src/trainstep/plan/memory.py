@@ -151,14 +151,17 @@ def peak_bytes(model: ModelConfig, step: StepConfig, *, on_cuda: bool) -> PeakBy
     """The peak of a whole training step (mode "step"), its optimizer's state in place.
 
     Raises:
-        UnsupportedError: compiled code, the chunked loss, checkpointing other than none and every-K, or an attention
-            without a formula.
+        UnsupportedError: compiled code, another loss than the dense, fused operators, checkpointing other than none and
+            every-K, or an attention without a formula.
     """
     size = blocks_per_checkpoint(step.checkpointing)
-    if step.compile != "off" or step.loss != "dense" or not keeps_whole_blocks(step.checkpointing):
+    is_plain = (step.compile, step.loss, step.fused) == ("off", "dense", "none")
+    if not is_plain or not keeps_whole_blocks(step.checkpointing):
+        fused = "" if step.fused == "none" else f"fused={step.fused}, "
         raise UnsupportedError(
-            f"no memory formula for compile={step.compile}, loss={step.loss}, checkpointing={step.checkpointing}; "
-            "there is one for uncompiled code, the dense loss, and checkpointing none or every-K"
+            f"no memory formula for compile={step.compile}, loss={step.loss}, {fused}"
+            f"checkpointing={step.checkpointing}; there is one for uncompiled code, the dense loss, "
+            "and checkpointing none or every-K"
         )
     sizes, block = _Sizes(model, step, on_cuda), block_bytes(model, step, on_cuda=on_cuda)
     static = static_bytes(model.num_parameters, step.precision, step.optimizer)

@@ -182,7 +182,7 @@ OUTCOME = Column("outcome", outcome_cell, setting=True)
 SETTINGS = (
     *named("workload", "context", "batch", "precision", "compile", "attention"),
     case("loss kind", "loss"),
-    *named("checkpointing"),
+    *named("fused", "checkpointing"),
     case("optimizer kind", "optimizer"),
     *named("seed"),
 )  # How the step was taken, for rows that have `StepSettings`

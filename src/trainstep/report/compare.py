@@ -14,8 +14,8 @@ from trainstep.report.tables import Table, text_table
 from trainstep.stats import RUN_SPREAD, WITHIN_RUN, Interval, Ratio, ratio_interval_of, ratio_of_runs, verdict
 
 ACROSS = (
-    *("workload", "batch", "context", "precision", "compile", "attention", "loss", "optimizer", "checkpointing"),
-    *("mode", "warmup", "timing"),
+    *("workload", "batch", "context", "precision", "compile", "attention", "loss", "fused", "optimizer"),
+    *("checkpointing", "mode", "warmup", "timing"),
 )  # The columns in which compared rows may be allowed to differ
 MATCHED_BY = {"step": ACROSS, "rung": ("workload", "batch", "context", "rung"), "sweep": ()}
 """The kinds of records that carry a step's samples, and the columns by which their rows are matched; none: all."""

@@ -224,7 +224,7 @@ class RunConfig:
 
 
 MAY_CHANGE = {
-    *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "checkpointing", "device")),
+    *(f"step.{name}" for name in ("batch", "compile", "attention", "loss", "fused", "checkpointing", "device")),
     *(f"train.{name}" for name in ("eval_every", "save_every", "keep", "log_every", "scheme", "bucket_mb", "samples")),
     *(f"train.{name}" for name in ("replicas", "sample_tokens", "temperature", "tensorboard", "allow_unused")),
 }

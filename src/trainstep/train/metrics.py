@@ -220,11 +220,12 @@ def as_summary(record: TrainRow) -> str:
 
 def case_of(config: RunConfig, process: Process) -> dict[str, Any]:
     """The settings of a run on these ranks, as the fields of a `TrainRow`."""
-    names = ("context", "batch", "precision", "compile", "attention", "loss", "optimizer", "seed")
+    names = ("context", "batch", "precision", "compile", "attention", "loss", "fused", "optimizer", "seed")
     settings = {name: getattr(config.step, name) for name in names}
     if config.model is None:
         settings |= dict.fromkeys(("context", "batch", "loss"))
         settings |= {name: None for name in ("attention", "optimizer") if settings[name] == getattr(StepConfig(), name)}
+    settings["fused"] = None if config.step.fused == "none" else config.step.fused
     checkpointing, scheme = config.step.checkpointing, config.scheme(process.world_size, process.hosts)
     return {
         "workload": config.name,

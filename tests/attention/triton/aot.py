@@ -64,7 +64,7 @@ def compile_portable(
     }
     signature, attributes = _arguments(PORTABLE[kernel], constants, {}, dtype)
     source = ASTSource(PORTABLE[kernel], signature, constants, attributes)
-    return _compile(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
+    return compile_source(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
 def compile_hopper(kernel: str, tile: HopperTile, head_dim: int, is_causal: bool) -> Compiled:
@@ -112,7 +112,7 @@ def _descriptors(rows: dict[str, int], head_dim: int) -> dict[str, str]:
 
 def _compile_gluon(kernel: Any, constants: dict[str, Any], descriptors: dict[str, str]) -> Compiled:
     signature, attributes = _arguments(kernel, constants, descriptors, "bf16")
-    return _compile(GluonASTSource(kernel, signature, constants, attributes), 90, {"num_warps": 4})
+    return compile_source(GluonASTSource(kernel, signature, constants, attributes), 90, {"num_warps": 4})
 
 
 def _arguments(
@@ -134,6 +134,6 @@ def _arguments(
     return signature, attributes
 
 
-def _compile(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
+def compile_source(source: ASTSource, capability: int, options: dict[str, int]) -> Compiled:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared, compiled.asm["cubin"])

@@ -113,7 +113,7 @@ class Verdict:
 
 def plain_form(config: StepConfig) -> StepConfig:
     """The same training by the plainest means: fp32, eager, nothing fused."""
-    plain, names = StepConfig(), ["precision", "compile", "attention", "loss"]
+    plain, names = StepConfig(), ["precision", "compile", "attention", "loss", "fused"]
     names += [] if config.optimizer == "sgd" else ["optimizer"]
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in names})
 

@@ -15,6 +15,7 @@ from trainstep.report.blocks import TOPICS, Finding, Section
 from trainstep.report.subjects import (
     attention,
     fit,
+    fused,
     kernels,
     ladder,
     memory,
@@ -33,7 +34,7 @@ from trainstep.report.subjects import (
 from trainstep.report.tables import Definition, Place, Table, make_table
 
 SUBJECTS = (
-    run, script_ladder, steps, ratios, kernels, ladder, attention, parallel, training, memory, fit, precision,
+    run, script_ladder, steps, ratios, kernels, ladder, attention, fused, parallel, training, memory, fit, precision,
     plan, sweep, workload, noise,
 )  # fmt: skip
 """In the order of the page."""

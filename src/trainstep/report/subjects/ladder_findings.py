@@ -16,7 +16,7 @@ from trainstep.stats import Interval, Ratio, product
 BASELINE = "baseline"  # the rung that every climb begins with
 FIRST_THAT_FITS = "first that fits"  # its verdict where the baseline is too large
 ON_TOP = ", on the top"  # ends the name of a rung that was not kept at first and is tried again
-SETTINGS = ("precision", "attention", "optimizer", "compile", "loss")  # what rungs change, and flags
+SETTINGS = ("precision", "attention", "optimizer", "compile", "loss", "fused")  # what rungs change, and flags
 
 
 def climbs(rows: Sequence[Row]) -> dict[str, list[RungRow]]:

@@ -143,6 +143,8 @@ def expected_ratio(step: StepRow, rows: Sequence[Row]) -> float | None:
     facts = next((row for row in of_kind(rows, WorkloadRow) if (row.workload, row.batch, row.context) == case), None)
     if facts is not None and facts.trainable_parameters != facts.parameters:
         return None  # frozen weights need no gradient
+    if step.loss == "fused":
+        return None  # the loss computes gradients, which are no part of either
     if not is_chunked and not recomputes:
         return BACKWARD_OVER_FORWARD
     if facts is None or (recomputes and not str(step.checkpointing).startswith("every-")):

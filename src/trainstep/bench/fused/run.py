@@ -1,0 +1,152 @@
+"""Cases of `bench fused` → rows: each checked, then timed in turns with the others of its operator, shape and dtype."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from trainstep.bench.cases import FusedCase
+from trainstep.bench.check.fused import Budget
+from trainstep.bench.fused import passes as operator_passes
+from trainstep.bench.fused import problems, updates
+from trainstep.bench.outcome import Failure, failed_row, release_memory
+from trainstep.bench.turns import Checked, compilations, flush_for, ratio_columns, take_turns
+from trainstep.config import PhaseContext, no_phases
+from trainstep.errors import UsageError
+from trainstep.kinds import FusedRatioRow, FusedRow
+from trainstep.measure.environment import describe, gpu_state
+from trainstep.measure.memory import GIB, step_memory
+from trainstep.measure.timing import CpuClock, device_clock, time_steps
+from trainstep.peers import liger
+from trainstep.records import Scalar, make_row
+from trainstep.stats import summarize
+from trainstep.workload import resolve_device
+
+PHASES = ("forward", "backward")
+"""Of an operator's pass; an update has none."""
+
+
+def run_cases(
+    cases: Iterable[FusedCase], *, device: str, warmup: int, passes: int, rounds: int = 1
+) -> Iterator[FusedRow | FusedRatioRow]:
+    """Measure problem by problem and yield the rows of each when they are known; what fails, or is wrong, is a row.
+
+    Args:
+        warmup: passes before the timed ones, in each round.
+        passes: timed passes of a case, divided among the rounds.
+        rounds: turns that the implementations of a problem take, each round in an order drawn anew.
+    """
+    if warmup < 1 or passes < 1 or rounds < 1:
+        raise UsageError(f"warmup is {warmup}, passes {passes} and rounds {rounds}; expected at least one of each")
+    target = resolve_device(device)
+    problems_of: dict[tuple[Any, ...], list[FusedCase]] = {}
+    for case in cases:
+        problems_of.setdefault((case.operator, case.shape, case.dtype), []).append(case)
+    for alike in problems_of.values():
+        try:
+            rows = _measure(alike, target, warmup, passes, min(rounds, passes))
+        finally:
+            release_memory()
+        yield from rows
+        if target.type == "cuda":  # Triton's interpreter says nothing of speed
+            yield from ratio_rows(rows)
+
+
+def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, passes: int, rounds: int) -> list[FusedRow]:
+    flush, clock = flush_for(device), device_clock(device)
+
+    def time_round(checked: Checked, case: FusedCase, count: int) -> None:
+        before = compilations()
+        step = _of(case).step_of(case, checked.implementation, device)
+        checked.passes += time_steps(step, device=clock, warmup=warmup, steps=count, cover=flush.zero_).samples
+        checked.recompilations += compilations() - before
+        checked.values |= gpu_state(device)
+
+    found = take_turns(cases, partial(_check, device=device), time_round, passes, rounds)
+    return [_row(case, result, device, rounds) for case, result in found.items()]
+
+
+def _of(case: FusedCase) -> ModuleType:
+    """What judges and runs a case: `judge(case, implementation, device)` and `step_of` of the same."""
+    return updates if case.operator == "adamw" else operator_passes
+
+
+def _check(case: FusedCase, device: torch.device) -> Checked | Budget:
+    before, start = compilations(), time.perf_counter()
+    make = updates.implementation_of if case.operator == "adamw" else problems.implementation_of
+    implementation = make(case, device)
+    budget: Budget = _of(case).judge(case, implementation, device)
+    check_s = time.perf_counter() - start
+    if not budget.within:
+        return budget
+    step = _of(case).step_of(case, implementation, device)
+    values: dict[str, Scalar] = {
+        **_memory_values(step, case, device),
+        **_error_values(budget),
+        "check_s": check_s,
+        "compilations": compilations() - before,
+        "package": _package(case, device),
+    }
+    return Checked(implementation, values)
+
+
+def _package(case: FusedCase, device: torch.device) -> str | None:
+    if case.impl == "ours" and device.type == "cpu":
+        return "Triton's interpreter, whose times mean nothing"
+    return liger.installed()[0] if case.impl.startswith("liger") else None
+
+
+def _memory_values(step: Callable[[PhaseContext], None], case: FusedCase, device: torch.device) -> dict[str, Scalar]:
+    """Of one pass after one that made what is made once; on a GPU alone."""
+    if device.type == "cpu":
+        return {}
+    step(no_phases)
+    if case.operator == "adamw":
+        return {}
+    peaks = step_memory(step, device, [])
+    left = peaks.after["forward"] - peaks.before
+    return {"before_backward_gib": left / GIB, "peak_gib": (peaks.peak - peaks.before) / GIB}
+
+
+def _error_values(budget: Budget) -> dict[str, Scalar]:
+    return {"error_share": budget.share(budget.nearest), "error_nearest": budget.nearest}
+
+
+def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.device, rounds: int) -> FusedRow:
+    columns = {"operator": case.operator, "impl": case.impl, "shape": case.shape, "dtype": case.dtype}
+    columns |= asdict(case.sizes)
+    environment = describe(device)
+    row = partial(make_row, FusedRow, columns, environment=environment)
+    if isinstance(result, Failure):
+        return failed_row(FusedRow, columns, result, environment)
+    if isinstance(result, Budget):
+        errors = _error_values(result)
+        finite = {name: value for name, value in errors.items() if value != float("inf")}
+        return row(finite, status="wrong", reason=str(result))
+    phases = PHASES if case.operator != "adamw" else ()
+    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in phases}
+    if phases and isinstance(device_clock(device), CpuClock):
+        samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
+    else:
+        samples["both"] = [sample.ms for sample in result.passes]
+    values: dict[str, Scalar] = {"n": len(result.passes), "rounds": rounds}
+    values["recompilations_timed"] = result.recompilations
+    for name, milliseconds in samples.items():
+        values |= summarize(milliseconds).columns(name)
+    return row(values | result.values, samples=samples)
+
+
+def ratio_rows(rows: Sequence[FusedRow]) -> Iterator[FusedRatioRow]:
+    """Our operator over each other implementation, for rows of one problem and run."""
+    timed = [row for row in rows if row.status == "ok"]
+    for ours, theirs in ((a, b) for a in timed for b in timed if a.impl == "ours" != b.impl):
+        values: dict[str, Scalar] = {"rounds": ours.rounds}
+        for name in ours.samples:
+            values |= ratio_columns(name, ours, theirs)
+        yield make_row(FusedRatioRow, {**ours.case, "peer": theirs.impl}, values, environment=ours.environment)

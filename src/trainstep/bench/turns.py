@@ -1,0 +1,86 @@
+"""Cases that are alike, checked first and then timed in turns, so that what drifts reaches all alike.
+
+Compiled code is kept until all are timed. Before every pass a cache's worth of memory is overwritten, which also keeps
+the device busy while the host launches the pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from trainstep.bench.outcome import Failure, attempt, caught, release_memory
+from trainstep.measure.timing import Sample
+from trainstep.records import Scalar
+from trainstep.stats import in_rounds, ratio_of_rounds
+
+Case = TypeVar("Case", bound=Hashable)
+Wrong = TypeVar("Wrong")
+
+FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
+"""Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
+
+
+@dataclass
+class Checked:
+    """A case that is right: what is known of it besides its times, and the passes timed so far."""
+
+    implementation: Any
+    values: dict[str, Scalar]
+    passes: list[Sample] = field(default_factory=list)
+    recompilations: int = 0
+
+
+def flush_for(device: torch.device) -> Tensor:
+    """What is overwritten before each pass."""
+    return torch.empty(FLUSH_BYTES[device.type], dtype=torch.int8, device=device)
+
+
+def compilations() -> int:
+    """Graphs that torch.compile has compiled so far in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def take_turns(
+    cases: Sequence[Case],
+    check: Callable[[Case], Checked | Wrong],
+    time_round: Callable[[Checked, Case, int], None],
+    passes: int,
+    rounds: int,
+) -> dict[Case, Checked | Wrong | Failure]:
+    """What became of each case: checked and timed, wrong, or failed.
+
+    Args:
+        check: says whether a case is right.
+        time_round: times so many passes of a case that is, and adds them to it.
+        passes: of each case, divided among the rounds.
+        rounds: turns that the cases take, each in an order drawn anew.
+    """
+    found: dict[Case, Checked | Wrong | Failure] = {
+        case: attempt(partial(check, case), drop_compiled=False) for case in cases
+    }
+    draw = random.Random(0)
+    for part in in_rounds(range(passes), rounds):
+        ready = [(case, each) for case, each in found.items() if isinstance(each, Checked)]
+        for case, checked in draw.sample(ready, len(ready)):
+            failed = caught(partial(time_round, checked, case, len(part)))
+            if isinstance(failed, Failure):
+                found[case] = failed
+                release_memory(drop_compiled=False)  # not after every round: to look for garbage takes longer than one
+    return found
+
+
+def ratio_columns(name: str, ours: Any, theirs: Any) -> dict[str, Scalar]:
+    """Of two rows taken in turns, the ratio of one of their samples with its interval, as a row has them."""
+    ratio = ratio_of_rounds(*(in_rounds(row.samples[name], row.rounds or 1) for row in (ours, theirs)))
+    found: dict[str, Scalar] = {name: ratio.value}
+    if ratio.interval is not None:
+        found |= {f"{name}_low": ratio.interval.low, f"{name}_high": ratio.interval.high}
+    return found

@@ -1,0 +1,168 @@
+"""Cross-entropy joined with the head: logits exist for one chunk of tokens at a time, and no product is computed twice.
+
+Forward computes a chunk's logits, their losses and, where gradients are wanted, at once the gradients: the kernel
+writes softmax - onehot over the logits, and two products take that to the gradients of the hidden states and of the
+weight. Backward multiplies both by the gradient of the loss over the number of targets. So a step computes three
+products with the head, as the plain one does and the chunked one, which computes its logits twice, does not.
+
+Kept from forward to backward: the gradient of the hidden states, and that of the weight in float32, in which the
+chunks' parts are added up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.fused.operators import described, operator, require
+from trainstep.fused.triton.cross_entropy import launch_loss
+
+CHUNK_TOKENS = 4096
+"""Tokens whose logits exist at once. The sum of the weight's gradient, float32, is read and written once a chunk."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, head: nn.Module, targets: Tensor, *, ignore_index: int = -100, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients; once.
+
+    The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so. Under autocast hidden
+    states and weight are cast as products' operands are; the gradient of a weight in float32 stays in float32. NaN in
+    either makes the loss NaN. Where all targets are `ignore_index`, the loss is NaN and every gradient 0, as torch's.
+
+    Ids that are out of range raise a UsageError on a CPU. On a GPU, where asking would make the host wait, they fail a
+    device-side assertion as in torch's own loss, and make the loss NaN.
+
+    Args:
+        hidden: what the head takes.
+        head: an `nn.Linear` without bias, or a module that has such a weight (V, D) and computes as one.
+        targets: int64, one for each row of hidden.
+        ignore_index: targets that count for nothing.
+        chunk_tokens: tokens whose logits exist at once.
+
+    Raises:
+        TypeError: dtypes.
+        UsageError: shapes, a chunk of no tokens, ids out of range on a CPU.
+        UnsupportedError: a head with a bias or without a weight, another device.
+    """
+    if chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
+    if getattr(head, "bias", None) is not None or not isinstance(getattr(head, "weight", None), Tensor):
+        raise UnsupportedError(
+            f"the fused loss takes a head that multiplies by its weight alone, an nn.Linear without bias; got {head}"
+        )
+
+    def loss_in_head(states: Tensor) -> Tensor:
+        weight = cast(Tensor, head.weight)  # in the module's forward, where it is whole
+        return _mean_loss(states, weight, targets, ignore_index, chunk_tokens)
+
+    forward = vars(head).get("forward")
+    head.forward = loss_in_head  # hooks stand around it
+    try:
+        return cast(Tensor, head(hidden))
+    finally:
+        if forward is None:
+            del head.forward
+        else:
+            head.forward = forward
+
+
+def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int) -> Tensor:
+    given = {"hidden": hidden, "weight": weight}
+    require("the fused loss", **given)
+    if targets.dtype != torch.int64 or targets.device != hidden.device:
+        raise TypeError(
+            f"the fused loss takes targets as int64 beside hidden: got {described(targets=targets, **given)}"
+        )
+    states, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if weight.ndim != 2 or weight.shape[1] != states.shape[1] or len(ids) != len(states) or not hidden.numel():
+        what = "the fused loss takes hidden (..., D), weight (V, D) and a target for each row of hidden, none empty"
+        raise UsageError(f"{what}: got {described(**given, targets=targets)}")
+    _check_ids(ids, len(weight), ignore_index)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    elif hidden.dtype == weight.dtype:
+        dtype = hidden.dtype
+    else:
+        raise TypeError(f"the fused loss takes hidden and weight of one dtype: got {described(**given)}")
+    with torch.autocast(kind, enabled=False):
+        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk_tokens))  # type: ignore[no-untyped-call]
+
+
+def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
+    fits = ((ids >= 0) & (ids < n_vocab)) | (ids == ignore_index)
+    what = f"the fused loss takes targets from 0 to {n_vocab - 1} (the head's rows), or {ignore_index} to ignore"
+    if ids.device.type != "cpu":
+        torch._assert_async(fits.all(), f"{what}; at least one is another")
+    elif not bool(fits.all()):
+        raise UsageError(f"{what}; got {int(ids[~fits][0])}, the first of {int((~fits).sum())} others")
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype, ignore_index: int, chunk: int
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[:2]
+        total, d_states, d_weight = loss_op(states.to(dtype), weight.to(dtype), ids, ignore_index, chunk, *wanted)
+        count = (ids != ignore_index).sum()
+        ctx.save_for_backward(d_states, d_weight, count)
+        ctx.dtypes = states.dtype, weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
+        d_states, d_weight, count = ctx.saved_tensors
+        factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN
+        scaled = (each.mul_(factor) if each.numel() else None for each in (d_states, d_weight))
+        given = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        return *given, None, None, None, None
+
+
+def _loss(
+    states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, chunk: int, of_states: bool, of_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and its gradients by states and (in float32) by the weight; empty where not wanted."""
+    d_states, d_weight = _gradients_like(states, weight, of_states, of_weight)
+    d_weight.zero_()
+    losses = torch.empty(len(ids), dtype=torch.float32, device=states.device)
+    with torch.cuda.device_of(states):  # Triton launches on the current device
+        for start in range(0, len(ids), chunk):
+            part = slice(start, start + chunk)
+            logits = states[part] @ weight.T  # (chunk, V)
+            launch_loss((logits, ids[part].contiguous(), losses[part]), ignore_index, of_states or of_weight)
+            if of_states:
+                torch.mm(logits, weight, out=d_states[part])
+            if of_weight:
+                _add_product(d_weight, logits.T, states[part])
+    return losses.sum(), d_states, d_weight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in float32, which matrix units sum in."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+def _gradients_like(states: Tensor, weight: Tensor, of_states: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    d_states = states.new_empty(states.shape if of_states else (0,))
+    return d_states, weight.new_empty(weight.shape if of_weight else (0,), dtype=torch.float32)
+
+
+def _loss_fake(
+    states: Tensor, weight: Tensor, ids: Tensor, ignore_index: int, chunk: int, of_states: bool, of_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = states.new_empty((), dtype=torch.float32)
+    return total, *_gradients_like(states, weight, of_states, of_weight)
+
+
+loss_op = operator("linear_cross_entropy", _loss, _loss_fake)

@@ -1,0 +1,54 @@
+"""The oracles: each operator as its formula says, in plain PyTorch, in whatever floating-point dtype comes.
+
+Numbers of 16 bits are widened to float32 and rounded once, at the end; float64 stays float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019): (..., D), (D,) → x's dtype."""
+    return F.rms_norm(_wide(x), weight.shape, weight.to(_wide(x).dtype), eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum x + residual, in the wider of their dtypes, and its `rms_norm`."""
+    total = x + residual
+    return total, rms_norm(total, weight, eps)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions (Su et al. 2021) of queries and keys (..., S, K): feature i is paired with i + K/2.
+
+    cos, sin: (S, K/2) or longer, of each position's angles.
+    """
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., S, K) turned by the angles of cos and sin, (S, K/2) or longer."""
+    cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
+    first, second = _wide(x).chunk(2, dim=-1)  # (..., S, K/2) each
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (Shazeer 2020), elementwise."""
+    return F.silu(gate) * up
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean cross-entropy of hidden (..., D) times the transposed weight (V, D) against ids (...), the logits widened.
+
+    The mean is over the targets that are not `ignore_index`: NaN, with gradients of 0, where all are.
+    """
+    logits = hidden.flatten(0, -2) @ weight.T
+    return F.cross_entropy(_wide(logits), targets.flatten(), ignore_index=ignore_index)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,40 @@
+"""The kernels of the fused operators, for GPUs since Ampere. Sums are in float32, results are rounded once.
+
+Each is launched through `attention.triton.Launcher`, which spares the host's work of a launch seen before.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from trainstep.attention.triton import Launch
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, triton.runtime.JITFunction)
+"""Whether Triton's interpreter was chosen (TRITON_INTERPRET=1 before its import): then kernels run on a CPU."""
+
+
+def named_arguments(kernel: Any, tensors: dict[str, Tensor], programs: int, **named: Any) -> Launch:
+    """`named`, and of every tensor called "x": x_ptr, and stride_x where the kernel has it, its first stride."""
+    found: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    found |= {f"stride_{name}": tensor.stride(0) for name, tensor in tensors.items() if tensor.ndim}
+    return programs, named | {name: value for name, value in found.items() if name in kernel.arg_names}
+
+
+def resident_programs(device: torch.device, warps: int) -> int:
+    """How many programs of so many warps fill the device once, at 16 warps a multiprocessor; 4 in the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * max(1, 16 // warps)
+
+
+def warps_for(elements: int) -> int:
+    """Warps for a program that holds so many numbers in each of its tensors: at most 16 a thread up to 8,192."""
+    return max(1, min(16, elements // 512))

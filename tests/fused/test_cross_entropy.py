@@ -1,0 +1,249 @@
+"""The head's product joined with its loss: value and gradients, chunks, ignored and impossible targets, NaN, hooks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.fused.places import DEVICE, DTYPES, HERE, draw
+from trainstep.bench.check.fused import check
+from trainstep.errors import UnsupportedError, UsageError
+from trainstep.fused import cross_entropy as module
+from trainstep.fused import eager, linear_cross_entropy
+from trainstep.fused.cross_entropy import loss_op
+
+pytestmark = HERE
+NAMES = ("loss", "dhidden", "dweight")
+
+
+class Head(nn.Module):
+    """A head that multiplies by the weight given."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.__dict__["weight"] = weight  # no parameter, so that it stays the leaf it is
+
+
+def fused(chunk_tokens, ignore_index=-100):
+    def loss(hidden, weight, targets):
+        return linear_cross_entropy(hidden, Head(weight), targets, chunk_tokens=chunk_tokens, ignore_index=ignore_index)
+
+    return loss
+
+
+def ids(*shape, n_vocab, seed=3):
+    return torch.randint(n_vocab, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "n_vocab", "chunk"), [((1, 8), 1, 1), ((3, 7, 24), 101, 5), ((16, 32), 128, 16), ((33, 8), 9001, 32)]
+)
+def test_loss_and_gradients(shape, n_vocab, chunk, dtype) -> None:
+    hidden, weight = draw(*shape, dtype=dtype, seed=1), draw(n_vocab, shape[-1], dtype=dtype, seed=2)
+    targets = ids(*shape[:-1], n_vocab=n_vocab)
+    budget = check(fused(chunk), eager.linear_cross_entropy, (hidden, weight, targets), NAMES)
+    assert budget.within, str(budget)
+
+
+@pytest.mark.parametrize("ignored", [-100, 7, -1])
+def test_ignored_targets_count_for_nothing(ignored) -> None:
+    hidden, weight, targets = draw(12, 8, seed=1), draw(30, 8, seed=2), ids(12, n_vocab=30)
+    targets[[0, 4, 5]] = ignored
+
+    def oracle(*inputs):
+        return eager.linear_cross_entropy(*inputs, ignore_index=ignored)
+
+    budget = check(fused(5, ignored), oracle, (hidden, weight, targets), NAMES)
+    assert budget.within, str(budget)
+    dhidden, _ = torch.autograd.grad(fused(5, ignored)(hidden, weight, targets), (hidden, weight))
+    assert not dhidden[[0, 4, 5]].any()
+
+
+def test_all_ignored_is_as_in_torch() -> None:
+    hidden, weight = draw(4, 8, seed=1), draw(30, 8, seed=2)
+    targets = torch.full((4,), -100, device=DEVICE)
+    for function in (fused(3), eager.linear_cross_entropy):
+        loss = function(hidden, weight, targets)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        assert loss.isnan()
+        assert not any(bool(each.any()) for each in gradients)
+
+
+def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
+    weight, targets = draw(30, 8, seed=2), ids(4, n_vocab=30)
+    for bad in (float("nan"), float("inf")):
+        hidden = draw(4, 8, seed=1, grad=False)
+        hidden[2, 3] = bad
+        loss = fused(3)(hidden, weight, targets)
+        assert loss.isnan()
+        (dweight,) = torch.autograd.grad(loss, weight)
+        assert dweight.isnan().any()
+    hidden = draw(4, 8, seed=1, grad=False).abs()
+    with torch.no_grad():
+        weight[5] = float("-inf")  # a token that cannot be
+    targets[:] = 6
+    loss = fused(3)(hidden, weight, targets)
+    torch.testing.assert_close(loss, eager.linear_cross_entropy(hidden, weight, targets))
+    targets[:] = 5
+    assert fused(3)(hidden, weight, targets) == float("inf")
+
+
+@pytest.mark.parametrize("bad", [30, -1, 2**40])
+def test_targets_out_of_range(bad) -> None:
+    hidden, weight, targets = draw(4, 8, seed=1), draw(30, 8, seed=2), ids(4, n_vocab=30)
+    targets[1] = bad
+    if DEVICE == "cpu":  # on a GPU the assertion would end the process's use of it
+        with pytest.raises(UsageError, match=f"targets from 0 to 29 .*got {bad}, the first of 1 others"):
+            fused(3)(hidden, weight, targets)
+    total, dhidden, dweight = loss_op(hidden.detach(), weight.detach(), targets, -100, 3, True, True)
+    assert total.isnan()
+    assert dhidden[1].isnan().all()
+    assert dweight.isnan().any()
+    assert dhidden[[0, 2, 3]].isfinite().all()
+
+
+def test_logits_of_ten_thousand_stay_finite() -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    budget = check(fused(4), eager.linear_cross_entropy, (hidden, weight, targets), NAMES)
+    assert budget.within, str(budget)
+
+
+def test_no_gradient_that_is_not_wanted_is_computed() -> None:
+    hidden, head, targets = draw(6, 8, grad=False), nn.Linear(8, 30, bias=False, device=DEVICE), ids(6, n_vocab=30)
+    with torch.no_grad():
+        plain = linear_cross_entropy(hidden, head, targets)
+    assert not plain.requires_grad
+    linear_cross_entropy(hidden, head, targets).backward()
+    assert head.weight.grad is not None
+    head.weight.requires_grad_(False)
+    assert not linear_cross_entropy(hidden, head, targets).requires_grad
+    leaf = draw(6, 8)
+    linear_cross_entropy(leaf, head, targets).backward()
+    expected = torch.autograd.grad(F.cross_entropy(head(leaf), targets), leaf)[0]
+    torch.testing.assert_close(leaf.grad, expected)
+    total, dhidden, dweight = loss_op(hidden, head.weight, targets, -100, 4, False, False)
+    assert (dhidden.numel(), dweight.numel()) == (0, 0)
+    torch.testing.assert_close(total / 6, plain)
+
+
+def test_logits_never_exist_in_full() -> None:
+    """The largest products have a chunk's rows, and there are three of them for each chunk."""
+    hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
+    products = []
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **kwargs or {})
+            if function.name().startswith(("aten::mm", "aten::addmm")):
+                products.append(tuple(found.shape))
+            return found
+
+    with Seen():  # which does not look into an operator
+        module._loss(hidden.detach(), weight.detach(), targets, -100, 4, True, True)
+    assert sorted(products) == sorted([(4, 40), (4, 8), (40, 8)] * 3)
+    loss = fused(4)(hidden, weight, targets)
+    with Seen():
+        loss.backward()
+    assert len(products) == 9, "backward multiplies nothing"
+
+
+def test_backward_a_second_time_is_an_error_not_a_wrong_gradient() -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+    loss = fused(4)(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_weight_is_read_in_the_heads_own_forward() -> None:
+    """As FSDP needs it: before it the weight is not there, and what comes out goes through the hooks."""
+    head = nn.Linear(8, 30, bias=False, device=DEVICE)
+    hidden, targets, whole, heard = draw(6, 8), ids(6, n_vocab=30), head.weight, []
+    expected = F.cross_entropy(head(hidden), targets)
+    head.weight = nn.Parameter(torch.empty(0, device=DEVICE))
+
+    def gather(module, _):
+        module.weight = whole
+
+    def release(module, _, outputs):
+        heard.append(outputs.shape)
+        module.weight = nn.Parameter(torch.empty(0, device=DEVICE))
+
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(release)
+    loss = linear_cross_entropy(hidden, head, targets)
+    torch.testing.assert_close(loss, expected)
+    assert heard == [()]
+    assert "forward" not in vars(head), "the head is what it was"
+    loss.backward()
+    torch.testing.assert_close(whole.grad, torch.autograd.grad(expected, whole)[0])
+
+
+def test_autocast_casts_as_for_products() -> None:
+    """float16 products; the gradient of a float32 weight is not rounded to 16 bits on its way."""
+    head = nn.Linear(8, 30, bias=False, device=DEVICE)
+    hidden, targets = draw(6, 8), ids(6, n_vocab=30)
+    dtype = torch.float16
+    with torch.autocast(DEVICE, dtype):
+        loss = linear_cross_entropy(hidden, head, targets)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, head.weight))
+    assert (loss.dtype, dhidden.dtype, dweight.dtype) == (torch.float32,) * 3
+    assert not torch.equal(dweight, dweight.to(dtype).float())
+    rounded = [each.detach().to(dtype) for each in (hidden, head.weight)]
+    total, exact, _ = loss_op(*rounded, targets, -100, 6, True, True)
+    torch.testing.assert_close(loss, total / 6, rtol=0, atol=0)
+    torch.testing.assert_close(dhidden, (exact * (1 / 6)).float(), rtol=2**-10, atol=0)
+
+
+def test_bad_inputs() -> None:
+    hidden, targets = draw(6, 8), ids(6, n_vocab=30)
+    head = nn.Linear(8, 30, bias=False, device=DEVICE)
+    with pytest.raises(UnsupportedError, match="without bias"):
+        linear_cross_entropy(hidden, nn.Linear(8, 30, device=DEVICE), targets)
+    with pytest.raises(UnsupportedError, match="multiplies by its weight alone"):
+        linear_cross_entropy(hidden, nn.Identity(), targets)
+    with pytest.raises(UsageError, match="chunk_tokens is 0"):
+        linear_cross_entropy(hidden, head, targets, chunk_tokens=0)
+    for states, wanted in ((hidden[:, :7], targets), (hidden, targets[:5]), (hidden[:0], targets[:0])):
+        with pytest.raises(UsageError, match="a target for each row of hidden, none empty: got hidden"):
+            linear_cross_entropy(states, head, wanted)
+    with pytest.raises(TypeError, match="targets as int64"):
+        linear_cross_entropy(hidden, head, targets.int())
+    with pytest.raises(TypeError, match="hidden and weight of one dtype"):
+        linear_cross_entropy(hidden.half(), head, targets)
+
+
+class Net(nn.Module):
+    """A loss computed within forward, as sharded weights need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 30, bias=False)
+
+    def forward(self, hidden, targets):
+        return linear_cross_entropy(self.body(hidden), self.head, targets, chunk_tokens=4)
+
+
+def test_under_torchs_fsdp2() -> None:
+    """Whose hooks hold the head's weight as a DTensor outside of the head's forward."""
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        net, hidden, targets = Net().to(DEVICE), draw(6, 8), ids(6, n_vocab=30)
+        expected = F.cross_entropy(net.head(net.body(hidden)), targets)
+        gradients = torch.autograd.grad(expected, list(net.parameters()))
+        mesh = dist.init_device_mesh(DEVICE, (1,))
+        fully_shard(net.head, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        loss = net(hidden, targets)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+    finally:
+        dist.destroy_process_group()
