@@ -236,7 +236,8 @@ def plan_rates() -> Table:
         "H200s",
         "memory for tensors": "what the driver of a calibration's device reports, else the device's in hardware.py; "
         f"less {RESERVED_BYTES / machine.GIB:.0f} GiB for the CUDA context and the libraries, an assumption",
-        "network": f"--network-gb-s; {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call. Nothing of it was measured",
+        "network": f"--network-gb-s and {machine.NETWORK_OVERHEAD_S * 1e6:.0f} µs a call, or collectives that "
+        "were measured between hosts",
     }
     return text_table("plan-rates", "Rates that seconds are computed from", ("part", "comes from"), sources.items())
 
