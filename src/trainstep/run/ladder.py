@@ -133,6 +133,8 @@ class Ladder:
         taken = self.script.run(rung.name, together)
         if taken.failure or taken.captured is None:
             return self._row(rung.name, None, status="failed", reason=taken.failure, verdict="failed")
+        if rung.nothing and not _places(rung, taken):
+            return self._row(rung.name, None, status="unsupported", reason=rung.nothing, verdict="not tried")
         try:
             found = self._judged(together, taken.captured)
         except CannotJudge as error:
@@ -169,7 +171,7 @@ class Ladder:
             verdict=called,
             kept=keep,
             runs=len(own),
-            lines=rung.lines,
+            lines="".join([rung.lines, *_places(rung, taken)]),
             **_ratio_fields("gain", gain),
             **_ratio_fields("speedup", speedup),
         )
@@ -282,6 +284,12 @@ def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
         if name in named:
             return precision
     return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
+
+
+def _places(rung: Rung, taken: Taken) -> list[str]:
+    """` (train.py:12: is_causal=True)`: where a run found what the rung changes."""
+    found = taken.log.facts.get("places", {}).get(rung.name, {})
+    return [f" ({', '.join(f'{line}: {how}' for line, how in sorted(found.items()))})"] if found else []
 
 
 def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow, rows_of
 from trainstep.records import Row, Times, make_row, of_kind
+from trainstep.run.lines import shown_line
 from trainstep.run.log import RankLog
 from trainstep.run.steps import COMMUNICATION, DATA
 from trainstep.stats import summarize
@@ -215,13 +216,6 @@ def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[Recomp
             reasons=len(set(reasons)),
             seconds=sum(each["seconds"] or 0.0 for each in times),
         )
-
-
-def shown_line(file: str | None, line: int | None) -> str:
-    """`train.py:31`; with its package where a file is a library's."""
-    parts = Path(file or "?").parts
-    inside = next((parts[at + 1 :] for at, part in enumerate(parts) if part.endswith("-packages")), parts[-1:])
-    return f"{'/'.join(inside)}:{line}"
 
 
 def how_it_ended(log: RankLog, code: int | None) -> str:

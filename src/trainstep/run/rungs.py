@@ -38,6 +38,8 @@ class Rung:
     """The precision that it changes to."""
     instead_of: tuple[str, ...] = ()
     """Rungs that it takes the place of."""
+    nothing: str = ""
+    """Of a change that notes where it was made, in `Trial.places`: why there is no such place, if there is none."""
 
     @property
     def reference(self) -> str:
@@ -84,6 +86,18 @@ def bf16_autocast(trial: Trial) -> None:
         module.forward = cast
 
     trial.on_first_call.append(change)
+
+
+def fused_attention(trial: Trial) -> None:
+    """Attention that is written out is torch's fused one; code that is compiled is left to the compiler."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from trainstep.run.written_out import Finder
+
+    places = trial.places.setdefault("fused attention", {})
+    finder = Finder(places.__setitem__)
+    finder.install()
+    register_optimizer_step_post_hook(finder.updated)
 
 
 def compiled_models(trial: Trial) -> None:
@@ -293,6 +307,11 @@ RUNGS = (
     _rung("TF32 matmuls", tf32, _of_tf32, "tf32"),
     _rung("fused optimizer", fused_optimizers, _of_fused),
     _rung("bf16 autocast", bf16_autocast, _of_autocast, "bf16"),
+    _rung(
+        "fused attention",
+        fused_attention,
+        nothing="no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised",
+    ),
     _rung("our FlashAttention", our_attention, _of_gpu),
     _rung("channels last", channels_last, _of_channels),
     _rung("compiled blocks", compiled_blocks, _of_blocks),
