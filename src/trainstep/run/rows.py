@@ -12,6 +12,7 @@ from typing import Any
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow, rows_of
 from trainstep.records import Row, Times, make_row, of_kind
 from trainstep.run.lines import shown_line
+from trainstep.run.loaders import main_loader
 from trainstep.run.log import RankLog
 from trainstep.run.steps import COMMUNICATION, DATA
 from trainstep.stats import summarize
@@ -116,6 +117,7 @@ def _step_row(
         first_step_ms=sum(steps[0]["host"].values()),
         waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
         hooks_ms=log.facts.get("cost_ms"),
+        loader=main_loader(log.facts.get("loaders", ())),
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )
