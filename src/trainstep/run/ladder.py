@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.bench.ladder import NO_SLOWER, WIDE
@@ -133,8 +134,11 @@ class Ladder:
         taken = self.script.run(rung.name, together)
         if taken.failure or taken.captured is None:
             return self._row(rung.name, None, status="failed", reason=taken.failure, verdict="failed")
-        if rung.nothing and not _places(rung, taken):
-            return self._row(rung.name, None, status="unsupported", reason=rung.nothing, verdict="not tried")
+        if rung.nothing:
+            if not (places := taken.log.facts.get("places", {}).get(rung.name)):
+                return self._row(rung.name, None, status="unsupported", reason=rung.nothing, verdict="not tried")
+            where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+            rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
         try:
             found = self._judged(together, taken.captured)
         except CannotJudge as error:
@@ -171,7 +175,7 @@ class Ladder:
             verdict=called,
             kept=keep,
             runs=len(own),
-            lines="".join([rung.lines, *_places(rung, taken)]),
+            lines=rung.lines,
             **_ratio_fields("gain", gain),
             **_ratio_fields("speedup", speedup),
         )
@@ -284,12 +288,6 @@ def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
         if name in named:
             return precision
     return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
-
-
-def _places(rung: Rung, taken: Taken) -> list[str]:
-    """` (train.py:12: is_causal=True)`: where a run found what the rung changes."""
-    found = taken.log.facts.get("places", {}).get(rung.name, {})
-    return [f" ({', '.join(f'{line}: {how}' for line, how in sorted(found.items()))})"] if found else []
 
 
 def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:

@@ -94,6 +94,8 @@ def rate(step):
 
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+# by hand: from tests.run.by_hand import clock
+# by hand: clock.around(torch.Tensor, "backward", "backward")
 with tempfile.TemporaryDirectory() as folder:
     x, y = batch_of(text[:18_000])
     for step in range(UPDATES):
@@ -103,11 +105,16 @@ with tempfile.TemporaryDirectory() as folder:
             print(f"step {step}: held-out loss {evaluated(model):.3f}")
             torch.save({"model": model.state_dict(), "step": step}, Path(folder) / "checkpoint.pt")
         for _ in range(PARTS):
+            # by hand: clock("other")
             _, loss = model(x, y)
+            # by hand: clock("forward")
             x, y = batch_of(text[:18_000])
             (loss / PARTS).backward()
+        # by hand: clock("other")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        # by hand: clock("optimizer")
+        # by hand: clock.step()
         if step % 5 == 0:
             print(f"step {step}: loss {loss.item():.3f}")  # READ
