@@ -36,6 +36,7 @@ from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
 from trainstep.report.subjects import run as subject
 from trainstep.report.subjects import script_ladder
+from trainstep.run.log import log_path, read_log
 
 ROOT = Path(__file__).parents[1]
 KEPT = RESULTS / "cpu-run.json"
@@ -53,6 +54,7 @@ class Script:
     package: str = "torch"
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    gathers: bool = False  # whether its ranks wait for each other in forward too
 
 
 def _trainer(name: str, words: str, package: str = "transformers") -> Script:
@@ -91,7 +93,7 @@ SCRIPTS = {
     "lstm": _loop("lstm", "LSTM"),
     "gan": Script("GAN, two optimizers", OWN / "gan.py", environment={"WIDTH": "768", "STEPS": "30"}),
     "ddp": Script("DDP, two ranks", OWN / "ddp.py", ranks=2, environment={"WIDTH": "256"}),
-    "fsdp": Script("FSDP2, two ranks", OWN / "fsdp.py", ranks=2, environment={"WIDTH": "256"}),
+    "fsdp": Script("FSDP2, two ranks", OWN / "fsdp.py", ranks=2, environment={"WIDTH": "256"}, gathers=True),
 }
 
 
@@ -111,39 +113,38 @@ def run(script: Script, out: Path, path: Path, options: Sequence[str], limit_s: 
     return rows, lines[-1] if lines else ""
 
 
-def of_phases(phases: Mapping[str, float]) -> dict[str, float]:
-    """What both ways of timing tell apart: waiting for other ranks is a part of backward by hand."""
-    found = {
-        "forward": phases.get("forward", 0.0),
-        "backward": phases.get("backward", 0.0) + phases.get("communication", 0.0),
-        "optimizer": phases.get("optimizer", 0.0),
-    }
+def of_phases(phases: Mapping[str, float], gathers: bool = False) -> dict[str, float]:
+    """What both ways of timing tell apart: by hand, waiting for other ranks is a part of the pass that does it.
+
+    Args:
+        phases: of a step, with the whole of it as "step".
+        gathers: whether ranks also wait for each other in forward, so that the two passes are one.
+    """
+    forward, passed = phases.get("forward", 0.0), phases.get("backward", 0.0) + phases.get("communication", 0.0)
+    passes = {"both passes": forward + passed} if gathers else {"forward": forward, "backward": passed}
+    found = passes | {"optimizer": phases.get("optimizer", 0.0)}
     return found | {"the rest": phases["step"] - sum(found.values())}
 
 
-def difference(row: ScriptRow, by_hand: Sequence[Mapping[str, float]]) -> tuple[str, float]:
-    """The phase that differs most from the timers by hand, and by how much of the step.
+def difference(
+    steps: Sequence[Mapping[str, float]], by_hand: Sequence[Mapping[str, float]], gathers: bool = False
+) -> tuple[str, float]:
+    """The phase that differs most from the timers by hand, and by how much of the step: medians over the same steps.
 
     Args:
-        row: of the script with timers.
-        by_hand: what they say of the same optimizer's steps.
+        steps: phase → milliseconds of each.
+        by_hand: what the timers say of each.
+        gathers: as `of_phases` has it.
     """
-    assert row.left_out is not None, "the row has steps"
-    own = [
-        of_phases({name: values[place] for name, values in row.samples.items()})
-        for place in range(len(row.samples["step"]))
-    ]
-    theirs = [
-        of_phases({**each, "step": sum(ms for name, ms in each.items() if name != "of")})
-        for each in by_hand[row.left_out :]
-    ]
-    whole = statistics.median(sum(each.values()) for each in theirs)
-    apart = {
-        name: abs(statistics.median(each[name] for each in own) - statistics.median(each[name] for each in theirs))
-        for name in own[0]
-    }
-    most = max(apart, key=lambda name: apart[name])
-    return most, apart[most] / whole
+    whole = [sum(ms for name, ms in each.items() if name != "of") for each in by_hand]
+    apart: dict[str, list[float]] = {}
+    for own, theirs, ms in zip(steps, by_hand, whole, strict=True):
+        found = of_phases({**own, "step": sum(own.values())}, gathers)
+        for name, expected in of_phases({**theirs, "step": ms}, gathers).items():
+            apart.setdefault(name, []).append(found[name] - expected)
+    medians = {name: abs(statistics.median(each)) for name, each in apart.items()}
+    most = max(medians, key=lambda name: medians[name])
+    return most, medians[most] / statistics.median(whole)
 
 
 def told(rows: Sequence[Row]) -> list[str]:
@@ -180,11 +181,15 @@ def measure(script: Script, limit_s: float) -> dict[str, Any]:
         edited.write_text(instrumented(script.path.read_text(encoding="utf-8")), encoding="utf-8")
         timed, _ = run(script, folder / "by-hand", edited, options, limit_s)
         by_hand = json.loads((folder / "by-hand" / "by-hand-0").read_text())
-    same = {row.updates: row for row in of_kind(timed, ScriptRow) if not row.rank}
+        noted = read_log(log_path(folder / "by-hand", 0)).steps
+    same = [row for row in of_kind(timed, ScriptRow) if not row.rank]
     parts = []
-    for place, row in enumerate(every):
-        steps = by_hand if len(every) == 1 else [each for each in by_hand if each["of"] == place]
-        phase, share = difference(same[row.updates], steps)
+    for place, (row, again) in enumerate(zip(every, same, strict=True)):
+        own = [step for step in noted if step["updated"] == list(again.optimizers or ())]
+        theirs = by_hand if len(every) == 1 else [step for step in by_hand if step["of"] == place]
+        theirs = theirs[: len(own)]  # after the script's end come steps that find out what hooks cost
+        usual = [pair for pair in zip(own, theirs, strict=True) if "evaluations" not in pair[0]][again.left_out :]
+        phase, share = difference([each["host"] for each, _ in usual], [each for _, each in usual], script.gathers)
         parts.append(
             {
                 "updates": row.updates,

@@ -25,6 +25,7 @@ from tables import (
     plan,
     profile,
     refuse_dirty,
+    run,
     steps,
     trust,
 )
@@ -42,7 +43,7 @@ REPORTS = {
     "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults)
+SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults, run)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 
