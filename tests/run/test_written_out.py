@@ -215,3 +215,24 @@ def test_what_is_changed_in_place_before_attention_ends_is_refused(found):
         k.mul_(2)
         with pytest.raises(UnsupportedError, match="changes q, k or a mask in place"):
             weights @ v
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_asked_for_its_masks_until_the_first_update_only(found):
+    finder = looking()
+    _, leaves = drawn(dtype=torch.float32)
+    q, k, v = (each.cuda() for each in leaves)
+    mask = LATER.cuda()
+
+    def attention():
+        return (q @ k.mT).masked_fill(mask, -math.inf).softmax(-1) @ v
+
+    first = attention()
+    finder.updated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = attention()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(second, first)
+    assert found == ["is_causal=True", "is_causal=True"]

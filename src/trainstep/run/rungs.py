@@ -157,6 +157,13 @@ def pinned_memory(trial: Trial) -> None:
         setattr(torch.Tensor, name, functools.wraps(original)(moved))
 
 
+def late_reads(trial: Trial) -> None:
+    """`item()` of a tensor on a GPU gives a number that is read when it is needed, and `print` waits for none."""
+    from trainstep.run.late_reads import LateReads
+
+    LateReads(trial.places.setdefault("late reads", {}).__setitem__).install()
+
+
 def bucket_views(trial: Trial) -> None:
     """torch's DistributedDataParallel keeps gradients in its buckets, in place of a copy of each."""
     _replace_of_ddp("gradient_as_bucket_view")
@@ -230,6 +237,10 @@ def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], argume
 
 def _of_gpu(settings: Settings) -> str:
     return "" if settings["on_gpu"] else "it needs a GPU"
+
+
+def _of_reads(settings: Settings) -> str:
+    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
 
 
 def _of_tf32(settings: Settings) -> str:
@@ -318,6 +329,7 @@ RUNGS = (
     _rung("compiled model", compiled_models, _of_compile, instead_of=("compiled blocks",)),
     _rung("pinned memory", pinned_memory, _of_pinning),
     _rung("loader workers", workers, _of_workers),
+    _rung("late reads", late_reads, _of_reads, nothing="no line of the script calls item() of a tensor on a GPU"),
     _rung("DDP's buckets as gradients", bucket_views, _of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, _of_ddp("static_graph")),
 )
