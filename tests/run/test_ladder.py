@@ -7,7 +7,7 @@ import pytest
 
 from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
-from tests.run.measuring import SCRIPTS, alone
+from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.run.ladder import Ladder
 from trainstep.run.patch import patch_of
 from trainstep.run.rungs import RUNGS, Rung
@@ -15,7 +15,7 @@ from trainstep.run.single import Script
 
 STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
-WORKERS = next(rung for rung in RUNGS if rung.name == "loader workers")
+ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
     wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
     tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
-    ladder = Ladder(script, [*wrong, tf32, FUSED], rounds=1)
+    ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED], rounds=1)
     return Climbed(ladder, {row.rung: row for row in ladder.climb()})
 
 
@@ -71,6 +71,21 @@ def test_what_needs_a_gpu_is_not_tried_without_one(climbed):
         pytest.skip("the script trains on a GPU")
     row = climbed.rows["TF32 matmuls"]
     assert (row.verdict, row.reason) == ("not tried", "it needs a GPU")
+
+
+def test_what_finds_no_place_for_itself_is_not_tried(climbed):
+    row = climbed.rows["fused attention"]
+    assert (row.verdict, row.status, dict(row.times)) == ("not tried", "unsupported", {})
+    assert "no attention that is written out" in row.reason
+
+
+def test_attention_that_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  # noqa: F811
+    script = Script(alone([str(SCRIPTS / "pretrain.py"), "6", "16", "16"]), tmp_path, 5)
+    baseline, row = Ladder(script, [ATTENTION], rounds=1).climb()
+    assert (baseline.verdict, row.status) == ("baseline", "ok"), row.reason
+    assert 0 < row.gradient_error < row.error_budget < 1e-4, "other roundings"
+    assert row.lines.endswith(f"({line_of('pretrain.py', 'ATTENTION')}: is_causal=True)")
+    assert row.runs == 2
 
 
 def test_the_script_tells_where_it_makes_what(climbed):
