@@ -11,7 +11,7 @@ from trainstep.report.subjects.run import PHASES
 from trainstep.report.tables import Table, text_table
 
 SHOWN = 0.05
-"""Phases of at least this share of the step are named."""
+"""Phases of at least this share of all phases' medians are named."""
 
 
 def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
@@ -40,8 +40,9 @@ def scripts() -> Table:
         if "failed" in script:
             lines.append((script["what"], "–", "–", script["failed"], "–", "–"))
         for place, part in enumerate(script.get("parts", ())):
-            shares = sorted(part["shares"].items(), key=lambda each: -each[1])
-            phases = ", ".join(f"{PHASES[name]} {share:.0%}" for name, share in shares if share >= SHOWN)
+            whole = sum(part["shares"].values())  # a busy machine's steps have a longer median than their phases
+            shares = sorted(((share / whole, name) for name, share in part["shares"].items()), reverse=True)
+            phases = ", ".join(f"{PHASES[name]} {share:.0%}" for share, name in shares if share >= SHOWN)
             lines.append(
                 (
                     script["what"] + (f", {part['updates']}" if part["updates"] else ""),

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
@@ -125,6 +126,15 @@ def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked
     assert [(row.rung, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
     assert "start from other weights" in rows[0].reason
     assert "--cwd-copy" in rows[0].reason
+
+
+def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_path, forked_runs):  # noqa: F811
+    """Before it is called there are none, as in Lightning's steps, and nothing could be held against anything."""
+    found = Script(alone([str(SCRIPTS / "closure.py")]), tmp_path, 6).run("once").captured
+    assert len(found.losses) == found.updates == 6
+    assert found.losses[0] == found.gradients.loss > found.losses[-1] > 0, "it learns"
+    for name, gradient in found.gradients.by_name.items():
+        assert torch.allclose(found.first_moved[name], -0.1 * gradient, rtol=1e-3, atol=1e-6), "plain SGD"
 
 
 def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811

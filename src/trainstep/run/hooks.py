@@ -53,6 +53,7 @@ class Hooks:
         self.on_loss: Callable[[Any], object] = lambda tensors: None  # called with what backward begins at
         self.on_loader: Callable[[], object] = lambda: None  # called when batches come from a loader for the first time
         self.before_optimizer: Callable[[Optimizer], object] = lambda optimizer: None
+        self.before_update: Callable[[Optimizer], object] = lambda optimizer: None  # with its gradients
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
         self._searched = False
@@ -103,12 +104,15 @@ class Hooks:
 
         def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.before_optimizer(optimizer)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if not callable(closure):
+                self.before_update(optimizer)
             if not finder.is_mine() and finder.is_under_way:
                 return None
             self.search_models()
             self.name_of(optimizer)
             finder.optimizer_begins(id(optimizer))
-            return self._with_closure(args, kwargs)
+            return self._with_closure(closure, args, kwargs) if callable(closure) else None
 
         def ended(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if finder.is_mine():
@@ -133,18 +137,21 @@ class Hooks:
             self._names[optimizer] = kind if number == 1 else f"{kind} {number}"
         return self._names[optimizer]
 
-    def _with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_closure(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of an optimizer's step, in which a closure's forward and backward passes are no update."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            return None
+        is_first = True
 
         def outside() -> Any:
+            nonlocal is_first
             self.finder.claim_nothing()
             try:
-                return closure()
+                loss = closure()
             finally:
                 self.finder.leave()
+            if is_first:
+                is_first = False
+                self.before_update(args[0])
+            return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": outside}

@@ -80,13 +80,7 @@ class Trial:
     def attach(self, session: Any) -> None:
         """The session's hooks are there."""
         self._finder, hooks = session.finder, session.hooks
-        before = hooks.before_optimizer
-
-        def before_optimizer(optimizer: Any) -> None:
-            self._update_begins(optimizer)
-            before(optimizer)
-
-        hooks.before_optimizer = before_optimizer
+        hooks.before_update = self._update_begins
         hooks.on_loss = self._capture.see_loss
 
     def finish(self) -> None:
