@@ -35,7 +35,6 @@ from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
 from trainstep.report.subjects import run as subject
-from trainstep.report.subjects import script_ladder
 from trainstep.run.log import log_path, read_log
 
 ROOT = Path(__file__).parents[1]
@@ -205,24 +204,16 @@ def measure(script: Script, limit_s: float) -> dict[str, Any]:
 
 
 def climb(script: Script, rungs: str, steps: int, limit_s: float) -> dict[str, Any]:
-    """The script's ladder: what was proven, and which rungs were tried."""
+    """The script's ladder: its rungs, each with its speed-up over the script as it is."""
     with tempfile.TemporaryDirectory() as name:
         options = ["--ladder", "--steps", str(steps), "--rungs", rungs]
         rows, last = run(script, Path(name) / "ladder", script.path, options, limit_s)
     every = of_kind(rows, ScriptRungRow)
     if not every:
         return {"failed": last}
-    kept = [row for row in script_ladder.rungs(rows) if row.kept and row.rung != "baseline"]
-    top = script_ladder.top(rows)
-    proven = None
-    if kept and top is not None:
-        proven = {"speedup": top.speedup, "low": top.speedup_low, "high": top.speedup_high}
-    return {
-        "kept": [row.rung for row in kept],
-        "tried": {row.rung: row.verdict for row in every if row.rung != "baseline"},
-        "proven": proven,
-        "baseline": every[0].verdict,
-        "why": every[0].reason,
+    names = ("rung", "verdict", "kept", "reason", "speedup", "speedup_low", "speedup_high")
+    return {"baseline": every[0].verdict, "why": every[0].reason} | {
+        "tried": [{name: getattr(row, name) for name in names} for row in every if row.rung != "baseline"]
     }
 
 

@@ -62,10 +62,14 @@ def _ladder(cell: Mapping[str, Any] | None) -> str:
         return "not climbed"
     if "failed" in cell or cell["baseline"] != "baseline":
         return f"not judged: {cell.get('failed') or cell['why']}"
-    if cell["proven"] is None:
-        return f"none of {', '.join(cell['tried'])}"
-    ratio = cell["proven"]
-    return f"{', '.join(cell['kept'])}: {ratio['speedup']:.2f}× [{ratio['low']:.2f}–{ratio['high']:.2f}]"
+    return "; ".join(map(_rung, cell["tried"]))
+
+
+def _rung(row: Mapping[str, Any]) -> str:
+    if row["speedup"] is None:
+        return f"{row['rung']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
+    within = f"{row['speedup']:.2f}× [{row['speedup_low']:.2f}–{row['speedup_high']:.2f}]"
+    return f"{row['rung']}: {within}, {'proven and kept' if row['kept'] else 'not kept'}"
 
 
 TABLES = {"scripts": scripts}
