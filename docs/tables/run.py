@@ -68,8 +68,9 @@ def _ladder(cell: Mapping[str, Any] | None) -> str:
 def _rung(row: Mapping[str, Any]) -> str:
     if row["speedup"] is None:
         return f"{row['rung']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
-    within = f"{row['speedup']:.2f}× [{row['speedup_low']:.2f}–{row['speedup_high']:.2f}]"
-    return f"{row['rung']}: {within}, {'proven and kept' if row['kept'] else 'not kept'}"
+    low, high = row["speedup_low"], row["speedup_high"]
+    within = f" [{low:.2f}–{high:.2f}]" if low is not None else ""
+    return f"{row['rung']}: {row['speedup']:.2f}×{within}, {'proven and kept' if row['kept'] else 'not kept'}"
 
 
 TABLES = {"scripts": scripts}

@@ -137,6 +137,15 @@ def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_pat
         assert torch.allclose(found.first_moved[name], -0.1 * gradient, rtol=1e-3, atol=1e-6), "plain SGD"
 
 
+def test_two_models_with_an_optimizer_each_are_a_baseline(tmp_path, forked_runs):  # noqa: F811
+    """What the first one's line knows is found out anew at the second one's first step."""
+    taken = Script(alone([str(SCRIPTS / "gan.py")]), tmp_path, 8).run("once")
+    assert taken.failure == ""
+    names = [sorted(each["names"]) for each in taken.log.facts["settings"]["optimizers"]]
+    assert names == [["discriminator", "generator"]] * 2, "both lines know both"
+    assert {name.rpartition(" of ")[2] for name in taken.captured.moved} > {"model 2"}
+
+
 def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811
     (tmp_path / "resuming.py").write_text((SCRIPTS / "resuming.py").read_text())
     monkeypatch.chdir(tmp_path)
