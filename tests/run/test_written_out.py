@@ -197,6 +197,14 @@ def test_other_products_are_products(found):
         assert type(left @ right) is torch.Tensor
 
 
+def test_what_is_mapped_over_is_computed(found):
+    _, (q, k, _) = drawn()
+    several = torch.stack([q, 2 * q])
+    expected = several @ k.mT
+    looking()
+    torch.testing.assert_close(torch.vmap(lambda own: own @ k.mT)(several), expected)
+
+
 def test_a_mask_that_is_not_causal_later_is_seen(found):
     looking()
     _, (q, k, v) = drawn()

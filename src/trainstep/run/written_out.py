@@ -245,7 +245,9 @@ class Finder:
 
 def _may_be_scores(query: Any, key: Any) -> bool:
     """Whether two factors may be queries and transposed keys: activations of equal batch and heads."""
-    if type(query) is not Tensor or type(key) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(key):
+    if type(query) is not Tensor or type(key) is not Tensor:
+        return False
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (query, key))):  # under vmap
         return False
     return (
         query.dim() in (3, 4)
