@@ -26,6 +26,7 @@ from tables import (
     plan,
     profile,
     refuse_dirty,
+    run,
     steps,
     trust,
 )
@@ -43,7 +44,10 @@ REPORTS = {
     "h200-2.7B.html": ("h200-analyze-2.7B",),
 }
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
-SUBJECTS = (facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants, faults, hosts)
+SUBJECTS = (
+    *(facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants),
+    *(faults, hosts, run),
+)
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""
 

@@ -310,6 +310,9 @@ CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         "DataLoader(…, num_workers=min(4, os.cpu_count()), persistent_workers=True)", "where the loader is made"
     ),
+    "late reads": Change(
+        "total += loss.detach()", "in place of loss.item(); .item() and print of it once every so many steps"
+    ),
     "DDP's buckets as gradients": Change("DistributedDataParallel(…, gradient_as_bucket_view=True)", "torch's own"),
     "DDP's static graph": Change(
         "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"

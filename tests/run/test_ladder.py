@@ -4,10 +4,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
-from tests.run.measuring import SCRIPTS, alone
+from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.run.ladder import Ladder
 from trainstep.run.patch import patch_of
 from trainstep.run.rungs import RUNGS, Rung
@@ -15,7 +16,7 @@ from trainstep.run.single import Script
 
 STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
-WORKERS = next(rung for rung in RUNGS if rung.name == "loader workers")
+ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
 
 
 @dataclasses.dataclass
@@ -29,7 +30,7 @@ def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
     wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
     tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
-    ladder = Ladder(script, [*wrong, tf32, FUSED], rounds=1)
+    ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED], rounds=1)
     return Climbed(ladder, {row.rung: row for row in ladder.climb()})
 
 
@@ -73,6 +74,21 @@ def test_what_needs_a_gpu_is_not_tried_without_one(climbed):
     assert (row.verdict, row.reason) == ("not tried", "it needs a GPU")
 
 
+def test_what_finds_no_place_for_itself_is_not_tried(climbed):
+    row = climbed.rows["fused attention"]
+    assert (row.verdict, row.status, dict(row.times)) == ("not tried", "unsupported", {})
+    assert "no attention that is written out" in row.reason
+
+
+def test_attention_that_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  # noqa: F811
+    script = Script(alone([str(SCRIPTS / "pretrain.py"), "6", "16", "16"]), tmp_path, 5)
+    baseline, row = Ladder(script, [ATTENTION], rounds=1).climb()
+    assert (baseline.verdict, row.status) == ("baseline", "ok"), row.reason
+    assert 0 < row.gradient_error < row.error_budget < 1e-4, "other roundings"
+    assert row.lines.endswith(f"({line_of('pretrain.py', 'ATTENTION')}: is_causal=True)")
+    assert row.runs == 2
+
+
 def test_the_script_tells_where_it_makes_what(climbed):
     settings, text = climbed.ladder.settings, (SCRIPTS / "climbing.py").read_text().splitlines()
     (optimizer,), (loader,), (model,) = settings["optimizers"], settings["loaders"], settings["models"]
@@ -110,6 +126,24 @@ def test_a_script_that_starts_elsewhere_each_time_is_not_judged(tmp_path, forked
     assert [(row.rung, row.verdict, row.status) for row in rows] == [("baseline", "not reproducible", "failed")]
     assert "start from other weights" in rows[0].reason
     assert "--cwd-copy" in rows[0].reason
+
+
+def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_path, forked_runs):  # noqa: F811
+    """Before it is called there are none, as in Lightning's steps, and nothing could be held against anything."""
+    found = Script(alone([str(SCRIPTS / "closure.py")]), tmp_path, 6).run("once").captured
+    assert len(found.losses) == found.updates == 6
+    assert found.losses[0] == found.gradients.loss > found.losses[-1] > 0, "it learns"
+    for name, gradient in found.gradients.by_name.items():
+        assert torch.allclose(found.first_moved[name], -0.1 * gradient, rtol=1e-3, atol=1e-6), "plain SGD"
+
+
+def test_two_models_with_an_optimizer_each_are_a_baseline(tmp_path, forked_runs):  # noqa: F811
+    """What the first one's line knows is found out anew at the second one's first step."""
+    taken = Script(alone([str(SCRIPTS / "gan.py")]), tmp_path, 8).run("once")
+    assert taken.failure == ""
+    names = [sorted(each["names"]) for each in taken.log.facts["settings"]["optimizers"]]
+    assert names == [["discriminator", "generator"]] * 2, "both lines know both"
+    assert {name.rpartition(" of ")[2] for name in taken.captured.moved} > {"model 2"}
 
 
 def test_a_copy_of_the_directory_is_each_runs_own(tmp_path, forked_runs, monkeypatch):  # noqa: F811

@@ -149,6 +149,7 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
         ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+        ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
         ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
         ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),

@@ -37,6 +37,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
     hooks_ms: float | None = None  # per step, what measuring costs, of short steps with and without it
+    loader: str | None = None  # that most batches came from: its line, workers, and whether it pins memory
     notes: tuple[str, ...] | None = None  # what an instrument could not do, as sentences
     ended: str | None = None  # how the script ended
     exit_code: int | None = None  # −n for signal n

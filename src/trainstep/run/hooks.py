@@ -25,7 +25,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from trainstep.run.lines import Lines, owner_of
+from trainstep.run.lines import Lines, owner_of, place_of_call
+from trainstep.run.loaders import Loaders
 from trainstep.run.modules import Roots
 from trainstep.run.steps import BACKWARD, COMMUNICATION, COPIES, DATA, OPTIMIZER, StepFinder
 
@@ -47,10 +48,12 @@ class Hooks:
 
     def __init__(self, finder: StepFinder, lines: Lines) -> None:
         self.finder, self.lines = finder, lines
-        self.roots = Roots(finder)
+        self.roots, self.loaders = Roots(finder), Loaders(lambda: self.on_loader())
         self.on_gpu = False  # whether the models are on a GPU, where the host need not wait for what it gave it to do
         self.on_loss: Callable[[Any], object] = lambda tensors: None  # called with what backward begins at
+        self.on_loader: Callable[[], object] = lambda: None  # called when batches come from a loader for the first time
         self.before_optimizer: Callable[[Optimizer], object] = lambda optimizer: None
+        self.before_update: Callable[[Optimizer], object] = lambda optimizer: None  # with its gradients
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
         self._searched = False
@@ -66,8 +69,8 @@ class Hooks:
         """Change torch."""
         self._install_optimizers()
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(_BaseDataLoaderIter, "__next__", functools.partial(self._within, DATA))
-        self._wrap(DataLoader, "__iter__", functools.partial(self._within, DATA))
+        self._wrap(_BaseDataLoaderIter, "__next__", self._taking)
+        self._wrap(DataLoader, "__iter__", self._iterating)
         for name in READS:
             self._wrap(torch.Tensor, name, functools.partial(self._reading, name))
         if torch.version.cuda is not None:
@@ -101,12 +104,15 @@ class Hooks:
 
         def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.before_optimizer(optimizer)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if not callable(closure):
+                self.before_update(optimizer)
             if not finder.is_mine() and finder.is_under_way:
                 return None
             self.search_models()
             self.name_of(optimizer)
             finder.optimizer_begins(id(optimizer))
-            return self._with_closure(args, kwargs)
+            return self._with_closure(closure, args, kwargs) if callable(closure) else None
 
         def ended(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if finder.is_mine():
@@ -131,18 +137,21 @@ class Hooks:
             self._names[optimizer] = kind if number == 1 else f"{kind} {number}"
         return self._names[optimizer]
 
-    def _with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_closure(self, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of an optimizer's step, in which a closure's forward and backward passes are no update."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            return None
+        is_first = True
 
         def outside() -> Any:
+            nonlocal is_first
             self.finder.claim_nothing()
             try:
-                return closure()
+                loss = closure()
             finally:
                 self.finder.leave()
+            if is_first:
+                is_first = False
+                self.before_update(args[0])
+            return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": outside}
@@ -194,6 +203,29 @@ class Hooks:
         roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
         nodes = (getattr(each, "grad_fn", None) for each in roots)
         return next((node.register_prehook(first) for node in nodes if node is not None), None)
+
+    def _iterating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        within = self._within(DATA, original)
+
+        @functools.wraps(original)
+        def iterating(loader: Any) -> Any:
+            iterator = within(loader)
+            if self.finder.is_mine():
+                self.loaders.begins(loader, iterator, place_of_call(sys._getframe(1)))
+            return iterator
+
+        return iterating
+
+    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        within, took = self._within(DATA, original), self.loaders.took
+
+        @functools.wraps(original)
+        def taking(iterator: Any) -> Any:
+            batch = within(iterator)
+            took(iterator)
+            return batch
+
+        return taking
 
     def _within(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         finder = self.finder

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainstep.bench.ladder import NO_SLOWER, WIDE
@@ -133,6 +134,11 @@ class Ladder:
         taken = self.script.run(rung.name, together)
         if taken.failure or taken.captured is None:
             return self._row(rung.name, None, status="failed", reason=taken.failure, verdict="failed")
+        if rung.nothing:
+            if not (places := taken.log.facts.get("places", {}).get(rung.name)):
+                return self._row(rung.name, None, status="unsupported", reason=rung.nothing, verdict="not tried")
+            where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
+            rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
         try:
             found = self._judged(together, taken.captured)
         except CannotJudge as error:

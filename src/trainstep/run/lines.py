@@ -55,6 +55,19 @@ def place_of_call(frame: FrameType | None) -> Place:
     return found or Place("", 0, "")
 
 
+def shown_line(file: str | None, line: int | None) -> str:
+    """`train.py:31`; with its package where a file is a library's."""
+    parts = Path(file or "?").parts
+    inside = next((parts[at + 1 :] for at, part in enumerate(parts) if part.endswith("-packages")), parts[-1:])
+    return f"{'/'.join(inside)}:{line}"
+
+
+def line_of_call() -> str:
+    """As `shown_line`: the innermost line under way that is neither torch's, nor Python's, nor ours."""
+    place = place_of_call(sys._getframe(1))
+    return shown_line(place.file, place.line)
+
+
 class Lines:
     """Numbers lines of code by the calls made there; each is told to `on_new` once."""
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow, rows_of
 from trainstep.records import Row, Times, make_row, of_kind
+from trainstep.run.lines import shown_line
+from trainstep.run.loaders import main_loader
 from trainstep.run.log import RankLog
 from trainstep.run.steps import COMMUNICATION, DATA
 from trainstep.stats import summarize
@@ -115,6 +117,7 @@ def _step_row(
         first_step_ms=sum(steps[0]["host"].values()),
         waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
         hooks_ms=log.facts.get("cost_ms"),
+        loader=main_loader(log.facts.get("loaders", ())),
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )
@@ -215,13 +218,6 @@ def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[Recomp
             reasons=len(set(reasons)),
             seconds=sum(each["seconds"] or 0.0 for each in times),
         )
-
-
-def shown_line(file: str | None, line: int | None) -> str:
-    """`train.py:31`; with its package where a file is a library's."""
-    parts = Path(file or "?").parts
-    inside = next((parts[at + 1 :] for at, part in enumerate(parts) if part.endswith("-packages")), parts[-1:])
-    return f"{'/'.join(inside)}:{line}"
 
 
 def how_it_ended(log: RankLog, code: int | None) -> str:

@@ -38,6 +38,8 @@ class Rung:
     """The precision that it changes to."""
     instead_of: tuple[str, ...] = ()
     """Rungs that it takes the place of."""
+    nothing: str = ""
+    """Of a change that notes where it was made, in `Trial.places`: why there is no such place, if there is none."""
 
     @property
     def reference(self) -> str:
@@ -84,6 +86,18 @@ def bf16_autocast(trial: Trial) -> None:
         module.forward = cast
 
     trial.on_first_call.append(change)
+
+
+def fused_attention(trial: Trial) -> None:
+    """Attention that is written out is torch's fused one; code that is compiled is left to the compiler."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from trainstep.run.written_out import Finder
+
+    places = trial.places.setdefault("fused attention", {})
+    finder = Finder(places.__setitem__)
+    finder.install()
+    register_optimizer_step_post_hook(finder.updated)
 
 
 def compiled_models(trial: Trial) -> None:
@@ -141,6 +155,13 @@ def pinned_memory(trial: Trial) -> None:
             return _original(tensor, *args, **kwargs)
 
         setattr(torch.Tensor, name, functools.wraps(original)(moved))
+
+
+def late_reads(trial: Trial) -> None:
+    """`item()` of a tensor on a GPU gives a number that is read when it is needed, and `print` waits for none."""
+    from trainstep.run.late_reads import LateReads
+
+    LateReads(trial.places.setdefault("late reads", {}).__setitem__).install()
 
 
 def bucket_views(trial: Trial) -> None:
@@ -218,6 +239,10 @@ def _of_gpu(settings: Settings) -> str:
     return "" if settings["on_gpu"] else "it needs a GPU"
 
 
+def _of_reads(settings: Settings) -> str:
+    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
+
+
 def _of_tf32(settings: Settings) -> str:
     if settings["matmul"] != "highest":
         return f'the script sets it itself: float32 products are at "{settings["matmul"]}"'
@@ -293,12 +318,18 @@ RUNGS = (
     _rung("TF32 matmuls", tf32, _of_tf32, "tf32"),
     _rung("fused optimizer", fused_optimizers, _of_fused),
     _rung("bf16 autocast", bf16_autocast, _of_autocast, "bf16"),
+    _rung(
+        "fused attention",
+        fused_attention,
+        nothing="no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised",
+    ),
     _rung("our FlashAttention", our_attention, _of_gpu),
     _rung("channels last", channels_last, _of_channels),
     _rung("compiled blocks", compiled_blocks, _of_blocks),
     _rung("compiled model", compiled_models, _of_compile, instead_of=("compiled blocks",)),
     _rung("pinned memory", pinned_memory, _of_pinning),
     _rung("loader workers", workers, _of_workers),
+    _rung("late reads", late_reads, _of_reads, nothing="no line of the script calls item() of a tensor on a GPU"),
     _rung("DDP's buckets as gradients", bucket_views, _of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, _of_ddp("static_graph")),
 )

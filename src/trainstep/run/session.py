@@ -69,6 +69,7 @@ class Session:
         self._recompilations.start()
         self.log.write("facts", {"torch": torch.__version__})
         self.hooks.before_optimizer = self._before_optimizer
+        self.hooks.on_loader = self._write_loaders
         os.register_at_fork(after_in_child=self._forked)
 
     def finish(self) -> None:
@@ -86,6 +87,7 @@ class Session:
         self._write_queued(until_done=True)
         self._recompilations.look(self.finder.ended)
         self._recompilations.stop()
+        self._write_loaders()
         self.log.flush()
         if self.finder.ended and self.plan.has_cost:
             self.log.write("facts", {"cost_ms": self._cost_ms()})
@@ -230,6 +232,9 @@ class Session:
             self.log.write("note", {"text": found})
         else:
             self.log.write("row", {"row": sections_of(found)})
+
+    def _write_loaders(self) -> None:
+        self.log.write("facts", {"loaders": self.hooks.loaders.found()})
 
     def _new_line(self, number: int, place: Place, call: str) -> None:
         self.log.write("line", {"number": number, "call": call, **place._asdict()})

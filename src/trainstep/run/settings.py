@@ -81,7 +81,7 @@ class Settings:
         Args:
             optimizers: those that are about to step, or have stepped.
         """
-        made = [self._optimizers.get(id(each), {"class": type(each).__name__}) for each in optimizers]
+        made = [{"class": type(each).__name__, **self._optimizers.get(id(each), {})} for each in optimizers]
         for each, entry in zip(optimizers, made, strict=True):
             entry |= {name: bool(each.defaults.get(name)) for name in ("fused", "foreach")}
             entry["names"] = self._names(entry.pop("names", {}))

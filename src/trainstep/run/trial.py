@@ -41,6 +41,8 @@ class Trial:
         self._updates = 0
         self.on_first_call: list[Callable[[Any], object]] = []
         """Called with each model that is about to be called in training for the first time."""
+        self.places: dict[str, dict[str, str]] = {}
+        """Rung → line of code → how that was changed, of the rungs that find their places themselves."""
 
     def begin(self) -> None:
         """Before the script: seeds, and what replaces its sources."""
@@ -78,13 +80,7 @@ class Trial:
     def attach(self, session: Any) -> None:
         """The session's hooks are there."""
         self._finder, hooks = session.finder, session.hooks
-        before = hooks.before_optimizer
-
-        def before_optimizer(optimizer: Any) -> None:
-            self._update_begins(optimizer)
-            before(optimizer)
-
-        hooks.before_optimizer = before_optimizer
+        hooks.before_update = self._update_begins
         hooks.on_loss = self._capture.see_loss
 
     def finish(self) -> None:
@@ -93,6 +89,7 @@ class Trial:
             self._outermost.remove()
             self._settings.remove()
             self._capture.finish(self._finder.ended)
+            self._log.write("facts", {"places": self.places})
 
     def _update_begins(self, optimizer: Any) -> None:
         if self._capture.before_optimizer(optimizer):

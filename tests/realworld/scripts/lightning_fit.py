@@ -1,5 +1,6 @@
 """Lightning's Trainer with a module that calls its parts, and never itself."""
 
+import os
 import sys
 
 import lightning.pytorch as pl
@@ -7,11 +8,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+WIDTH, STEPS = int(os.environ.get("WIDTH", "64")), int(os.environ.get("STEPS", "16"))
+
 
 class Learner(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.encoder, self.head = nn.Sequential(nn.Linear(16, 64), nn.ReLU()), nn.Linear(64, 1)
+        self.encoder = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.head = nn.Linear(WIDTH, 1)
+        # by hand: from tests.run.by_hand import clock
+        # by hand: clock.around(self.encoder, "forward", "forward")
+        # by hand: clock.around(self.head, "forward", "forward")
+        # by hand: clock.around(torch.Tensor, "backward", "backward")
 
     def training_step(self, batch, index):
         (x,) = batch
@@ -20,11 +28,31 @@ class Learner(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
+    # by hand: def optimizer_zero_grad(self, epoch, index, optimizer):
+    # by hand:     from tests.run.by_hand import clock
+    # by hand:     clock("other")
+    # by hand:     optimizer.zero_grad()
+    # by hand:     clock("optimizer")
+
+    # by hand: def optimizer_step(self, epoch, index, optimizer, closure):
+    # by hand:     from tests.run.by_hand import clock
+    # by hand:     def passes():
+    # by hand:         clock("optimizer")
+    # by hand:         loss = closure()
+    # by hand:         clock("other")
+    # by hand:         return loss
+    # by hand:     clock("other")
+    # by hand:     optimizer.step(closure=passes)
+    # by hand:     clock("optimizer")
+    # by hand:     clock.step()
+
 
 def fit(folder, callbacks=()):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(default_root_dir=folder, accelerator="cpu", max_steps=16, callbacks=list(callbacks), **quiet)
-    trainer.fit(Learner(), DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=4))
+    trainer = pl.Trainer(
+        default_root_dir=folder, accelerator="cpu", max_steps=STEPS, callbacks=list(callbacks), **quiet
+    )
+    trainer.fit(Learner(), DataLoader(TensorDataset(torch.randn(4 * STEPS, 16)), batch_size=4))
 
 
 if __name__ == "__main__":

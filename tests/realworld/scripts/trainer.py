@@ -1,28 +1,37 @@
-"""transformers' Trainer with a tiny Llama, as a script has it: gradient accumulation, an evaluation, a clipped norm."""
+"""transformers' Trainer with a tiny model, as a script has it: gradient accumulation, an evaluation, a clipped norm.
+
+Its arguments: a folder, a model of tests/realworld/models.py (llama), and how many updates.
+"""
 
 import sys
 
-import torch
+from tests.realworld import models
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 
-class Text(Dataset):
+class Samples(Dataset):
+    """The model's batches, cut into samples."""
+
+    def __init__(self, batches):
+        named = [{"input_ids": each, "labels": each} if not isinstance(each, dict) else each for each in batches]
+        self.samples = [
+            {name: value[place] for name, value in each.items()} for each in named for place in range(models.BATCH)
+        ]
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
-        ids = torch.arange(32) * (index + 1) % 128
-        return {"input_ids": ids, "labels": ids}
+        return self.samples[index % len(self.samples)]
 
 
-def training(folder, callbacks=None):
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
+def training(folder, callbacks=None, name="llama", updates=14):
+    made = getattr(models, name)()
+    model, data = made.module, Samples(made.batches)
     arguments = TrainingArguments(
         folder,
-        max_steps=14,
+        max_steps=updates,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         eval_strategy="steps",
@@ -33,8 +42,15 @@ def training(folder, callbacks=None):
         use_cpu=True,
         disable_tqdm=True,
     )
-    return Trainer(LlamaForCausalLM(config), arguments, train_dataset=Text(), eval_dataset=Text(), callbacks=callbacks)
+    # by hand: import torch
+    # by hand: from tests.run.by_hand import clock
+    # by hand: clock.around(model, "forward", "forward")
+    # by hand: clock.around(torch.Tensor, "backward", "backward")
+    # by hand: clock.around(torch.nn.utils, "clip_grad_norm_", "optimizer")
+    # by hand: clock.around(torch.optim.Optimizer, "zero_grad", "optimizer")
+    # by hand: clock.around(torch.optim.AdamW, "step", "optimizer", ends=True)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
 
 if __name__ == "__main__":
-    training(sys.argv[1]).train()
+    training(sys.argv[1], None, *sys.argv[2:3], *map(int, sys.argv[3:4])).train()

@@ -1,20 +1,33 @@
 """Many small layers under torch's DistributedDataParallel on Gloo, each rank on data of its own."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+WIDTH = int(os.environ.get("WIDTH", "16"))
+
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
-layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16)) for _ in range(12)]
-model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 16), *layers, nn.Linear(16, 32)))
+layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(12)]
+model = DistributedDataParallel(nn.Sequential(nn.Embedding(32, WIDTH), *layers, nn.Linear(WIDTH, 32)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+# by hand: from tests.run.by_hand import clock
 for _ in range(40):
     tokens = torch.randint(32, (2, 13))
-    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    # by hand: clock("other")
+    logits = model(tokens[:, :-1])
+    # by hand: clock("forward")
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    # by hand: clock("other")
     optimizer.zero_grad()
+    # by hand: clock("optimizer")
     loss.backward()
+    # by hand: clock("backward")
     optimizer.step()
+    # by hand: clock("optimizer")
+    # by hand: clock.step()
 dist.destroy_process_group()

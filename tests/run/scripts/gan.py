@@ -1,21 +1,38 @@
 """Two models, each with its optimizer; the discriminator's step is told from the generator's."""
 
+import os
+
 import torch
 from torch import nn
 
-generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
-discriminator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+WIDTH, STEPS = int(os.environ.get("WIDTH", "32")), int(os.environ.get("STEPS", "12"))
+
+generator = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16))
+discriminator = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 for_generator = torch.optim.Adam(generator.parameters())
 for_discriminator = torch.optim.Adam(discriminator.parameters())
 criterion = nn.functional.binary_cross_entropy_with_logits
 real, fake = torch.ones(8, 1), torch.zeros(8, 1)
-for _ in range(12):
+# by hand: from tests.run.by_hand import clock
+# by hand: clock.around(generator, "forward", "forward")
+# by hand: clock.around(discriminator, "forward", "forward")
+# by hand: clock.around(torch.Tensor, "backward", "backward")
+for _ in range(STEPS):
+    # by hand: clock("other")
     for_discriminator.zero_grad()
+    # by hand: clock("optimizer")
     images = generator(torch.randn(8, 4))
     criterion(discriminator(torch.randn(8, 16)), real).backward()
     criterion(discriminator(images.detach()), fake).backward()
+    # by hand: clock("other")
     for_discriminator.step()
+    # by hand: clock("optimizer")
+    # by hand: clock.step(of=0)
 
     for_generator.zero_grad()
+    # by hand: clock("optimizer")
     criterion(discriminator(images), real).backward()
+    # by hand: clock("other")
     for_generator.step()
+    # by hand: clock("optimizer")
+    # by hand: clock.step(of=1)

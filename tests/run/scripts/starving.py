@@ -1,4 +1,5 @@
-"""A loader whose samples take longer than the step, and whose model stands behind a wrapper that is never called."""
+"""A loader whose one worker takes longer than the step, in memory that is not pinned; and a model behind a wrapper that
+is never called."""
 
 import time
 
@@ -27,7 +28,7 @@ class Learner(nn.Module):
 
 learner = Learner()
 optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
-for batch in DataLoader(Slow(), batch_size=2):
+for batch in DataLoader(Slow(), batch_size=2, num_workers=1):  # LOADER
     learner.training_step(batch).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -153,11 +153,12 @@ def data_bound(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in first_rank(rows):
         share = share_of(row, "data")
         if share >= DATA_BOUND:
+            where = " (the loader at {loader})" if row.loader else ""
             said = (
-                "A step waits {data_ms:ms} for its batch, {share:share} of it: more workers in the DataLoader, or less "
-                "work per sample, would shorten it by up to that."
+                f"A step waits {{data_ms:ms}} for its batch{where}, {{share:share}} of it: more workers in the "
+                "DataLoader, or less work per sample, would shorten it by up to that."
             )
-            yield found("data.bound", said, data_ms=row.times["data"].median, share=share)
+            yield found("data.bound", said, data_ms=row.times["data"].median, share=share, loader=row.loader)
 
 
 def launch_bound(rows: Sequence[Row]) -> Iterator[Finding]:

@@ -1,0 +1,255 @@
+"""Run `trainstep run` on real scripts as they are, and on the same with timers by hand: docs/results/cpu-run.json.
+
+    python docs/measure_run.py                          # all: a quarter of an hour on two cores
+    python docs/measure_run.py --scripts t5,gan
+    python docs/measure_run.py --scripts pretrain --ladder "fused attention,fused optimizer"
+
+A script is run twice: as it stands, which gives its phases and findings, and with the lines that its comments
+`# by hand: …` have, where `trainstep run` and these time the same steps at once. With --ladder it is climbed as well.
+What is measured again takes the place of what was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tests.run.by_hand import instrumented
+
+from tables import RESULTS
+from trainstep.kinds import ScriptRow, ScriptRungRow
+from trainstep.measure.environment import describe
+from trainstep.records import Row, of_kind, read_records
+from trainstep.report.subjects import run as subject
+from trainstep.run.log import log_path, read_log
+
+ROOT = Path(__file__).parents[1]
+KEPT = RESULTS / "cpu-run.json"
+OWN, LIBRARIES = ROOT / "tests/run/scripts", ROOT / "tests/realworld/scripts"
+SAID_OF = ("torch", "date", "commit")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One of them."""
+
+    what: str  # in the table
+    path: Path
+    arguments: tuple[str, ...] = ()  # FOLDER is a temporary one
+    package: str = "torch"
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gathers: bool = False  # whether its ranks wait for each other in forward too
+
+
+def _trainer(name: str, words: str, package: str = "transformers") -> Script:
+    return Script(f"Trainer, {words}", LIBRARIES / "trainer.py", ("FOLDER", name, "24"), package)
+
+
+def _loop(name: str, words: str, package: str = "torch") -> Script:
+    return Script(f"plain loop, {words}", LIBRARIES / "loop.py", (name, "24"), package)
+
+
+SCRIPTS = {
+    "pretrain": Script("nanoGPT's shape", OWN / "pretrain.py", ("40", "64", "128")),
+    "llama": _trainer("llama", "Llama"),
+    "gpt2": _trainer("gpt2", "GPT-2"),
+    "bert": _trainer("bert", "BERT"),
+    "t5": _trainer("t5", "T5"),
+    "qwen3": _trainer("qwen3", "Qwen3"),
+    "mixtral": _trainer("mixtral", "Mixtral"),
+    "vit": _trainer("vit", "ViT"),
+    "whisper": _trainer("whisper", "Whisper"),
+    "lora": _trainer("lora", "LoRA of PEFT", "peft"),
+    "accelerate": Script(
+        "Accelerate", LIBRARIES / "accelerated.py", (), "accelerate", environment={"WIDTH": "768", "STEPS": "30"}
+    ),
+    "lightning": Script(
+        "Lightning",
+        LIBRARIES / "lightning_fit.py",
+        ("FOLDER",),
+        "lightning",
+        environment={"WIDTH": "768", "STEPS": "30"},
+    ),
+    "unet": _loop("unet", "UNet of diffusers", "diffusers"),
+    "resnet": _loop("resnet", "ResNet", "transformers"),
+    "timm_vit": _loop("timm_vit", "ViT of timm", "timm"),
+    "timm_resnet": _loop("timm_resnet", "ResNet of timm", "timm"),
+    "lstm": _loop("lstm", "LSTM"),
+    "gan": Script("GAN, two optimizers", OWN / "gan.py", environment={"WIDTH": "768", "STEPS": "30"}),
+    "ddp": Script("DDP, two ranks", OWN / "ddp.py", ranks=2, environment={"WIDTH": "256"}),
+    "fsdp": Script("FSDP2, two ranks", OWN / "fsdp.py", ranks=2, environment={"WIDTH": "256"}, gathers=True),
+}
+
+
+def run(script: Script, out: Path, path: Path, options: Sequence[str], limit_s: float) -> tuple[list[Row], str]:
+    """Run it under `trainstep run`: the rows, and the last line of what was said."""
+    launch = [sys.executable, "-m"]
+    if script.ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={script.ranks}", "-m"]
+    arguments = [str(out / "written") if each == "FOLDER" else each for each in script.arguments]
+    words = [*launch, "trainstep", "run", "--out", str(out), *options, str(path), *arguments]
+    environment = os.environ | script.environment | {"BY_HAND": str(out / "by-hand")}
+    out.mkdir()
+    with (out / "said").open("w") as said:
+        subprocess.run(words, cwd=ROOT, env=environment, stdout=said, stderr=said, timeout=limit_s, check=False)
+    rows = read_records(out / "results.jsonl") if (out / "results.jsonl").exists() else []
+    lines = [line for line in (out / "said").read_text(errors="replace").splitlines() if line.strip()]
+    return rows, lines[-1] if lines else ""
+
+
+def of_phases(phases: Mapping[str, float], gathers: bool = False) -> dict[str, float]:
+    """What both ways of timing tell apart: by hand, waiting for other ranks is a part of the pass that does it.
+
+    Args:
+        phases: of a step, with the whole of it as "step".
+        gathers: whether ranks also wait for each other in forward, so that the two passes are one.
+    """
+    forward, passed = phases.get("forward", 0.0), phases.get("backward", 0.0) + phases.get("communication", 0.0)
+    passes = {"both passes": forward + passed} if gathers else {"forward": forward, "backward": passed}
+    found = passes | {"optimizer": phases.get("optimizer", 0.0)}
+    return found | {"the rest": phases["step"] - sum(found.values())}
+
+
+def difference(
+    steps: Sequence[Mapping[str, float]], by_hand: Sequence[Mapping[str, float]], gathers: bool = False
+) -> tuple[str, float]:
+    """The phase that differs most from the timers by hand, and by how much of the step: medians over the same steps.
+
+    Args:
+        steps: phase → milliseconds of each.
+        by_hand: what the timers say of each.
+        gathers: as `of_phases` has it.
+    """
+    whole = [sum(ms for name, ms in each.items() if name != "of") for each in by_hand]
+    apart: dict[str, list[float]] = {}
+    for own, theirs, ms in zip(steps, by_hand, whole, strict=True):
+        found = of_phases({**own, "step": sum(own.values())}, gathers)
+        for name, expected in of_phases({**theirs, "step": ms}, gathers).items():
+            apart.setdefault(name, []).append(found[name] - expected)
+    medians = {name: abs(statistics.median(each)) for name, each in apart.items()}
+    most = max(medians, key=lambda name: medians[name])
+    return most, medians[most] / statistics.median(whole)
+
+
+def told(rows: Sequence[Row]) -> list[str]:
+    """What was found, shortly."""
+    said: list[str] = []
+    for finding in (each for rule in subject.RULES for each in rule(rows)):
+        figures: Mapping[str, Any] = finding.figures
+        if finding.id == "script.accumulates":
+            said.append(f"{figures['backwards']:g} backward passes a step")
+        elif finding.id == "script.evaluated":
+            said.append(f"{figures['evaluated']} steps with an evaluation")
+        elif finding.id == "data.bound":
+            said.append(f"waits for data at {figures['loader']}")
+        elif finding.id == "waits.would":
+            first, *others = figures["lines"]
+            said.append(f"reads tensors at {first}" + (f" and {len(others)} more lines" if others else ""))
+        elif finding.id == "compiled.again":
+            said.append(f"compiled {figures['compilations']} times at {figures['line']}")
+        elif finding.id in ("ranks.late", "ranks.even"):
+            said.append(f"rank {figures['rank']} is late" if finding.id == "ranks.late" else "no rank is late")
+    return list(dict.fromkeys(said))
+
+
+def measure(script: Script, limit_s: float) -> dict[str, Any]:
+    """Both runs of a script."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = ["--profiled-steps", "0", "--no-memory"]
+        rows, last = run(script, folder / "as-it-is", script.path, options, limit_s)
+        every = [row for row in of_kind(rows, ScriptRow) if not row.rank]
+        if not every or any(row.status != "ok" for row in every):
+            return {"failed": every[0].reason if every else last}
+        edited = folder / script.path.name
+        edited.write_text(instrumented(script.path.read_text(encoding="utf-8")), encoding="utf-8")
+        timed, _ = run(script, folder / "by-hand", edited, options, limit_s)
+        by_hand = json.loads((folder / "by-hand" / "by-hand-0").read_text())
+        noted = read_log(log_path(folder / "by-hand", 0)).steps
+    same = [row for row in of_kind(timed, ScriptRow) if not row.rank]
+    parts = []
+    for place, (row, again) in enumerate(zip(every, same, strict=True)):
+        own = [step for step in noted if step["updated"] == list(again.optimizers or ())]
+        theirs = by_hand if len(every) == 1 else [step for step in by_hand if step["of"] == place]
+        theirs = theirs[: len(own)]  # after the script's end come steps that find out what hooks cost
+        usual = [pair for pair in zip(own, theirs, strict=True) if "evaluations" not in pair[0]][again.left_out :]
+        phase, share = difference([each["host"] for each, _ in usual], [each for _, each in usual], script.gathers)
+        parts.append(
+            {
+                "updates": row.updates,
+                "seen": row.steps_seen,
+                "timed": row.n,
+                "step_ms": row.step_ms,
+                "shares": {name: subject.share_of(row, name) for name in subject.PHASES if name in row.times},
+                "apart": phase,
+                "apart_share": share,
+            }
+        )
+    return {"parts": parts, "found": told(rows)}
+
+
+def climb(script: Script, rungs: str, steps: int, limit_s: float) -> dict[str, Any]:
+    """The script's ladder: its rungs, each with its speed-up over the script as it is."""
+    with tempfile.TemporaryDirectory() as name:
+        options = ["--ladder", "--steps", str(steps), "--rungs", rungs]
+        rows, last = run(script, Path(name) / "ladder", script.path, options, limit_s)
+    every = of_kind(rows, ScriptRungRow)
+    if not every:
+        return {"failed": last}
+    names = ("rung", "verdict", "kept", "reason", "speedup", "speedup_low", "speedup_high")
+    return {"baseline": every[0].verdict, "why": every[0].reason} | {
+        "tried": [{name: getattr(row, name) for name in names} for row in every if row.rung != "baseline"]
+    }
+
+
+def main() -> None:
+    """Measure what was asked for, and keep it beside what is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", default=",".join(SCRIPTS))
+    parser.add_argument("--ladder", default="", help="rungs by name, divided by commas: climb instead")
+    parser.add_argument("--steps", type=int, default=16, help="of each of a ladder's runs")
+    parser.add_argument("--seconds", type=float, default=300, help="of a run, after which it is ended")
+    given = parser.parse_args()
+    environment = describe(torch.device("cpu"))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    for name in given.scripts.split(","):
+        script, start = SCRIPTS[name], time.monotonic()
+        if importlib.util.find_spec(script.package) is None:
+            print(f"{name:12} left out: there is no {script.package} here", flush=True)
+            continue
+        if given.ladder:
+            cell: dict[str, Any] = {"ladder": climb(script, given.ladder, given.steps, 4 * given.seconds)}
+        else:
+            cell = measure(script, given.seconds)
+        kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+        said = {each: environment[each] for each in SAID_OF} | {"cores": os.cpu_count()}
+        if given.ladder:
+            cell["ladder"] |= said
+            cell = kept.get(name, {}) | cell
+        else:
+            cell |= said | {"what": script.what, "script": script.path.name}
+            cell |= {"ladder": kept[name]["ladder"]} if "ladder" in kept.get(name, {}) else {}
+        kept[name] = cell
+        kept = {each: kept[each] for each in SCRIPTS if each in kept}
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(f"{name:12} {time.monotonic() - start:4.0f} s {json.dumps(cell)[:300]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

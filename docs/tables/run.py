@@ -1,0 +1,76 @@
+"""The table of scripts under `trainstep run`: what was found, and how it compares with timers by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tables import RESULTS, DirtyError, NotMeasuredError
+from trainstep.report.subjects.run import PHASES
+from trainstep.report.tables import Table, text_table
+
+SHOWN = 0.05
+"""Phases of at least this share of all phases' medians are named."""
+
+
+def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
+    """Where and when they were measured, and the scripts with what came out."""
+    path = RESULTS / "cpu-run.json"
+    if not path.exists():
+        raise NotMeasuredError(path.name)
+    scripts = json.loads(path.read_text(encoding="utf-8"))
+    said = set()
+    for cell in (each for script in scripts.values() for each in (script, script.get("ladder")) if each):
+        if str(cell["commit"]).endswith("+"):
+            raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
+        said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
+    cores = {cell["cores"] for cell in scripts.values()}
+    return (
+        f"a CPU of {' or '.join(map(str, sorted(cores)))} cores that other work shared; {'; '.join(sorted(said))}",
+        scripts,
+    )
+
+
+def scripts() -> Table:
+    """Each script's steps, phases and findings, and how far phases are from the same script's timers by hand."""
+    where, found = _kept()
+    lines = []
+    for script in found.values():
+        if "failed" in script:
+            lines.append((script["what"], "–", "–", script["failed"], "–", "–"))
+        for place, part in enumerate(script.get("parts", ())):
+            whole = sum(part["shares"].values())  # a busy machine's steps have a longer median than their phases
+            shares = sorted(((share / whole, name) for name, share in part["shares"].items()), reverse=True)
+            phases = ", ".join(f"{PHASES[name]} {share:.0%}" for share, name in shares if share >= SHOWN)
+            lines.append(
+                (
+                    script["what"] + (f", {part['updates']}" if part["updates"] else ""),
+                    f"{part['seen']} ({part['timed']})",
+                    phases,
+                    "" if place else "; ".join(script["found"]) or "nothing",
+                    f"{part['apart_share']:.1%} ({part['apart']})",
+                    "" if place else _ladder(script.get("ladder")),
+                )
+            )
+    titles = ("script", "steps (timed)", "phases", "found", "off by hand", "ladder, speed-up [95 %]")
+    return text_table("scripts", where, titles, lines)
+
+
+def _ladder(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return "not climbed"
+    if "failed" in cell or cell["baseline"] != "baseline":
+        return f"not judged: {cell.get('failed') or cell['why']}"
+    return "; ".join(map(_rung, cell["tried"]))
+
+
+def _rung(row: Mapping[str, Any]) -> str:
+    if row["speedup"] is None:
+        return f"{row['rung']}: {row['verdict']}{' (' + row['reason'] + ')' if row['reason'] else ''}"
+    low, high = row["speedup_low"], row["speedup_high"]
+    within = f" [{low:.2f}–{high:.2f}]" if low is not None else ""
+    return f"{row['rung']}: {row['speedup']:.2f}×{within}, {'proven and kept' if row['kept'] else 'not kept'}"
+
+
+TABLES = {"scripts": scripts}

@@ -1,0 +1,50 @@
+"""The loaders that a script takes batches from: the lines where it does, what they were given, and how many batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainstep.run.lines import Place, shown_line
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+class Loaders:
+    """Told of each loader that is iterated over, and of each batch."""
+
+    def __init__(self, on_new: Callable[[], object]) -> None:
+        self._by_iterator: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._on_new = on_new
+
+    def begins(self, loader: DataLoader[Any], iterator: Any, place: Place) -> None:
+        """Batches will come from an iterator over a loader, for a line of code."""
+        line = shown_line(place.user_file or place.file, place.user_line or place.line)
+        entry = {"line": line, "workers": loader.num_workers, "is_pinned": bool(loader.pin_memory)}
+        known = tuple(entry.values())
+        is_new = known not in self._found
+        self._by_iterator[iterator] = self._found.setdefault(known, entry | {"batches": 0})
+        if is_new:
+            self._on_new()
+
+    def took(self, iterator: Any) -> None:
+        """A batch came from it."""
+        entry = self._by_iterator.get(iterator)
+        if entry is not None:
+            entry["batches"] += 1
+
+    def found(self) -> list[dict[str, Any]]:
+        """line, workers, is_pinned and batches of each."""
+        return list(self._found.values())
+
+
+def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:
+    """The loader that most batches came from, in words: `train.py:31, 1 worker, memory not pinned`."""
+    if not found:
+        return None
+    most = max(found, key=lambda each: each["batches"])
+    workers = f"{most['workers'] or 'no'} worker{'s' * (most['workers'] != 1)}"
+    return f"{most['line']}, {workers}, memory {'pinned' if most['is_pinned'] else 'not pinned'}"

@@ -1,0 +1,24 @@
+"""A plain loop over any model of tests/realworld/models.py; its arguments are the model's name and how many updates."""
+
+import sys
+
+from tests.realworld import models
+from torch.utils.data import DataLoader
+
+made = getattr(models, sys.argv[1])()
+model, updates = made.module, int(sys.argv[2])
+optimizer = made.optimizer(model.parameters())
+batches = list(made.batches)
+# by hand: from tests.run.by_hand import clock
+for batch in DataLoader([batches[place % len(batches)] for place in range(updates)], batch_size=None):
+    # by hand: clock("other")
+    output = made.forward(model, batch)
+    # by hand: clock("forward")
+    loss = made.loss(output, batch)
+    # by hand: clock("other")
+    loss.backward()
+    # by hand: clock("backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    # by hand: clock("optimizer")
+    # by hand: clock.step()

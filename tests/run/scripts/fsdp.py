@@ -1,0 +1,38 @@
+"""Blocks under FSDP2's fully_shard on Gloo, each rank on data of its own."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+WIDTH = int(os.environ.get("WIDTH", "16"))
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(4)]
+model = nn.Sequential(nn.Embedding(32, WIDTH), *layers, nn.Linear(WIDTH, 32))
+for layer in layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(dist.get_rank())
+# by hand: from tests.run.by_hand import clock
+for _ in range(24):
+    tokens = torch.randint(32, (2, 13))
+    # by hand: clock("other")
+    logits = model(tokens[:, :-1])
+    # by hand: clock("forward")
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    # by hand: clock("other")
+    loss.backward()
+    # by hand: clock("backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    # by hand: clock("optimizer")
+    # by hand: clock.step()
+dist.destroy_process_group()
