@@ -45,6 +45,7 @@ def wait_for(condition, running):
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_started_again_and_the_curve_goes_on(tmp_path):
     out, dice = tmp_path / "run", random.Random(time.time_ns())
     step = dice.randint(11, 50)

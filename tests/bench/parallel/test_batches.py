@@ -228,6 +228,7 @@ def odd():
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_under_torchrun_the_first_rank_says_what_is_wrong(tmp_path):
     (tmp_path / "odd_batch.py").write_text(FACTORY)
     command = [
