@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ import torch
 from tests import hosts
 from tests import slurm as slurm_cluster
 from tests.workers import Workers
-
-STARTING = ("distributed", "hosts", "slurm")
-"""Markers of tests that start several processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,20 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    items[:] = _spread(items)
-
-
-def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files whose tests start processes evenly among the others, each whole: of several that run at a time under
-    `pytest -n`, the processes would share the same cores."""
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    groups: dict[bool, list[list[pytest.Item]]] = {True: [], False: []}
-    for own in files.values():
-        groups[any(marker in item.keywords for item in own for marker in STARTING)].append(own)
-    places = [((number + 0.5) / len(group), own) for group in groups.values() for number, own in enumerate(group)]
-    return [item for _, own in sorted(places, key=lambda place: place[0]) for item in own]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

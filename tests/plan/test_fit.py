@@ -124,6 +124,7 @@ def test_of_any_blocks(shapes, mib, rate):
         assert choose(problem, mib * MIB).seconds == pytest.approx(best, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_forty_eight_blocks_take_seconds():
     """Alike blocks are the hardest for a solver: any of them will do."""
     problem = step(*(block(f"b{index}", results=[(50 + size, 0.001) for size in range(8)]) for index in range(48)))

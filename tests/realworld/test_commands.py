@@ -23,6 +23,7 @@ from trainstep.workload import Workload, WorkloadSource, factory_source
 pytestmark = pytest.mark.realworld
 
 TEN = ["llama", "gpt2", "qwen3", "mixtral", "bert", "t5", "whisper", "resnet", "lora", "unet"]
+LONG = ("t5", "unet")  # what they cost is much, and what they find the others do
 CONFIG = StepConfig(device="cpu")
 
 
@@ -36,7 +37,9 @@ def assert_measured(rows: list[Row]) -> None:
     assert [(row.status, row.reason) for row in rows if row.status != "ok"] == []
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in LONG else []) for name in TEN]
+)
 def test_memory_is_one_figure_however_it_is_looked_at(name: str) -> None:
     source = source_of(name)
     [step] = run_cases([StepCase(source, CONFIG, warmup=2, steps=1)], check=False)

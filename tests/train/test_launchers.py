@@ -216,6 +216,7 @@ def log(tmp_path, job):
 
 @pytest.mark.slurm
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_a_run_that_slurm_puts_back_into_the_queue_goes_on(submit, slurm, tmp_path):
     job = submit()
     slurm.until(lambda: updates(tmp_path) >= 13 and any(tmp_path.glob("run/checkpoints/step-*")), 120)

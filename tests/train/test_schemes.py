@@ -83,9 +83,9 @@ def test_a_run_goes_on_from_two_ranks_to_one_to_four(two, four, tmp_path):
 @pytest.mark.parametrize(
     "chain",
     [
-        ("sharded-optimizer", "single", "sharded-optimizer"),
+        pytest.param(("sharded-optimizer", "single", "sharded-optimizer"), marks=pytest.mark.thorough),
         ("fsdp", "sharded-optimizer", "hsdp"),
-        ("sharded-optimizer", "fsdp", "ddp"),
+        pytest.param(("sharded-optimizer", "fsdp", "ddp"), marks=pytest.mark.thorough),
     ],
     ids="-".join,
 )

@@ -1,8 +1,10 @@
 """Every configuration that is shipped, compiled for its GPU without one: it fits, and on Hopper uses its hardware."""
 
 import itertools
+import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 
 import pytest
 
@@ -28,8 +30,15 @@ def _hopper(row: HopperTileCase) -> Compiled:
     return compile_hopper(row.kernel, HOPPER[row], row.head_dim, row.is_causal)
 
 
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Executor]:
+    """Two processes, started anew: one that is forked has locks of threads that it does not have, and may crash."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("arch", CAPABILITY)
-def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
+def test_every_portable_configuration_compiles_and_fits(arch: str, compilers: Executor) -> None:
     # A causal kernel contains the full one: where both have one configuration, compiling it says both.
     rows = [
         row
@@ -37,8 +46,7 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
         if row.gpu == arch and (row.is_causal or tile != PORTABLE[row._replace(is_causal=True)])
     ]
     assert len(rows) >= 45
-    with ProcessPoolExecutor(2) as pool:
-        compiled = dict(zip(rows, pool.map(_portable, rows), strict=True))
+    compiled = dict(zip(rows, compilers.map(_portable, rows), strict=True))
     too_large = {row: c.shared_bytes for row, c in compiled.items() if c.shared_bytes > LIMITS[arch]}
     assert not too_large
     # A kernel that the compiler found to be undefined is a trap, which compiles and fits as well.
@@ -52,11 +60,10 @@ def test_every_portable_configuration_compiles_and_fits(arch: str) -> None:
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
 
 
-def test_every_hopper_configuration_compiles_and_fits() -> None:
-    with ProcessPoolExecutor(2) as pool:
-        compiled = list(zip(HOPPER, pool.map(_hopper, HOPPER), strict=True))
-        fused = list(itertools.product(FUSED_TILES, (False, True)))
-        compiled += zip(fused, pool.map(compile_fused, *zip(*fused, strict=True)), strict=True)
+def test_every_hopper_configuration_compiles_and_fits(compilers: Executor) -> None:
+    compiled = list(zip(HOPPER, compilers.map(_hopper, HOPPER), strict=True))
+    fused = list(itertools.product(FUSED_TILES, (False, True)))
+    compiled += zip(fused, compilers.map(compile_fused, *zip(*fused, strict=True)), strict=True)
     for row, result in compiled:
         assert result.shared_bytes <= LIMITS["sm_90"], row
         assert "wgmma.mma_async" in result.ptx, row

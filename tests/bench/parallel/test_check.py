@@ -69,6 +69,7 @@ def test_each_part_finds_what_the_others_cannot(wrong):
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_unusual_right_schemes_are_found_right(two):
     names = list(RIGHT)[::2]
     found = two.run(judge_right, names)[0]
