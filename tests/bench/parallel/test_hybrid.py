@@ -48,6 +48,7 @@ def _some_apart(process, named):
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_replicas_agree_with_one_process_and_send_what_is_planned(four):
     named = [("hsdp", None), ("torch-hsdp", None), ("hsdp", 3), ("hsdp", 4)]
     rows, *nothing = four.run(_some_apart, named)

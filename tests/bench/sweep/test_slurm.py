@@ -208,8 +208,10 @@ def test_each_reason_to_wait_is_said_once(slurm, tmp_path, monkeypatch):
 
 
 def test_slurm_may_be_away_for_a_while_and_jobs_holds_over_all_arrays(slurm, tmp_path, monkeypatch):
-    noted = "(out / 'started').touch(); begun = time.time(); time.sleep(1); "
-    noted += "(out / 'span').write_text(f'{begun} {time.time()}'); done()"
+    # The first waits for a second one, however late that starts on a busy machine.
+    noted = "begun = time.time(); (out / 'started').touch()\n"
+    noted += "while len(list(out.parent.glob('*/started'))) < 2 and time.time() < begun + 60: time.sleep(0.1)\n"
+    noted += "time.sleep(1); (out / 'span').write_text(f'{begun} {time.time()}'); done()"
     one = Sweeping(slurm, tmp_path, monkeypatch, *[noted] * 5, jobs=2)
     one.started(0)
     slurm.stop("slurmctld")
