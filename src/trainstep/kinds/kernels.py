@@ -157,8 +157,23 @@ class AttentionRow(GpuState, Timed, kind="attention"):
     score_matrices_at_peak: float | None = None
 
 
-class FusedRow(GpuState, Timed, kind="fused operator"):
-    """One case of `bench fused`: times of forward, backward and both (of AdamW both alone), memory, and errors."""
+class PassRatios(Row):
+    """Ratios of passes taken in turns, below 1 where ours are faster; the intervals are those within this run."""
+
+    rounds: int | None = None
+    forward: float | None = None
+    forward_low: float | None = None
+    forward_high: float | None = None
+    backward: float | None = None
+    backward_low: float | None = None
+    backward_high: float | None = None
+    both: float | None = None
+    both_low: float | None = None
+    both_high: float | None = None
+
+
+class FusedSettings(Row):
+    """Rows of one implementation of a fused operator."""
 
     operator: str = setting()
     impl: str = setting()
@@ -169,6 +184,11 @@ class FusedRow(GpuState, Timed, kind="fused operator"):
     heads: int = setting()
     vocab_size: int = setting()
     dtype: str = setting()
+
+
+class FusedRow(FusedSettings, GpuState, Timed, kind="fused operator"):
+    """One case of `bench fused`: times of forward, backward and both (of AdamW both alone), memory, and errors."""
+
     rounds: int | None = None  # in turns with the other implementations; samples come round after round
     package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours
     before_backward_gib: float | None = None  # what forward left, its inputs apart
@@ -180,39 +200,14 @@ class FusedRow(GpuState, Timed, kind="fused operator"):
     error_nearest: str | None = None  # which that is
 
 
-class FusedRatioRow(Row, kind="fused ratio"):
-    """Our operator over another implementation's on one shape, in one run: times, below 1 where ours are faster.
+class FusedRatioRow(FusedSettings, PassRatios, kind="fused ratio"):
+    """Our operator over another implementation's on one shape, in one run."""
 
-    The intervals are those within this run.
-    """
-
-    operator: str = setting()
-    impl: str = setting()
     peer: str = setting()
-    shape: str = setting()
-    tokens: int = setting()
-    d_model: int = setting()
-    d_ff: int = setting()
-    heads: int = setting()
-    vocab_size: int = setting()
-    dtype: str = setting()
-    rounds: int | None = None
-    forward: float | None = None
-    forward_low: float | None = None
-    forward_high: float | None = None
-    backward: float | None = None
-    backward_low: float | None = None
-    backward_high: float | None = None
-    both: float | None = None
-    both_low: float | None = None
-    both_high: float | None = None
 
 
-class AttentionRatioRow(Row, kind="attention ratio"):
-    """Our kernels over a peer's on one shape, in one run: times, below 1 where ours are faster.
-
-    The intervals are those within this run.
-    """
+class AttentionRatioRow(PassRatios, kind="attention ratio"):
+    """Our kernels over a peer's on one shape, in one run."""
 
     impl: str = setting()
     peer: str = setting()
@@ -222,13 +217,3 @@ class AttentionRatioRow(Row, kind="attention ratio"):
     head_dim: int = setting()
     causal: str = setting()  # yes or no
     dtype: str = setting()
-    rounds: int | None = None
-    forward: float | None = None
-    forward_low: float | None = None
-    forward_high: float | None = None
-    backward: float | None = None
-    backward_low: float | None = None
-    backward_high: float | None = None
-    both: float | None = None
-    both_low: float | None = None
-    both_high: float | None = None
