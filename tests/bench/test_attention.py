@@ -184,8 +184,7 @@ def test_garbage_is_looked_for_after_cases_and_failures_but_not_after_rounds(mon
     """It takes longer than a round of a short case."""
     looked, timed = [], []
     monkeypatch.setattr(outcome, "release_memory", lambda **options: looked.append("case"))
-    for room in (bench, turns):
-        monkeypatch.setattr(room, "release_memory", lambda **options: looked.append(options))
+    monkeypatch.setattr(turns, "release_memory", lambda **options: looked.append(options))
     original = bench._time_round
 
     def fails_later(checked, case, *arguments):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,10 @@ from torch import Tensor
 from trainstep.attention import attention, flash_attn
 from trainstep.bench.cases import AttentionCase
 from trainstep.bench.check.attention import NAMES, STATISTICS, Errors, Implementation, check, random_inputs
-from trainstep.bench.outcome import Failure, failed_row, release_memory
-from trainstep.bench.turns import Checked, compilations, flush_for, ratio_columns, take_turns
+from trainstep.bench.outcome import Failure, failed_row
+from trainstep.bench.turns import Checked, by_problem, compilations, flush_for, ratio_columns, take_turns
 from trainstep.casting import DTYPES
 from trainstep.config import PhaseContext
-from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRatioRow, AttentionRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
@@ -54,17 +52,15 @@ def run_cases(
         passes: timed passes of a case, divided among the rounds.
         rounds: turns that the implementations of one shape take, each round in an order drawn anew.
     """
-    if warmup < 1 or passes < 1 or rounds < 1:
-        raise UsageError(f"warmup is {warmup}, passes {passes} and rounds {rounds}; expected at least one of each")
     target = resolve_device(device)
-    shapes: dict[tuple[Any, ...], list[AttentionCase]] = {}
-    for case in cases:
-        shapes.setdefault((case.shape, case.causal, case.dtype), []).append(case)
-    for alike in shapes.values():
-        try:
-            rows = _measure_in_turns(alike, target, warmup, passes, min(rounds, passes))
-        finally:
-            release_memory()
+    for rows in by_problem(
+        cases,
+        lambda case: (case.shape, case.causal, case.dtype),
+        lambda alike, rounds: _measure_in_turns(alike, target, warmup, passes, rounds),
+        warmup=warmup,
+        passes=passes,
+        rounds=rounds,
+    ):
         yield from rows
         yield from ratio_rows(rows)
 

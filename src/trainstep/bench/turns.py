@@ -7,7 +7,7 @@ the device busy while the host launches the pass.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainstep.bench.outcome import Failure, attempt, caught, release_memory
+from trainstep.errors import UsageError
 from trainstep.measure.timing import Sample
 from trainstep.records import Scalar
 from trainstep.stats import in_rounds, ratio_of_rounds
 
 Case = TypeVar("Case", bound=Hashable)
 Wrong = TypeVar("Wrong")
+Measured = TypeVar("Measured")
 
 FLUSH_BYTES = {"cuda": 512 * 2**20, "cpu": 0}
 """Written before each pass: several times any L2, and a tenth of a millisecond of device time. Nothing on a CPU."""
@@ -46,6 +48,37 @@ def flush_for(device: torch.device) -> Tensor:
 def compilations() -> int:
     """Graphs that torch.compile has compiled so far in this process."""
     return int(counters["stats"]["unique_graphs"])
+
+
+def by_problem(
+    cases: Iterable[Case],
+    problem: Callable[[Case], Hashable],
+    measure: Callable[[list[Case], int], list[Measured]],
+    *,
+    warmup: int,
+    passes: int,
+    rounds: int,
+) -> Iterator[list[Measured]]:
+    """The rows of the cases of each problem, once they are known; no memory is held from one problem to the next.
+
+    Args:
+        problem: of a case, which it shares with those that it is measured beside.
+        measure: the rows of cases of one problem, in so many rounds.
+
+    Raises:
+        UsageError: no pass, no round, or no pass before the timed ones.
+    """
+    if warmup < 1 or passes < 1 or rounds < 1:
+        raise UsageError(f"warmup is {warmup}, passes {passes} and rounds {rounds}; expected at least one of each")
+    problems: dict[Hashable, list[Case]] = {}
+    for case in cases:
+        problems.setdefault(problem(case), []).append(case)
+    for alike in problems.values():
+        try:
+            rows = measure(alike, min(rounds, passes))
+        finally:
+            release_memory()
+        yield rows
 
 
 def take_turns(

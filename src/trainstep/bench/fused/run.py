@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -15,10 +14,9 @@ from trainstep.bench.cases import FusedCase
 from trainstep.bench.check.fused import Budget
 from trainstep.bench.fused import passes as operator_passes
 from trainstep.bench.fused import problems, updates
-from trainstep.bench.outcome import Failure, failed_row, release_memory
-from trainstep.bench.turns import Checked, compilations, flush_for, ratio_columns, take_turns
+from trainstep.bench.outcome import Failure, failed_row
+from trainstep.bench.turns import Checked, by_problem, compilations, flush_for, ratio_columns, take_turns
 from trainstep.config import PhaseContext, no_phases
-from trainstep.errors import UsageError
 from trainstep.kinds import FusedRatioRow, FusedRow
 from trainstep.measure.environment import describe, gpu_state
 from trainstep.measure.memory import GIB, step_memory
@@ -42,17 +40,15 @@ def run_cases(
         passes: timed passes of a case, divided among the rounds.
         rounds: turns that the implementations of a problem take, each round in an order drawn anew.
     """
-    if warmup < 1 or passes < 1 or rounds < 1:
-        raise UsageError(f"warmup is {warmup}, passes {passes} and rounds {rounds}; expected at least one of each")
     target = resolve_device(device)
-    problems_of: dict[tuple[Any, ...], list[FusedCase]] = {}
-    for case in cases:
-        problems_of.setdefault((case.operator, case.shape, case.dtype), []).append(case)
-    for alike in problems_of.values():
-        try:
-            rows = _measure(alike, target, warmup, passes, min(rounds, passes))
-        finally:
-            release_memory()
+    for rows in by_problem(
+        cases,
+        lambda case: (case.operator, case.shape, case.dtype),
+        lambda alike, rounds: _measure(alike, target, warmup, passes, rounds),
+        warmup=warmup,
+        passes=passes,
+        rounds=rounds,
+    ):
         yield from rows
         if target.type == "cuda":  # Triton's interpreter says nothing of speed
             yield from ratio_rows(rows)
