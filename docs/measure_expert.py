@@ -1,0 +1,165 @@
+"""A script as its defaults have it, climbed by `trainstep run --ladder`, beside what an expert writes by hand.
+
+    python docs/measure_expert.py vit_large                       # on a GPU: five to ten minutes
+    python docs/measure_expert.py llama_1b --steps 12
+    python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
+
+The expert's script is run twice before the ladder and twice after it, so that what drifts reaches both. Kept in
+docs/results/h200-run.json, a cell a script; what is measured again takes the place of what was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tables import RESULTS
+from trainstep.kinds import ScriptRow, ScriptRungRow
+from trainstep.measure.environment import describe
+from trainstep.records import Row, of_kind, read_records
+from trainstep.stats import Ratio, ratio_of_runs
+
+ROOT = Path(__file__).parents[1]
+KEPT = RESULTS / "h200-run.json"
+SCRIPTS = ROOT / "tests/realworld/scripts"
+SAID_OF = ("gpu", "torch", "date", "commit")
+COLUMNS = ("rung", "status", "verdict", "kept", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
+COLUMNS += ("speedup", "speedup_low", "speedup_high", "gradient_error", "error_budget", "peak_gib")
+TOP = "all that was kept"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A script as it is, and as an expert has it."""
+
+    what: str
+    path: str
+    plain: tuple[str, ...]
+    expert: tuple[str, ...]
+    rungs: str
+    by_hand: str
+    """What the expert's has."""
+
+
+NANOGPT = ("--eval_iters=10", "--gradient_accumulation_steps=4", "--max_iters=60")
+PAIRS = {
+    "llama_1b": Pair(
+        "Trainer, Llama of 1.2 B, 4 × 1,024 tokens",
+        str(SCRIPTS / "llama_1b.py"),
+        ("FOLDER", "plain", "60"),
+        ("FOLDER", "expert", "60"),
+        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory",
+        "`bf16`, `tf32`, `torch_compile`, fused AdamW",
+    ),
+    "vit_large": Pair(
+        "plain loop, ViT-L/16 of timm, 64 images",
+        str(SCRIPTS / "vit_large.py"),
+        ("plain", "60"),
+        ("expert", "60"),
+        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory,"
+        "late reads",
+        "TF32, bf16 autocast, fused AdamW, `torch.compile`, pinned memory, a loss read every ten steps",
+    ),
+    "nanogpt": Pair(
+        "nanoGPT's train.py, 124 M, 4 × 12 × 1,024 tokens",
+        "train.py",
+        NANOGPT,
+        NANOGPT,
+        "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,pinned memory,late reads",
+        "the script's own settings: bf16 autocast, TF32, SDPA, fused AdamW, `torch.compile`, pinned batches",
+    ),
+}
+
+
+def run(pair: Pair, arguments: Sequence[str], out: Path, options: Sequence[str], folder: Path) -> list[Row]:
+    """Run it under `trainstep run` from a folder: its rows.
+
+    Raises:
+        SystemExit: it left none.
+    """
+    given = [str(out / "written") if each == "FOLDER" else each for each in arguments]
+    words = [sys.executable, "-m", "trainstep", "run", "--out", str(out), *options, pair.path, *given]
+    out.mkdir(parents=True)
+    with (out / "said").open("w") as said:
+        subprocess.run(words, cwd=folder, stdout=said, stderr=said, check=False)
+    if not (out / "results.jsonl").exists():
+        raise SystemExit(f"nothing was measured; see the end of what it said:\n{(out / 'said').read_text()[-2000:]}")
+    return read_records(out / "results.jsonl")
+
+
+def by_expert(pair: Pair, out: Path, steps: int, folder: Path) -> list[float]:
+    """Milliseconds of the timed steps of one run of the expert's."""
+    options = ["--steps", str(steps), "--profiled-steps", "0", "--no-memory"]
+    (row,) = of_kind(run(pair, pair.expert, out, options, folder), ScriptRow)
+    if row.status != "ok":
+        raise SystemExit(f"the expert's script: {row.reason}")
+    return row.samples["step"]
+
+
+def ratio_fields(ratio: Ratio) -> list[float | None]:
+    """Value, low, high."""
+    return [ratio.value, *((ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None))]
+
+
+def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
+    """The row whose runs are those of the ladder's top."""
+    kept = [row for row in rungs if row.kept]
+    return next((row for row in kept if row.rung == TOP), kept[-1])
+
+
+def measure(pair: Pair, out: Path, steps: int, folder: Path) -> dict[str, Any]:
+    """The expert's, the ladder, the expert's again."""
+    experts = [by_expert(pair, out / f"expert-{number}", steps, folder) for number in (1, 2)]
+    options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs]
+    start = time.monotonic()
+    rungs = of_kind(run(pair, pair.plain, out / "ladder", options, folder), ScriptRungRow)
+    climbed_s = time.monotonic() - start
+    experts += [by_expert(pair, out / f"expert-{number}", steps, folder) for number in (3, 4)]
+    top = top_of(rungs)
+    # the ladder's speed over the expert's: above 1 the ladder is faster
+    speed = ratio_of_runs(experts, [[median] for median in top.samples["runs"]])
+    return {
+        "what": pair.what,
+        "by_hand": pair.by_hand,
+        "steps": steps,
+        "climbed_s": climbed_s,
+        "rungs": [{name: getattr(row, name) for name in COLUMNS} for row in rungs],
+        "top_ms": top.samples["runs"],
+        "expert_ms": experts,
+        "of_expert": ratio_fields(speed),
+    }
+
+
+def main() -> None:
+    """Measure what was asked for, and keep it beside what is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", choices=PAIRS)
+    parser.add_argument("--steps", type=int, default=16, help="of each run")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="from which it is run")
+    parser.add_argument("--out", type=Path, help="what the runs leave; by default a temporary folder")
+    given = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    environment = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with tempfile.TemporaryDirectory() as name:
+        out = (given.out or Path(name)).resolve()
+        cell = measure(PAIRS[given.script], out, given.steps, given.folder)
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    kept[given.script] = cell | {each: environment.get(each) for each in SAID_OF}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: value for name, value in cell.items() if name != "rungs"}))
+
+
+if __name__ == "__main__":
+    main()
