@@ -9,7 +9,6 @@ were kept, the top and the script as it is take turns at the end: that ratio is 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 from trainstep.bench.ladder import NO_SLOWER, WIDE
 from trainstep.kinds import ScriptRungRow
 from trainstep.precision import PrecisionName
-from trainstep.records import Times
 from trainstep.run.capture import Captured
 from trainstep.run.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.rung_rows import ratio_fields, rung_row
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
-from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, summarize, verdict
+from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 
 NOT_REPRODUCIBLE = "not reproducible"
 MOST_ROUNDS = 3
@@ -176,8 +175,8 @@ class Ladder:
             kept=keep,
             runs=len(own),
             lines=rung.lines,
-            **_ratio_fields("gain", gain),
-            **_ratio_fields("speedup", speedup),
+            **ratio_fields("gain", gain),
+            **ratio_fields("speedup", speedup),
         )
 
     def _in_turns(
@@ -216,7 +215,7 @@ class Ladder:
             kept=True,
             runs=len(own),
             lines="; ".join(rung.lines for rung in self.kept),
-            **_ratio_fields("speedup", ratio),
+            **ratio_fields("speedup", ratio),
         )
 
     def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
@@ -241,43 +240,14 @@ class Ladder:
         before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         ratio = ratio_of_runs(_times(before), _times(own))
         holds = verdict(ratio) == "faster"
-        ratios = _ratio_fields("speedup", ratio)
+        ratios = ratio_fields("speedup", ratio)
         return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
 
-    def _row(
-        self,
-        rung: str,
-        taken: Taken | None,
-        found: ScriptVerdict | None = None,
-        *,
-        own: Sequence[Taken] = (),
-        **more: Any,
-    ) -> ScriptRungRow:
-        runs = list(own) or ([taken] if taken is not None and taken.step_ms else [])
-        times: dict[str, Any] = {}
-        if runs:
-            samples = [each for run in runs for each in run.step_ms]
-            times = {
-                "times": {"step": Times.of(summarize(samples))},
-                "samples": {"step": samples, "runs": [run.median_ms for run in runs]},
-                "n": len(samples),
-                "first_step_ms": statistics.median([run.first_step_ms or 0.0 for run in runs]),
-            }
-            if taken is not None and taken.captured is not None:
-                times["samples"]["training_loss"] = list(taken.captured.losses)
-                times["peak_gib"] = taken.captured.peak_gib
+    def _row(self, rung: str, taken: Taken | None, found: ScriptVerdict | None = None, **more: Any) -> ScriptRungRow:
         environment = self.first.log.facts.get("environment", {}) if self.first else {}
-        columns = _columns(found) if found is not None else {}
         compared = "without dropout" if self._drops and found is not None else None
-        return ScriptRungRow(
-            workload=self.script.command.name,
-            rung=rung,
-            environment=environment,
-            compared=compared,
-            **columns,
-            **times,
-            **more,
-        )
+        own = {"workload": self.script.command.name, "rung": rung, "environment": environment, "compared": compared}
+        return rung_row(own, taken, found, **more)
 
 
 def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
@@ -304,27 +274,3 @@ def _is_smaller(taken: Taken, than: Taken | None) -> bool:
     """Whether its peak is known and lower by more than runs differ."""
     own, other = (each.captured.peak_gib if each and each.captured else None for each in (taken, than))
     return own is not None and other is not None and own < (1 - RUN_SPREAD) * other
-
-
-def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:
-    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
-    return {name: ratio.value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _columns(found: ScriptVerdict) -> dict[str, Any]:
-    """The fields of a row that say what was found; a budget that says nothing is left out."""
-    own, losses, moved = found.gradients, found.losses, found.moved
-    return {
-        "loss_error": own.loss,
-        "gradient_error": own.gradient,
-        "error_budget": own.gradient_allowed,
-        "worst_gradient_error": own.worst,
-        "worst_allowed": own.worst_allowed,
-        "worst_parameter": own.worst_name,
-        "update_error": found.update.error if found.update else None,
-        "update_allowed": found.update.allowed if found.update else None,
-        "losses_error": losses.error,
-        "losses_allowed": losses.allowed if losses.is_judged else None,
-        "moved_error": moved.error,
-        "moved_allowed": moved.allowed if moved.is_judged else None,
-    }
