@@ -33,6 +33,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     instrumented: int | None = None  # profiled, or recorded otherwise, or after the profiler on a GPU; not timed
     forwards: float | None = None  # per step
     backwards: float | None = None
+    samples_per_step: float | None = None  # in the batches that loaders gave; None with an evaluation in most steps
     first_step_ms: float | None = None
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
