@@ -5,6 +5,9 @@ from __future__ import annotations
 from trainstep.kinds.row import Row, Timed, setting
 from trainstep.kinds.steps import Checked
 
+ANOTHER_STEP = "another step"
+"""The verdict on a rung that changes what a step is: nothing of it is held against the script as it is."""
+
 
 class OfScript(Row):
     """Which script, and which of its ranks."""
@@ -89,9 +92,19 @@ class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
     gain_low: float | None = None
     gain_high: float | None = None
     verdict: str | None = None
-    """baseline, faster, slower, inconclusive, wrong, not tried, not judged, not reproducible or failed."""
+    """baseline, faster, slower, inconclusive, another step, wrong, not tried, not judged, not reproducible, failed, or
+    out of memory."""
     kept: bool = False
     runs: int | None = None  # that were timed
     lines: str | None = None  # what to write into the script for it
     first_step_ms: float | None = None
     peak_gib: float | None = None
+    throughput: float | None = None
+    """Samples per second over those of what was kept before, with an interval between runs: of another step, which has
+    no times, no gain and no speed-up."""
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    samples_per_s: float | None = None  # of the first rank, as all of these
+    samples_per_s_before: float | None = None
+    samples_per_step: float | None = None
+    samples_per_step_before: float | None = None

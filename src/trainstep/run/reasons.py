@@ -56,6 +56,26 @@ def of_blocks(settings: Settings) -> str:
     return of_compile(settings)
 
 
+def of_checkpointing(settings: Settings) -> str:
+    """Of checkpointing blocks."""
+    if settings["checkpoints"]:
+        return "the script sets it itself"
+    if not any(model["blocks"] for model in settings["models"]):
+        return "its models have no repeated blocks in an nn.ModuleList"
+    return ""
+
+
+def of_batches(settings: Settings) -> str:
+    """Of a larger batch."""
+    if not settings["loaders"]:
+        return "the script makes no DataLoader: its batches are its own"
+    if any(loader["batch_size"] for loader in settings["loaders"]):
+        return ""
+    if any(loader["is_iterable"] for loader in settings["loaders"]):
+        return "how many samples are in a batch of an IterableDataset is not known from outside"
+    return "its loaders' batches are made by batch samplers, or by the script"
+
+
 def of_channels(settings: Settings) -> str:
     """Of channels last."""
     convolving = [model for model in settings["models"] if model["convolutions"]]

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trainstep.config import CHANGES
 from trainstep.precision import PrecisionName
@@ -22,6 +22,8 @@ from trainstep.run.trial import Trial
 
 WORKERS = 4
 """Of a loader that has none, where there are as many cores."""
+TIMES = 2
+"""As many samples as before are in a larger batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Rung:
     """Rungs that it takes the place of."""
     nothing: str = ""
     """Of a change that notes where it was made, in `Trial.places`: why there is no such place, if there is none."""
+    trades: Literal["", "time for memory", "the step"] = ""
+    """Of a change that is no gain by itself: it computes more to keep less, or takes another step altogether."""
 
     @property
     def reference(self) -> str:
@@ -182,6 +186,39 @@ def _replace_of_ddp(name: str) -> None:
     _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: True}, arguments_of)
 
 
+def checkpointed_blocks(trial: Trial) -> None:
+    """The repeated blocks of every model that is called in training keep their inputs alone, and backward runs them
+    again, with the random numbers of the first time."""
+
+    def change(module: Any) -> None:
+        from trainstep.blocks import find_blocks
+        from trainstep.checkpointing import Checkpointing
+
+        if find_blocks(module):
+            Checkpointing(module, "every-1")
+
+    trial.on_first_call.append(change)
+
+
+def larger_batch(trial: Trial) -> None:
+    """Loaders that are told a batch size make batches of twice as many samples. A loader that is made of another one's
+    arguments, as Lightning does, has the larger size already."""
+    from torch.utils.data import DataLoader
+
+    from trainstep.run.settings import arguments_of, batch_size_of
+
+    made: list[tuple[Any, int]] = []
+
+    def more(given: dict[str, Any]) -> dict[str, Any]:
+        size, data = batch_size_of(given), given.get("dataset")
+        if size is None or any(each is data and known == size for each, known in made):
+            return {}
+        made.append((data, TIMES * size))
+        return {"batch_size": TIMES * size}
+
+    _replace(DataLoader, more, arguments_of)
+
+
 def our_attention(trial: Trial) -> None:
     """Attention without a mask of its own and without dropout, as our kernels compute it."""
     import torch.nn.functional as F
@@ -260,5 +297,7 @@ RUNGS = (
     ),
     _rung("DDP's buckets as gradients", bucket_views, reasons.of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, reasons.of_ddp("static_graph")),
+    _rung("checkpointed blocks", checkpointed_blocks, reasons.of_checkpointing, trades="time for memory"),
+    _rung("larger batch", larger_batch, reasons.of_batches, trades="the step"),
 )
 """In the order in which they are tried."""
