@@ -9,6 +9,7 @@ import pytest
 
 from tests.run.test_judge import PLAIN
 from tests.run.test_rungs import SETTINGS
+from trainstep.run.capture import of_all_ranks
 from trainstep.run.ladder import Ladder
 from trainstep.run.larger import needed_gib, why_memory_limits_not, why_no_room
 from trainstep.run.log import RankLog
@@ -154,3 +155,10 @@ def test_a_lack_of_memory_is_a_row_and_what_needs_less_is_tried_then():
     assert rows["larger batch"].lines.startswith(CHECKPOINTED.lines)
     script = given(7.0, checkpointed={"captured": None, "failure": words})
     assert climbed(script, CHECKPOINTED)[1]["checkpointed blocks"].status == "out of memory"
+
+
+def test_of_several_ranks_the_one_with_the_least_room_counts():
+    found = of_all_ranks([captured(4.0, 2.0, 10.0), captured(5.0, 3.0, 9.0)])
+    assert (found.peak_gib, found.fixed_gib, found.limit_gib) == (5.0, 2.0, 9.0)
+    found = of_all_ranks([ON_CPU, ON_CPU])
+    assert (found.peak_gib, found.fixed_gib, found.limit_gib) == (None, None, None)

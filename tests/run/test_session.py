@@ -53,8 +53,10 @@ def test_samples_of_a_step_are_those_that_its_batches_were_drawn_of(tmp_path):
     log, rows = measure("own", tmp_path / "a", call=lambda: train(batch_size=8))
     assert [step["samples"] for step in log.steps] == [8, 8, 4]
     assert the_step(rows).samples_per_step == 6, "of the two that are timed"
-    log, rows = measure("own", tmp_path / "b", call=lambda: train(batch_sampler=[[0, 1, 2], [3]]))
-    assert [step["samples"] for step in log.steps] == [3, 1]
+    batches = [[0], [1], [2, 3, 4], [5, 6, 7], [8]]
+    log, rows = measure("own", tmp_path / "b", call=lambda: train(batch_sampler=batches))
+    assert [step["samples"] for step in log.steps] == [1, 1, 3, 3, 1]
+    assert the_step(rows).samples_per_step == 2, "the median of the last four"
 
     def evaluate_too():
         for _ in range(3):

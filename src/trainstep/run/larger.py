@@ -72,9 +72,7 @@ def with_room(bases: Sequence[Base]) -> tuple[Sequence[Base], str]:
 def why_not_told(before: Taken, own: Taken) -> str:
     """Why nothing can be said of a run with a larger batch, beside one without, in words; empty where something can."""
     if before.samples_per_step is None or own.samples_per_step is None:
-        return (
-            "how many samples a step takes is not known: an evaluation in most steps, or batches without a DataLoader"
-        )
+        return "how many samples a step takes is not known: not every step takes a batch, or most have an evaluation"
     if own.samples_per_step <= before.samples_per_step:
         return (
             f"its steps take {own.samples_per_step:g} samples all the same: they are of other loaders, or all there are"

@@ -125,12 +125,13 @@ def _step_row(
 
 
 def _samples_per_step(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of loaders' batches; None where no step takes any, or where a part of them may be an evaluation's."""
-    if any("evaluations" in step for step in steps):
+    """Of loaders' batches, the median: the first step may take more, where a library fetches ahead, and the last less.
+
+    None where most steps take none, or where a part of them may be an evaluation's.
+    """
+    if not steps or any("evaluations" in step for step in steps):
         return None
-    return (
-        sum(step.get("samples", 0) for step in steps) / len(steps) if any("samples" in each for each in steps) else None
-    )
+    return statistics.median([step.get("samples", 0) for step in steps]) or None
 
 
 def _most_common(counts: Counter[str]) -> str:
