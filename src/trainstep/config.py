@@ -317,5 +317,12 @@ CHANGES: Mapping[str, Change] = {
     "DDP's static graph": Change(
         "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"
     ),
+    "checkpointed blocks": Change(
+        "torch.utils.checkpoint.checkpoint(block, x, …, use_reentrant=False)",
+        "in place of block(x, …); gradient_checkpointing_enable() of transformers' models",
+    ),
+    "larger batch": Change(
+        "DataLoader(…, batch_size=2 * …)", "another step: the learning rate may want to be changed with it"
+    ),
 }
 """Name of a ladder's rung → what it changes; the ladder of our workloads and that of scripts share them."""

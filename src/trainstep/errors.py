@@ -29,6 +29,10 @@ class CollectiveError(RuntimeError):
     """
 
 
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
+)
+"""The words in which a process says that it had no more memory, its own or a GPU's."""
 _OBEYED = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff"
     r"\ud800-\udfff\U000e0000-\U000e007f]"

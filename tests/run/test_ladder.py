@@ -17,6 +17,7 @@ from trainstep.run.single import Script
 STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
 ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
+TRADES = [rung for rung in RUNGS if rung.trades]
 
 
 @dataclasses.dataclass
@@ -30,7 +31,7 @@ def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
     wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
     tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
-    ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED], rounds=1)
+    ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED, *TRADES], rounds=1, are_named=True)
     return Climbed(ladder, {row.rung: row for row in ladder.climb()})
 
 
@@ -65,6 +66,23 @@ def test_what_is_right_is_timed_between_runs(climbed):
     assert row.runs == 2
     assert len(row.samples["runs"]) == 2
     assert row.gain_low < row.gain < row.gain_high
+
+
+def test_blocks_that_are_computed_again_have_the_same_gradients(climbed):
+    row = climbed.rows["checkpointed blocks"]
+    assert (row.status, row.gradient_error, row.runs) == ("ok", 0.0, 2), row.reason
+
+
+def test_a_larger_batch_tells_samples_and_no_time_of_a_step(climbed):
+    row = climbed.rows["larger batch"]
+    assert (row.status, row.verdict, row.kept, dict(row.times)) == ("ok", "another step", False, {}), row.reason
+    assert (row.samples_per_step_before, row.samples_per_step, row.runs) == (2, 4, 2)
+    assert row.throughput_low < row.throughput < row.throughput_high
+    assert row.samples_per_s > 0
+    assert "larger batch" not in {rung.name for rung in climbed.ladder.kept}
+    assert len(row.samples["training_loss"]) == STEPS
+    loader = climbed.ladder.settings["loaders"][0]
+    assert row.lines.endswith(f"(climbing.py:{loader['line']}: 4 in place of 2)")
 
 
 def test_what_needs_a_gpu_is_not_tried_without_one(climbed):

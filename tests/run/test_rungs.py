@@ -12,18 +12,20 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainstep.run import rungs
 from trainstep.run.outermost import Outermost
 from trainstep.run.rungs import RUNGS
+from trainstep.run.settings import CHECKPOINTS, Settings
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 SETTINGS = {
     "on_gpu": True,
     "matmul": "highest",
     "autocast": [],
-    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False}],
+    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
     "models": [
         {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
     ],
     "ddp": [{"gradient_as_bucket_view": False, "static_graph": False}],
+    "checkpoints": False,
 }
 
 
@@ -68,6 +70,75 @@ def test_loaders_get_workers_where_the_script_says_nothing(trial):
         assert loader.persistent_workers
     assert DataLoader(data, num_workers=1).num_workers == 1
     assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
+
+
+def test_loaders_make_batches_of_twice_as_many_samples_once(trial):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    rungs.larger_batch(trial)
+    data = TensorDataset(torch.arange(8))
+    assert [DataLoader(data).batch_size, DataLoader(data, 3).batch_size] == [2, 6]
+    assert DataLoader(data, batch_size=6).batch_size == 6, "made anew of the arguments of one that is larger already"
+    assert DataLoader(TensorDataset(torch.arange(9)), batch_size=6).batch_size == 12
+    sampler = DataLoader(data, batch_size=4).batch_sampler
+    assert sampler.batch_size == 8
+    assert list(map(len, DataLoader(data, batch_sampler=sampler).batch_sampler)) == [8]
+    assert DataLoader(data, batch_size=None).batch_size is None
+    assert DataLoader(Stream(), batch_size=2).batch_size == 2
+    with pytest.raises(TypeError, match="nonsense"):
+        DataLoader(data, nonsense=1)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients(change, trial):
+    torch.manual_seed(0)
+    model = Dropping()
+    kept = []
+    if change:
+        change(trial)
+        trial.sees(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+        loss = model(torch.ones(4, 8)).square().sum()
+    loss.backward()
+    return [each.grad for each in model.parameters()], sum(kept)
+
+
+def test_checkpointed_blocks_keep_less_and_drop_the_same(trial):
+    (plain, much), (own, little) = gradients(None, trial), gradients(rungs.checkpointed_blocks, trial)
+    assert all(map(torch.equal, plain, own))
+    assert any(each.count_nonzero() < each.numel() for each in plain), "something was dropped"
+    assert little < much / 2
+    trial.sees(nn.Linear(2, 2))  # a model without blocks stays as it is
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_script_that_checkpoints_is_seen(is_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    settings, before = Settings(), [getattr(owner, name) for owner, name in CHECKPOINTS]
+    settings.install()
+    try:
+        layer = nn.Linear(2, 2)
+        settings.see_model(layer)
+        layer(torch.ones(2)).sum().backward()
+        assert not settings.found([])["checkpoints"]
+        checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=is_reentrant).sum().backward()
+        assert settings.found([])["checkpoints"]
+    finally:
+        settings.remove()
+    assert [getattr(owner, name) for owner, name in CHECKPOINTS] == before
 
 
 def test_autocast_is_around_the_model_and_results_are_float32(trial):
@@ -148,6 +219,15 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("loader workers", {"loaders": []}, "makes no DataLoader"),
         ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
+        ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
+        ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
+        ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),
+        ("larger batch", {"loaders": [{"batch_size": None, "is_iterable": False}]}, "made by batch samplers"),
+        (
+            "larger batch",
+            {"loaders": [{"batch_size": None, "is_iterable": True}]},
+            "of an IterableDataset is not known",
+        ),
         ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),

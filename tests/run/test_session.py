@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.run.measuring import line_of, measure
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.run.cost import cost_of_a_step
 from trainstep.run.hooks import COLLECTIVES, READS
+from trainstep.run.loaders import Loaders
 from trainstep.run.log import LogWriter, log_path, read_log
 from trainstep.run.session import Plan, Session
 
@@ -35,6 +37,48 @@ def test_a_plain_loop_has_all_its_phases(tmp_path, monkeypatch):
     parts = sum(ms for phase, ms in samples.items() if phase not in ("step", "own"))
     assert parts == pytest.approx(samples["step"], rel=1e-3)
     assert (row.forwards, row.backwards, row.optimizers, row.waits) == (1, 1, ("AdamW",), 0)
+
+
+def test_samples_of_a_step_are_those_that_its_batches_were_drawn_of(tmp_path):
+    """Also where the last one is short, however they are collated, and without those of an evaluation."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.ones(20, 4)
+
+    def train(**options):
+        for batch in DataLoader(data, collate_fn=lambda rows: torch.stack(rows).sum(0, keepdim=True), **options):
+            model(batch).sum().backward()
+            optimizer.step()
+
+    log, rows = measure("own", tmp_path / "a", call=lambda: train(batch_size=8))
+    assert [step["samples"] for step in log.steps] == [8, 8, 4]
+    assert the_step(rows).samples_per_step == 6, "of the two that are timed"
+    batches = [[0], [1], [2, 3, 4], [5, 6, 7], [8]]
+    log, rows = measure("own", tmp_path / "b", call=lambda: train(batch_sampler=batches))
+    assert [step["samples"] for step in log.steps] == [1, 1, 3, 3, 1]
+    assert the_step(rows).samples_per_step == 2, "the median of the last four"
+
+    def evaluate_too():
+        for _ in range(3):
+            model.eval()
+            with torch.no_grad():
+                for batch in DataLoader(data, batch_size=20):
+                    model(batch)
+            model.train()
+            train(batch_size=20)
+
+    assert the_step(measure("own", tmp_path / "c", call=evaluate_too)[1]).samples_per_step is None
+    assert the_step(measure("accumulation.py", tmp_path / "d")[1]).samples_per_step is None, "it has no loader"
+
+
+def test_batches_that_workers_fetch_ahead_are_counted_when_they_come():
+    class Iterator:
+        pass
+
+    loaders, iterator = Loaders(lambda: None), Iterator()
+    for index in ([0, 1, 2], (3, 4), 5, "a name"):
+        loaders.drew(iterator, index)
+    assert [loaders.took(iterator) for _ in range(5)] == [3, 2, 1, 1, 0]
 
 
 def test_accumulation_and_two_optimizers_of_one_step(tmp_path):
@@ -107,7 +151,13 @@ def test_torch_is_left_as_it_was(tmp_path):
         tensor = {name: vars(torch.Tensor).get(name) for name in (*READS, "backward", "to", "cuda", "copy_")}
         spread = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
         optimizer = {name: vars(torch.optim.Optimizer).get(name) for name in ("step", "zero_grad")}
-        others = [torch.autograd.backward, DataLoader.__iter__, torch.amp.GradScaler.step, nn.utils.clip_grad_norm_]
+        others = [
+            torch.autograd.backward,
+            DataLoader.__iter__,
+            _BaseDataLoaderIter._next_index,
+            torch.amp.GradScaler.step,
+            nn.utils.clip_grad_norm_,
+        ]
         return tensor, spread, optimizer, others, vars(nn.Linear).get("__call__"), vars(nn.Sequential).get("__call__")
 
     before = changed()

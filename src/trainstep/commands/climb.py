@@ -51,7 +51,7 @@ def climb_script(leader: Leader, out: Path, *, steps: int, names: str | None, pa
     folder = out / "runs"
     console.print(SEEN.format(steps=steps, place=COPIED if copies else HERE, folder=folder))
     script = Script(leader, folder, steps, copies, lambda text: console.print(text))
-    ladder = Ladder(script, rungs)
+    ladder = Ladder(script, rungs, are_named=names is not None)
     writer = RecordWriter(out / "results.jsonl")
     is_interrupted = False
     said: list[str] = []

@@ -46,7 +46,8 @@ class Run(Common):
     ladder: FlagCreatePairsOff[bool] = False
     """Run the script once per rung: one change made from outside each, judged, and timed if training is the same."""
     rungs: str | None = None
-    """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all."""
+    """Of the ladder, by name and divided by commas, as in "fused optimizer,loader workers"; by default all. Those
+    that are named are tried even where memory speaks against them."""
     patch: Path | None = None
     """With --ladder: write what was kept as a diff of the script, if that diff, run and measured again, holds."""
     cwd_copy: FlagCreatePairsOff[bool] = False

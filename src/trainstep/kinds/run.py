@@ -5,6 +5,9 @@ from __future__ import annotations
 from trainstep.kinds.row import Row, Timed, setting
 from trainstep.kinds.steps import Checked
 
+ANOTHER_STEP = "another step"
+"""The verdict on a rung that changes what a step is: nothing of it is held against the script as it is."""
+
 
 class OfScript(Row):
     """Which script, and which of its ranks."""
@@ -33,6 +36,7 @@ class ScriptRow(OfScript, Timed, kind="script"):
     instrumented: int | None = None  # profiled, or recorded otherwise, or after the profiler on a GPU; not timed
     forwards: float | None = None  # per step
     backwards: float | None = None
+    samples_per_step: float | None = None  # in loaders' batches, the median; None with an evaluation in most steps
     first_step_ms: float | None = None
     waits: float | None = None  # calls per step in which the host waits for the device, or on a CPU would
     latest_share: float | None = None  # of steps in which this rank's own part took longest
@@ -88,9 +92,19 @@ class ScriptRungRow(OfScript, Timed, Checked, kind="script rung"):
     gain_low: float | None = None
     gain_high: float | None = None
     verdict: str | None = None
-    """baseline, faster, slower, inconclusive, wrong, not tried, not judged, not reproducible or failed."""
+    """baseline, faster, slower, inconclusive, another step, wrong, not tried, not judged, not reproducible, failed, or
+    out of memory."""
     kept: bool = False
     runs: int | None = None  # that were timed
     lines: str | None = None  # what to write into the script for it
     first_step_ms: float | None = None
     peak_gib: float | None = None
+    throughput: float | None = None
+    """Samples per second over those of what was kept before, with an interval between runs: of another step, which has
+    no times, no gain and no speed-up."""
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    samples_per_s: float | None = None  # of the first rank, as all of these
+    samples_per_s_before: float | None = None
+    samples_per_step: float | None = None
+    samples_per_step_before: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Captured:
     sizes: dict[str, float]  # ‖W‖ of each before
     updates: int
     peak_gib: float | None  # on a GPU
+    fixed_gib: float | None = None  # of it, what no batch changes: weights, their gradients, optimizers' states
+    limit_gib: float | None = None  # what the process could have of the GPU's memory
 
 
 class Capture:
@@ -107,16 +109,40 @@ class Capture:
         for place in list(self._by_optimizer):
             self._see_first_update(place)
         moved = {name: _own(value.detach()).cpu().float() - before for name, (value, before) in self._initial.items()}
-        on_gpu = any(value.is_cuda for value, _ in self._initial.values())
         found = {
             "losses": [math.fsum(float(each) for each in update) for update in self._losses],
             "moved": moved,
             "first_moved": self._first_moved,
             "sizes": {name: float(before.norm()) for name, (_, before) in self._initial.items()},
             "updates": updates,
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+            **self._memory(),
         }
         torch.save(found, self._folder / END)
+
+    def _memory(self) -> dict[str, float | None]:
+        """The last fields of `Captured`."""
+        device = next((value.device for value, _ in self._initial.values() if value.is_cuda), None)
+        if device is None:
+            return {"peak_gib": None, "fixed_gib": None, "limit_gib": None}
+        kept = {each.data_ptr(): each.numel() * each.element_size() for each in map(_own, self._kept()) if each.is_cuda}
+        free, total = torch.cuda.mem_get_info(device)
+        limit = min(
+            free + torch.cuda.memory_reserved(device), total * torch.cuda.get_per_process_memory_fraction(device)
+        )
+        found = torch.cuda.max_memory_allocated(device), sum(kept.values()), limit
+        return {name: each / 2**30 for name, each in zip(("peak_gib", "fixed_gib", "limit_gib"), found, strict=True)}
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What is there between two steps."""
+        for root in self.roots:
+            yield from (each.detach() for each in (*root.parameters(), *root.buffers()))
+        for value, _ in self._initial.values():
+            yield value.detach()
+            if value.grad is not None:
+                yield value.grad.detach()
+        for optimizer in self._seen:
+            for state in optimizer.state.values():
+                yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def _see_first_update(self, place: int) -> None:
         """An optimizer steps again, or will no more."""
@@ -154,7 +180,9 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
                                   for name, value in of(each).items()}  # fmt: skip
         return {**of(first), **extra}
 
-    peaks = [each.peak_gib for each in found if each.peak_gib is not None]
+    def known(name: str) -> list[float]:
+        return [value for each in found if (value := getattr(each, name)) is not None]
+
     return Captured(
         Gradients(
             math.fsum(each.gradients.loss for each in found) / len(found), every(lambda each: each.gradients.by_name)
@@ -165,7 +193,9 @@ def of_all_ranks(found: Sequence[Captured]) -> Captured:
         every(lambda each: each.first_moved),
         every(lambda each: each.sizes),
         sum(each.updates for each in found),
-        max(peaks, default=None),
+        max(known("peak_gib"), default=None),
+        min(known("fixed_gib"), default=None),
+        min(known("limit_gib"), default=None),
     )
 
 
@@ -193,4 +223,6 @@ def read_captured(folder: Path) -> Captured | None:
         end["sizes"],
         end["updates"],
         end["peak_gib"],
+        end["fixed_gib"],
+        end["limit_gib"],
     )

@@ -70,6 +70,7 @@ class Hooks:
         self._install_optimizers()
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(_BaseDataLoaderIter, "__next__", self._taking)
+        self._wrap(_BaseDataLoaderIter, "_next_index", self._drawing)
         self._wrap(DataLoader, "__iter__", self._iterating)
         for name in READS:
             self._wrap(torch.Tensor, name, functools.partial(self._reading, name))
@@ -222,10 +223,21 @@ class Hooks:
         @functools.wraps(original)
         def taking(iterator: Any) -> Any:
             batch = within(iterator)
-            took(iterator)
+            self.finder.took(took(iterator))
             return batch
 
         return taking
+
+    def _drawing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        drew = self.loaders.drew
+
+        @functools.wraps(original)
+        def drawing(iterator: Any) -> Any:
+            index = original(iterator)
+            drew(iterator, index)
+            return index
+
+        return drawing
 
     def _within(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         finder = self.finder

@@ -5,28 +5,45 @@ run and judged (`judge`); one that is wrong is never timed. One that is right is
 B A A B (the run that was judged is the first B), every run a process of its own, and its gain is a ratio between runs.
 A rung that is faster is built upon, and one that needs less memory if it is certainly not much slower. Where several
 were kept, the top and the script as it is take turns at the end: that ratio is what was proven.
+
+A larger batch is no rung of that kind (`larger`): it is held against what was kept by its samples per second alone, on
+top of that, or of a rung that needs less memory where only that leaves room.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trainstep.bench.ladder import NO_SLOWER, WIDE
-from trainstep.kinds import ScriptRungRow
+from trainstep.errors import OUT_OF_MEMORY
+from trainstep.kinds import ANOTHER_STEP, ScriptRungRow
 from trainstep.precision import PrecisionName
-from trainstep.records import Times
+from trainstep.records import Status
 from trainstep.run.capture import Captured
 from trainstep.run.judge import ScriptJudge, ScriptVerdict
+from trainstep.run.larger import (
+    lines_of,
+    ms_per_sample,
+    throughput_fields,
+    what_is_not_finite,
+    why_memory_limits_not,
+    why_not_told,
+    with_room,
+)
+from trainstep.run.rung_rows import ratio_fields, rung_row
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
-from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, summarize, verdict
+from trainstep.stats import RUN_SPREAD, Ratio, product, ratio_of_runs, verdict
 
 NOT_REPRODUCIBLE = "not reproducible"
 MOST_ROUNDS = 3
 """Times that B A A B is run, at most."""
+
+
+def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:
+    return [run.step_ms for run in runs]
 
 
 class CannotJudge(Exception):
@@ -44,10 +61,13 @@ class Ladder:
         script: runs it.
         rungs: to try, in this order.
         rounds: how often a rung and what was kept take turns, at most.
+        are_named: whether somebody asked for these rungs: they are tried even where memory speaks against them.
     """
 
-    def __init__(self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS) -> None:
-        self.script, self.rungs, self.rounds = script, rungs, rounds
+    def __init__(
+        self, script: Script, rungs: Sequence[Rung] = RUNGS, rounds: int = MOST_ROUNDS, *, are_named: bool = False
+    ) -> None:
+        self.script, self.rungs, self.rounds, self.are_named = script, rungs, rounds, are_named
         self.first: Taken | None = None
         self.code = 0  # the first run's exit code
         self.kept: list[Rung] = []
@@ -56,6 +76,7 @@ class Ladder:
         self._own: PrecisionName = "fp32"
         self._drops = False
         self._top: Taken | None = None
+        self._smaller: tuple[list[Rung], Taken] | None = None  # what is right, needs less memory, and was not kept
         self._speedup = Ratio(1.0, None, between_runs=True)
 
     def climb(self) -> Iterator[ScriptRungRow]:
@@ -129,14 +150,19 @@ class Ladder:
     def try_rung(self, rung: Rung) -> ScriptRungRow:
         """Run it on what was kept, judge it, and time it if it is right."""
         if why := rung.why_not(self.settings):
-            return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
+            return self._not_tried(rung, why)
+        if rung.trades == "the step":
+            return self._try_another_step(rung)
+        assert self._top is not None, "the baseline was judged"
+        if rung.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
+            return self._not_tried(rung, why)
         together = [*(each for each in self.kept if each.name not in rung.instead_of), rung]
         taken = self.script.run(rung.name, together)
         if taken.failure or taken.captured is None:
-            return self._row(rung.name, None, status="failed", reason=taken.failure, verdict="failed")
+            return self._failed(rung, taken)
         if rung.nothing:
             if not (places := taken.log.facts.get("places", {}).get(rung.name)):
-                return self._row(rung.name, None, status="unsupported", reason=rung.nothing, verdict="not tried")
+                return self._not_tried(rung, rung.nothing)
             where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
             rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
         try:
@@ -146,6 +172,44 @@ class Ladder:
         if not found.is_right:
             return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
         return self._timed(rung, together, taken, found)
+
+    def _try_another_step(self, rung: Rung) -> ScriptRungRow:
+        """Run it where memory has room, and tell its samples per second, if its losses are finite."""
+        assert self._top is not None, "the baseline was judged"
+        bases, why = with_room([(self.kept, self._top), *([self._smaller] if self._smaller else [])])
+        if why and not self.are_named:
+            return self._not_tried(rung, why)
+        for base, _ in bases:
+            together = [*base, rung]
+            taken = self.script.run(rung.name, together)
+            if not OUT_OF_MEMORY.search(taken.failure):
+                break
+        if taken.failure or taken.captured is None:
+            return self._failed(rung, taken)
+        if broken := what_is_not_finite(taken.captured):
+            return self._row(rung.name, None, status="wrong", reason=broken, verdict="wrong")
+        if why := why_not_told(self._top, taken):
+            return self._not_tried(rung, why)
+        before, own = self._in_turns(rung.name, self.kept, together, begun=taken, as_shown=ms_per_sample)
+        ratio = ratio_of_runs(ms_per_sample(before), ms_per_sample(own))
+        further = [each.lines for each in together if each not in self.kept and each is not rung]
+        return self._row(
+            rung.name,
+            None,
+            verdict=ANOTHER_STEP,
+            runs=len(own),
+            lines="; ".join([*further, lines_of(rung.lines, self.settings)]),
+            peak_gib=taken.captured.peak_gib,
+            samples={"training_loss": list(taken.captured.losses)},
+            **throughput_fields(before, own, ratio),
+        )
+
+    def _not_tried(self, rung: Rung, why: str) -> ScriptRungRow:
+        return self._row(rung.name, None, status="unsupported", reason=why, verdict="not tried")
+
+    def _failed(self, rung: Rung, taken: Taken) -> ScriptRungRow:
+        status: Status = "out of memory" if OUT_OF_MEMORY.search(taken.failure) else "failed"
+        return self._row(rung.name, None, status=status, reason=taken.failure, verdict=status)
 
     def _judged(self, rungs: Sequence[Rung], captured: Captured) -> ScriptVerdict:
         assert self.judge is not None, "the baseline was judged"
@@ -167,6 +231,8 @@ class Ladder:
         keep = called == "faster" or (no_slower and _is_smaller(taken, self._top))
         if keep:
             self.kept, self._top, self._speedup = together, taken, speedup
+        elif _is_smaller(taken, self._top):
+            self._smaller = together, taken
         return self._row(
             rung.name,
             taken,
@@ -176,8 +242,8 @@ class Ladder:
             kept=keep,
             runs=len(own),
             lines=rung.lines,
-            **_ratio_fields("gain", gain),
-            **_ratio_fields("speedup", speedup),
+            **ratio_fields("gain", gain),
+            **ratio_fields("speedup", speedup),
         )
 
     def _in_turns(
@@ -188,11 +254,13 @@ class Ladder:
         sources: Mapping[str, str] = {},
         *,
         begun: Taken | None = None,
+        as_shown: Callable[[Sequence[Taken]], list[Sequence[float]]] = _times,
     ) -> tuple[list[Taken], list[Taken]]:
         """B A A B, until the difference is clear or small: runs of both, of which failed ones are left out.
 
         Args:
             begun: the first B, where it has been run.
+            as_shown: the times of runs that are held against each other.
         """
         taken: tuple[list[Taken], list[Taken]] = ([], [begun] if begun else [])
         for number in range(self.rounds):
@@ -201,7 +269,7 @@ class Ladder:
                 run = self.script.run(f"{words}, timed", own if side else before, sources=sources if side else {})
                 if run.step_ms and not run.failure:
                     taken[side].append(run)
-            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(_times(taken[0]), _times(taken[1]))):
+            if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):
                 break
         return taken
 
@@ -216,7 +284,7 @@ class Ladder:
             kept=True,
             runs=len(own),
             lines="; ".join(rung.lines for rung in self.kept),
-            **_ratio_fields("speedup", ratio),
+            **ratio_fields("speedup", ratio),
         )
 
     def judge_sources(self, sources: Mapping[str, str], written: Sequence[str]) -> ScriptRungRow:
@@ -241,43 +309,14 @@ class Ladder:
         before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         ratio = ratio_of_runs(_times(before), _times(own))
         holds = verdict(ratio) == "faster"
-        ratios = _ratio_fields("speedup", ratio)
+        ratios = ratio_fields("speedup", ratio)
         return self._row(name, taken, found, own=own, verdict=verdict(ratio), kept=holds, runs=len(own), **ratios)
 
-    def _row(
-        self,
-        rung: str,
-        taken: Taken | None,
-        found: ScriptVerdict | None = None,
-        *,
-        own: Sequence[Taken] = (),
-        **more: Any,
-    ) -> ScriptRungRow:
-        runs = list(own) or ([taken] if taken is not None and taken.step_ms else [])
-        times: dict[str, Any] = {}
-        if runs:
-            samples = [each for run in runs for each in run.step_ms]
-            times = {
-                "times": {"step": Times.of(summarize(samples))},
-                "samples": {"step": samples, "runs": [run.median_ms for run in runs]},
-                "n": len(samples),
-                "first_step_ms": statistics.median([run.first_step_ms or 0.0 for run in runs]),
-            }
-            if taken is not None and taken.captured is not None:
-                times["samples"]["training_loss"] = list(taken.captured.losses)
-                times["peak_gib"] = taken.captured.peak_gib
+    def _row(self, rung: str, taken: Taken | None, found: ScriptVerdict | None = None, **more: Any) -> ScriptRungRow:
         environment = self.first.log.facts.get("environment", {}) if self.first else {}
-        columns = _columns(found) if found is not None else {}
         compared = "without dropout" if self._drops and found is not None else None
-        return ScriptRungRow(
-            workload=self.script.command.name,
-            rung=rung,
-            environment=environment,
-            compared=compared,
-            **columns,
-            **times,
-            **more,
-        )
+        own = {"workload": self.script.command.name, "rung": rung, "environment": environment, "compared": compared}
+        return rung_row(own, taken, found, **more)
 
 
 def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
@@ -290,10 +329,6 @@ def _precision_of(settings: Mapping[str, Any]) -> PrecisionName:
     return "tf32" if settings["on_gpu"] and settings["matmul"] != "highest" else "fp32"
 
 
-def _times(runs: Sequence[Taken]) -> list[Sequence[float]]:
-    return [run.step_ms for run in runs]
-
-
 def _is_open(ratio: Ratio) -> bool:
     """Whether more runs may find a difference; a narrow interval around 1 says that there is none."""
     found = ratio.interval
@@ -304,27 +339,3 @@ def _is_smaller(taken: Taken, than: Taken | None) -> bool:
     """Whether its peak is known and lower by more than runs differ."""
     own, other = (each.captured.peak_gib if each and each.captured else None for each in (taken, than))
     return own is not None and other is not None and own < (1 - RUN_SPREAD) * other
-
-
-def _ratio_fields(name: str, ratio: Ratio) -> dict[str, Any]:
-    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
-    return {name: ratio.value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _columns(found: ScriptVerdict) -> dict[str, Any]:
-    """The fields of a row that say what was found; a budget that says nothing is left out."""
-    own, losses, moved = found.gradients, found.losses, found.moved
-    return {
-        "loss_error": own.loss,
-        "gradient_error": own.gradient,
-        "error_budget": own.gradient_allowed,
-        "worst_gradient_error": own.worst,
-        "worst_allowed": own.worst_allowed,
-        "worst_parameter": own.worst_name,
-        "update_error": found.update.error if found.update else None,
-        "update_allowed": found.update.allowed if found.update else None,
-        "losses_error": losses.error,
-        "losses_allowed": losses.allowed if losses.is_judged else None,
-        "moved_error": moved.error,
-        "moved_allowed": moved.allowed if moved.is_judged else None,
-    }

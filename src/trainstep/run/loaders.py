@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from trainstep.run.lines import Place, shown_line
@@ -17,6 +18,7 @@ class Loaders:
 
     def __init__(self, on_new: Callable[[], object]) -> None:
         self._by_iterator: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._drawn: weakref.WeakKeyDictionary[Any, deque[int]] = weakref.WeakKeyDictionary()
         self._found: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._on_new = on_new
 
@@ -30,11 +32,18 @@ class Loaders:
         if is_new:
             self._on_new()
 
-    def took(self, iterator: Any) -> None:
-        """A batch came from it."""
+    def drew(self, iterator: Any, index: Any) -> None:
+        """An iterator is about to fetch a batch: of these samples of the dataset, or of one."""
+        is_several = isinstance(index, Sized) and not isinstance(index, str)
+        self._drawn.setdefault(iterator, deque()).append(len(index) if is_several else 1)
+
+    def took(self, iterator: Any) -> int:
+        """A batch came from it; how many samples are in it. Batches come in the order in which they were drawn."""
         entry = self._by_iterator.get(iterator)
         if entry is not None:
             entry["batches"] += 1
+        drawn = self._drawn.get(iterator)
+        return drawn.popleft() if drawn else 0
 
     def found(self) -> list[dict[str, Any]]:
         """line, workers, is_pinned and batches of each."""

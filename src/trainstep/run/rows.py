@@ -114,6 +114,7 @@ def _step_row(
         notes=tuple(dict.fromkeys(log.notes)) or None,
         forwards=statistics.median([step["forwards"] for step in kept]) if kept else None,
         backwards=statistics.median([step["backwards"] for step in kept]) if kept else None,
+        samples_per_step=_samples_per_step(kept),
         first_step_ms=sum(steps[0]["host"].values()),
         waits=sum(calls for step in kept for _, calls, _ in step.get("waits", ())) / len(kept) if kept else None,
         hooks_ms=log.facts.get("cost_ms"),
@@ -121,6 +122,16 @@ def _step_row(
         status="ok" if kept else "failed",
         reason="" if kept else f"no step of {len(steps)} could be timed: {_most_common(counts)}",
     )
+
+
+def _samples_per_step(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of loaders' batches, the median: the first step may take more, where a library fetches ahead, and the last less.
+
+    None where most steps take none, or where a part of them may be an evaluation's.
+    """
+    if not steps or any("evaluations" in step for step in steps):
+        return None
+    return statistics.median([step.get("samples", 0) for step in steps]) or None
 
 
 def _most_common(counts: Counter[str]) -> str:

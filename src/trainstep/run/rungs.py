@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trainstep.config import CHANGES
 from trainstep.precision import PrecisionName
+from trainstep.run import reasons
+from trainstep.run.reasons import Settings
 from trainstep.run.trial import Trial
 
-Settings = Mapping[str, Any]
-"""As `settings.Settings.found` has them."""
 WORKERS = 4
 """Of a loader that has none, where there are as many cores."""
+TIMES = 2
+"""As many samples as before are in a larger batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Rung:
     """Rungs that it takes the place of."""
     nothing: str = ""
     """Of a change that notes where it was made, in `Trial.places`: why there is no such place, if there is none."""
+    trades: Literal["", "time for memory", "the step"] = ""
+    """Of a change that is no gain by itself: it computes more to keep less, or takes another step altogether."""
 
     @property
     def reference(self) -> str:
@@ -182,6 +186,39 @@ def _replace_of_ddp(name: str) -> None:
     _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: True}, arguments_of)
 
 
+def checkpointed_blocks(trial: Trial) -> None:
+    """The repeated blocks of every model that is called in training keep their inputs alone, and backward runs them
+    again, with the random numbers of the first time."""
+
+    def change(module: Any) -> None:
+        from trainstep.blocks import find_blocks
+        from trainstep.checkpointing import Checkpointing
+
+        if find_blocks(module):
+            Checkpointing(module, "every-1")
+
+    trial.on_first_call.append(change)
+
+
+def larger_batch(trial: Trial) -> None:
+    """Loaders that are told a batch size make batches of twice as many samples. A loader that is made of another one's
+    arguments, as Lightning does, has the larger size already."""
+    from torch.utils.data import DataLoader
+
+    from trainstep.run.settings import arguments_of, batch_size_of
+
+    made: list[tuple[Any, int]] = []
+
+    def more(given: dict[str, Any]) -> dict[str, Any]:
+        size, data = batch_size_of(given), given.get("dataset")
+        if size is None or any(each is data and known == size for each, known in made):
+            return {}
+        made.append((data, TIMES * size))
+        return {"batch_size": TIMES * size}
+
+    _replace(DataLoader, more, arguments_of)
+
+
 def our_attention(trial: Trial) -> None:
     """Attention without a mask of its own and without dropout, as our kernels compute it."""
     import torch.nn.functional as F
@@ -235,102 +272,32 @@ def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], argume
     kind.__init__ = __init__
 
 
-def _of_gpu(settings: Settings) -> str:
-    return "" if settings["on_gpu"] else "it needs a GPU"
-
-
-def _of_reads(settings: Settings) -> str:
-    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
-
-
-def _of_tf32(settings: Settings) -> str:
-    if settings["matmul"] != "highest":
-        return f'the script sets it itself: float32 products are at "{settings["matmul"]}"'
-    return _of_gpu(settings)
-
-
-def _of_fused(settings: Settings) -> str:
-    own = [each for each in settings["optimizers"] if each["fused"] or each["foreach"]]
-    known = [each for each in settings["optimizers"] if "file" in each]
-    if own and len(own) == len(settings["optimizers"]):
-        names = " and ".join(f"{name}=True" for name in ("fused", "foreach") if any(each[name] for each in own))
-        return f"the script sets it itself: {names}"
-    return "" if known else "its optimizers have no fused form in torch"
-
-
-def _of_autocast(settings: Settings) -> str:
-    if settings["autocast"]:
-        return f"the script sets it itself: autocast to {' and '.join(settings['autocast'])}"
-    half = {name for model in settings["models"] for name in model["dtypes"]} - {"float32"}
-    return f"its weights are {' and '.join(sorted(half))}" if half else ""
-
-
-def _of_compile(settings: Settings) -> str:
-    return "the script sets it itself" if any(model["is_compiled"] for model in settings["models"]) else ""
-
-
-def _of_blocks(settings: Settings) -> str:
-    if not any(model["blocks"] for model in settings["models"]):
-        return "its models have no repeated blocks in an nn.ModuleList"
-    return _of_compile(settings)
-
-
-def _of_channels(settings: Settings) -> str:
-    convolving = [model for model in settings["models"] if model["convolutions"]]
-    if not convolving:
-        return "its models have no convolutions in two dimensions"
-    return "the script sets it itself" if all(model["is_channels_last"] for model in convolving) else ""
-
-
-def _of_workers(settings: Settings) -> str:
-    if not settings["loaders"]:
-        return "the script makes no DataLoader"
-    if all(loader["num_workers"] for loader in settings["loaders"]):
-        return "the script sets it itself: its loaders have workers"
-    if all(loader["is_iterable"] for loader in settings["loaders"] if not loader["num_workers"]):
-        return "workers would repeat an IterableDataset that does not divide itself"
-    return ""
-
-
-def _of_pinning(settings: Settings) -> str:
-    if not settings["loaders"]:
-        return "the script makes no DataLoader"
-    if all(loader["pin_memory"] for loader in settings["loaders"]):
-        return "the script sets it itself: pin_memory=True"
-    return _of_gpu(settings)
-
-
-def _of_ddp(name: str) -> Callable[[Settings], str]:
-    def why_not(settings: Settings) -> str:
-        if not settings["ddp"]:
-            return "the script makes no DistributedDataParallel of torch"
-        return f"the script sets it itself: {name}=True" if all(each[name] for each in settings["ddp"]) else ""
-
-    return why_not
-
-
 def _rung(name: str, change: Callable[[Trial], object], *more: Any, **also: Any) -> Rung:
     """With the lines that both ladders name."""
     return Rung(name, change, CHANGES[name].text, *more, **also)
 
 
 RUNGS = (
-    _rung("TF32 matmuls", tf32, _of_tf32, "tf32"),
-    _rung("fused optimizer", fused_optimizers, _of_fused),
-    _rung("bf16 autocast", bf16_autocast, _of_autocast, "bf16"),
+    _rung("TF32 matmuls", tf32, reasons.of_tf32, "tf32"),
+    _rung("fused optimizer", fused_optimizers, reasons.of_fused),
+    _rung("bf16 autocast", bf16_autocast, reasons.of_autocast, "bf16"),
     _rung(
         "fused attention",
         fused_attention,
         nothing="no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised",
     ),
-    _rung("our FlashAttention", our_attention, _of_gpu),
-    _rung("channels last", channels_last, _of_channels),
-    _rung("compiled blocks", compiled_blocks, _of_blocks),
-    _rung("compiled model", compiled_models, _of_compile, instead_of=("compiled blocks",)),
-    _rung("pinned memory", pinned_memory, _of_pinning),
-    _rung("loader workers", workers, _of_workers),
-    _rung("late reads", late_reads, _of_reads, nothing="no line of the script calls item() of a tensor on a GPU"),
-    _rung("DDP's buckets as gradients", bucket_views, _of_ddp("gradient_as_bucket_view")),
-    _rung("DDP's static graph", static_graph, _of_ddp("static_graph")),
+    _rung("our FlashAttention", our_attention, reasons.of_gpu),
+    _rung("channels last", channels_last, reasons.of_channels),
+    _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
+    _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks",)),
+    _rung("pinned memory", pinned_memory, reasons.of_pinning),
+    _rung("loader workers", workers, reasons.of_workers),
+    _rung(
+        "late reads", late_reads, reasons.of_reads, nothing="no line of the script calls item() of a tensor on a GPU"
+    ),
+    _rung("DDP's buckets as gradients", bucket_views, reasons.of_ddp("gradient_as_bucket_view")),
+    _rung("DDP's static graph", static_graph, reasons.of_ddp("static_graph")),
+    _rung("checkpointed blocks", checkpointed_blocks, reasons.of_checkpointing, trades="time for memory"),
+    _rung("larger batch", larger_batch, reasons.of_batches, trades="the step"),
 )
 """In the order in which they are tried."""

@@ -216,6 +216,8 @@ class Session:
                 return
             self._ahead_ms = max(0.0, self._ahead_ms + sum(device) - sum(host))
             times += f', "device": {_numbers(device)}, "ahead_ms": {self._ahead_ms:.3f}'
+        if step.samples:
+            entry["samples"] = step.samples
         if step.evaluations:
             entry["evaluations"] = step.evaluations
         if step.is_skipped:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -20,6 +21,11 @@ from trainstep.run.lines import place_of_call
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers of torch that have a fused form on CPUs and GPUs alike."""
+CHECKPOINTS = (
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    (torch.utils.checkpoint.CheckpointFunction, "forward"),
+)
+"""What torch.utils.checkpoint.checkpoint calls, in its two ways: scripts hold the function itself by its name."""
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
@@ -33,6 +39,7 @@ class Settings:
         self._ddp: list[dict[str, bool]] = []
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
+        self._checkpoints = False
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -42,6 +49,8 @@ class Settings:
             self._watch(kind, "__init__", self._optimizer_is_made)
         self._watch(torch.autocast, "__enter__", self._autocast_begins)
         self._watch(DistributedDataParallel, "__init__", self._ddp_is_made)
+        for owner, name in CHECKPOINTS:
+            self._watch(owner, name, self._checkpoint_begins)
 
     def remove(self) -> None:
         """Watch no longer."""
@@ -92,6 +101,7 @@ class Settings:
             "optimizers": made,
             "models": self._models,
             "ddp": self._ddp,
+            "checkpoints": self._checkpoints,
             "on_gpu": any(model["device"] == "cuda" for model in self._models),
         }
 
@@ -115,6 +125,7 @@ class Settings:
             "num_workers": given.get("num_workers", 0) or 0,
             "pin_memory": bool(given.get("pin_memory")),
             "is_iterable": isinstance(given.get("dataset"), IterableDataset),
+            "batch_size": batch_size_of(given),
         }
         if entry not in self._loaders:
             self._loaders.append(entry)
@@ -134,6 +145,9 @@ class Settings:
         given = arguments_of(DistributedDataParallel, args, kwargs)
         self._ddp.append({name: bool(given.get(name)) for name in ("gradient_as_bucket_view", "static_graph")})
 
+    def _checkpoint_begins(self, *_: object, **__: object) -> None:
+        self._checkpoints = True
+
     def _autocast_begins(self, context: Any) -> None:
         if context._enabled:
             self._autocast.append(str(context.fast_dtype).removeprefix("torch."))
@@ -151,6 +165,14 @@ def arguments_of(kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     except TypeError:
         return {}
     return {**given, **given.get("kwargs", {})}
+
+
+def batch_size_of(given: Mapping[str, Any]) -> int | None:
+    """What a DataLoader is told of its batches, by its arguments; None where it does not make them itself, or where how
+    many samples are in one is not known, as of an IterableDataset at its end."""
+    size = given.get("batch_size", 1)
+    is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
+    return size if isinstance(size, int) and not is_other and given else None
 
 
 def _drops(module: nn.Module) -> bool:

@@ -42,6 +42,8 @@ class Taken:
     failure: str
     """Why there is nothing to judge; empty where there is."""
     captured: Captured | None
+    samples_per_step: float | None = None
+    """In loaders' batches, where that is known."""
 
     @property
     def median_ms(self) -> float:
@@ -163,7 +165,10 @@ class Script:
             failure = next((row.reason for row in rows if row.status != "ok"), "")
             failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
             failure += _last_words(order.output(0)) if code else ""
-        return Taken(folder, code, log, step_ms, timed[0].first_step_ms if timed else None, failure, captured)
+        counts = [row.samples_per_step or 0.0 for row in timed]
+        samples = sum(counts) if any(counts) else None
+        first = timed[0].first_step_ms if timed else None
+        return Taken(folder, code, log, step_ms, first, failure, captured, samples)
 
     def _drop_captured(self, order: Order) -> None:
         """What was captured is as large as the model."""

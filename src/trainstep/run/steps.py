@@ -37,6 +37,7 @@ class Step:
     forwards: int = 0
     backwards: int = 0
     evaluations: int = 0
+    samples: int = 0  # in the batches that loaders gave
     is_skipped: bool = False  # whether a scaler left the update out
     tags: set[str] = field(default_factory=set)  # what an instrument did meanwhile
     waits: dict[int, list[float]] = field(default_factory=dict)  # line → [calls, milliseconds]
@@ -163,6 +164,7 @@ class StepFinder:
             last.updated += [name] if name not in last.updated else []
             last.forwards += open_.forwards
             last.evaluations += open_.evaluations
+            last.samples += open_.samples
             last.tags |= open_.tags
             for line, (calls, ms) in open_.waits.items():
                 add_wait(last.waits, line, calls, ms)
@@ -180,6 +182,11 @@ class StepFinder:
         """The host waited in a line of code, told by its number."""
         if self._open is not None:
             add_wait(self._open.waits, line, 1, ms)
+
+    def took(self, samples: int) -> None:
+        """A batch of so many samples came from a loader."""
+        if self._open is not None:
+            self._open.samples += samples
 
     def tag(self, what: str) -> None:
         """Note that an instrument does something in the step under way."""

@@ -1,5 +1,7 @@
 """What the report says of a script's ladder."""
 
+import dataclasses
+
 from trainstep.kinds import ScriptRungRow
 from trainstep.records import Times
 from trainstep.report.page import Report
@@ -31,6 +33,18 @@ FUSED = row(
 WRONG = row("compiled model", status="wrong", verdict="wrong", reason="the gradients off by 0.3", gradient_error=0.3)
 TOP = row("all that was kept", 4.0, **ratio("speedup", 2.5), verdict="faster", kept=True, runs=2)
 PATCHED = row("the patched script", 4.1, **ratio("speedup", 2.4), verdict="faster", kept=True, runs=2)
+LARGER = row(
+    "larger batch",
+    **ratio("throughput", 1.5),
+    verdict="another step",
+    runs=2,
+    lines="batch_size=16",
+    samples_per_s=1200.0,
+    samples_per_s_before=800.0,
+    samples_per_step=16.0,
+    samples_per_step_before=8.0,
+    samples={"training_loss": [1.0]},
+)
 
 
 def found(*rows):
@@ -60,6 +74,41 @@ def test_nothing_kept_and_nothing_judged():
     assert "gain.script_none" in found(BASELINE, WRONG)
     failed = row("baseline", status="failed", verdict="not reproducible", reason="it starts from other weights")
     assert not {name for name in found(failed) if name.startswith("gain.")}
+
+
+def test_a_larger_batch_is_told_as_throughput_and_no_speed_up():
+    every = found(BASELINE, LARGER)
+    assert "gain.script_none" in every
+    finding = every["gain.throughput"]
+    assert finding.sentence == (
+        "larger batch: another step, of 16 samples in place of 8, computes 1.50× (between runs, 1.45–1.55) as many per "
+        "second; whether it learns as well is not known. batch_size=16"
+    )
+    every = found(BASELINE, FUSED, LARGER)
+    assert (every["gain.script"].figures["speedup"], every["gain.script"].figures["rungs"]) == (
+        2.0,
+        ("fused optimizer",),
+    )
+    open_ = found(BASELINE, dataclasses.replace(LARGER, **ratio("throughput", 1.04)))
+    assert "gain.throughput" not in open_
+    assert "no more of them per second for certain: 1.04×" in open_["gain.throughput_open"].sentence
+
+
+def test_the_table_has_samples_per_second_where_there_is_another_step():
+    (table,) = make_tables([BASELINE, FUSED, LARGER], "terminal")
+    titles = list(table.columns)
+    cells = {each.key: each.cells for each in table.rows}["larger batch"]
+    assert cells[titles.index("samples per second [95 %]")].plain == "1.50× [1.45–1.55]"
+    assert cells[titles.index("verdict")].plain == "another step, not held against the same"
+    assert [cells[titles.index(title)].value for title in ("step (ms) [95 %]", "speed-up [95 %]")] == [None, None]
+    (table,) = make_tables([BASELINE, FUSED], "terminal")
+    assert "samples per second [95 %]" not in table.columns
+
+
+def test_another_step_is_no_bar_beside_the_steps():
+    charts, _ = script_ladder([BASELINE, FUSED, LARGER]).blocks
+    falls, *_ = charts.charts[0].plot.args
+    assert [fall.name for fall in falls] == ["baseline", "fused optimizer"]
 
 
 def test_a_wrong_rung_has_its_reason_and_no_time():

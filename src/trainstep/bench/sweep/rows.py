@@ -11,13 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainstep.bench.sweep.cases import ROW_KINDS, Case
-from trainstep.errors import UsageError
+from trainstep.errors import OUT_OF_MEMORY, UsageError
 from trainstep.kinds import SweepRow
 from trainstep.records import Row, Scalar, Status, make_row, of_kind, read_records
 
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|you tried to allocate|\bMemoryError\b|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
-)
 NOTHING_RAN = 1  # exit code of a command whose rows all say why they have no result; also Python's after a traceback
 _ERROR = re.compile(r"(trainstep: |Fatal Python error|terminate called|[\w.]*(Error|Exception)\b)")
 _RANK = re.compile(r"^\[(rank|default)\d+\]: ?")

@@ -46,6 +46,7 @@ SCRIPT = define(
     columns.value("first step", "first_step_ms", brief=False),
     columns.value("forwards", "forwards", brief=False),
     columns.value("backwards", "backwards", brief=False),
+    columns.value("samples per step", "samples_per_step", brief=False),
     columns.value("waits per step", "waits", brief=False),
     columns.value("own part", "own_ms", brief=False),
     columns.value("latest (%)", "latest_share", brief=False),

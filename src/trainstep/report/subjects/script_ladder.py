@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from trainstep.kinds import ScriptRungRow
+from trainstep.kinds import ANOTHER_STEP, ScriptRungRow
 from trainstep.records import Row, Scalar, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal, span
@@ -49,6 +49,8 @@ def _verdict(row: Row) -> Cell:
         return replace(cell, note=row.reason, in_files=in_files, tone="bad" if row.status == "wrong" else "quiet")
     if called == "baseline":
         return cell
+    if called == ANOTHER_STEP:
+        return replace(cell, in_files=f"{called}, not held against the same", note="not held against the same")
     if kept:
         words = "kept" if called == "faster" else "kept: no slower, and smaller"
         return replace(cell, text=words, in_files=words, tone="good")
@@ -64,6 +66,9 @@ LADDER = define(
     columns.median("step (ms) [95 %]", "step"),
     columns.ratio("speed-up", "speedup", between_runs=True),
     columns.ratio("against what was kept", "gain", brief=False, between_runs=True),
+    columns.ratio("samples per second", "throughput", between_runs=True),
+    *columns.values({"before (samples/s)": "samples_per_s_before", "samples/s": "samples_per_s"}, brief=False),
+    *columns.values({"before (samples)": "samples_per_step_before", "samples a step": "samples_per_step"}, brief=False),
     columns.count("runs", "runs"),
     _limited("gradients off", "gradient_error", brief=True),
     columns.value("allowed", "error_budget", digits=2, page=False),
@@ -134,6 +139,29 @@ def proven(rows: Sequence[Row]) -> Iterator[Finding]:
         yield found("gain.line", f"{{rung}}: {literal(row.lines or '')}", rung=row.rung)
 
 
+def larger(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What another step brings in samples per second: never a speed-up."""
+    for row in of_kind(rows, ScriptRungRow):
+        if row.verdict != ANOTHER_STEP or row.throughput is None or row.throughput_low is None:
+            continue
+        figures: dict[str, Scalar] = {
+            "throughput": row.throughput,
+            "low": row.throughput_low,
+            "high": row.throughput_high,
+            "before": row.samples_per_step_before,
+            "samples": row.samples_per_step,
+        }
+        step = "{rung}: another step, of {samples:.4g} samples in place of {before:.4g},"
+        ratio = "{throughput:.2f}× (between runs, {low:.2f}–{high:.2f})"
+        if row.throughput_low > 1:
+            lines = literal(row.lines or "")
+            said = f"{step} computes {ratio} as many per second; whether it learns as well is not known. {lines}"
+            yield found("gain.throughput", said, rung=row.rung, **figures)
+        else:
+            said = f"{step} computes no more of them per second for certain: {ratio}."
+            yield found("gain.throughput_open", said, rung=row.rung, **figures)
+
+
 def patched(rows: Sequence[Row]) -> Iterator[Finding]:
     """The patch, run and measured."""
     for row in of_kind(rows, ScriptRungRow):
@@ -148,7 +176,7 @@ def script_ladder(rows: Sequence[Row]) -> Section | None:
     every = of_kind(rows, ScriptRungRow)
     if not every:
         return None
-    falls = _falls([row for row in rungs(rows) if row.status == "ok"])
+    falls = _falls([row for row in rungs(rows) if row.status == "ok" and "step" in row.times])
     blocks: list[Block] = []
     if len(falls) > 1:
         title, caption = "From the script as it is to what was kept", "Each bar is the median of all runs' steps."
@@ -158,7 +186,8 @@ def script_ladder(rows: Sequence[Row]) -> Section | None:
         "The script itself is run for each rung, with one change made from outside on what was kept. Its first "
         "update's gradients, its losses and its weights at the end are held against the script as it is; allowed is "
         "twice what random roundings do to the script, plus one rounding. What is wrong is not timed. Ratios are "
-        "between runs, which take turns; brackets are 95 % intervals."
+        "between runs, which take turns; brackets are 95 % intervals. A larger batch is another step: nothing is held "
+        "against it, and it has no speed-up, but samples per second."
     )
     return Section("script-ladder", "Script's ladder", "What makes the script faster", lead, blocks)
 
@@ -176,5 +205,5 @@ def _falls(climbed: Sequence[ScriptRungRow]) -> list[Fall]:
     return falls
 
 
-RULES = (proven, patched)
+RULES = (proven, larger, patched)
 SECTIONS = (script_ladder,)

@@ -1,0 +1,115 @@
+"""For which scripts a change of the ladder is nothing, in words: they make it themselves, or lack what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Settings = Mapping[str, Any]
+"""As `settings.Settings.found` has them."""
+
+
+def of_gpu(settings: Settings) -> str:
+    """Of what a CPU has not."""
+    return "" if settings["on_gpu"] else "it needs a GPU"
+
+
+def of_reads(settings: Settings) -> str:
+    """Of reading tensors late."""
+    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
+
+
+def of_tf32(settings: Settings) -> str:
+    """Of products on TF32 units."""
+    if settings["matmul"] != "highest":
+        return f'the script sets it itself: float32 products are at "{settings["matmul"]}"'
+    return of_gpu(settings)
+
+
+def of_fused(settings: Settings) -> str:
+    """Of fused optimizers."""
+    own = [each for each in settings["optimizers"] if each["fused"] or each["foreach"]]
+    known = [each for each in settings["optimizers"] if "file" in each]
+    if own and len(own) == len(settings["optimizers"]):
+        names = " and ".join(f"{name}=True" for name in ("fused", "foreach") if any(each[name] for each in own))
+        return f"the script sets it itself: {names}"
+    return "" if known else "its optimizers have no fused form in torch"
+
+
+def of_autocast(settings: Settings) -> str:
+    """Of autocast to bf16."""
+    if settings["autocast"]:
+        return f"the script sets it itself: autocast to {' and '.join(settings['autocast'])}"
+    half = {name for model in settings["models"] for name in model["dtypes"]} - {"float32"}
+    return f"its weights are {' and '.join(sorted(half))}" if half else ""
+
+
+def of_compile(settings: Settings) -> str:
+    """Of compiling models."""
+    return "the script sets it itself" if any(model["is_compiled"] for model in settings["models"]) else ""
+
+
+def of_blocks(settings: Settings) -> str:
+    """Of compiling blocks."""
+    if not any(model["blocks"] for model in settings["models"]):
+        return "its models have no repeated blocks in an nn.ModuleList"
+    return of_compile(settings)
+
+
+def of_checkpointing(settings: Settings) -> str:
+    """Of checkpointing blocks."""
+    if settings["checkpoints"]:
+        return "the script sets it itself"
+    if not any(model["blocks"] for model in settings["models"]):
+        return "its models have no repeated blocks in an nn.ModuleList"
+    return ""
+
+
+def of_batches(settings: Settings) -> str:
+    """Of a larger batch."""
+    if not settings["loaders"]:
+        return "the script makes no DataLoader: its batches are its own"
+    if any(loader["batch_size"] for loader in settings["loaders"]):
+        return ""
+    if any(loader["is_iterable"] for loader in settings["loaders"]):
+        return "how many samples are in a batch of an IterableDataset is not known from outside"
+    return "its loaders' batches are made by batch samplers, or by the script"
+
+
+def of_channels(settings: Settings) -> str:
+    """Of channels last."""
+    convolving = [model for model in settings["models"] if model["convolutions"]]
+    if not convolving:
+        return "its models have no convolutions in two dimensions"
+    return "the script sets it itself" if all(model["is_channels_last"] for model in convolving) else ""
+
+
+def of_workers(settings: Settings) -> str:
+    """Of loaders' workers."""
+    if not settings["loaders"]:
+        return "the script makes no DataLoader"
+    if all(loader["num_workers"] for loader in settings["loaders"]):
+        return "the script sets it itself: its loaders have workers"
+    if all(loader["is_iterable"] for loader in settings["loaders"] if not loader["num_workers"]):
+        return "workers would repeat an IterableDataset that does not divide itself"
+    return ""
+
+
+def of_pinning(settings: Settings) -> str:
+    """Of pinned memory."""
+    if not settings["loaders"]:
+        return "the script makes no DataLoader"
+    if all(loader["pin_memory"] for loader in settings["loaders"]):
+        return "the script sets it itself: pin_memory=True"
+    return of_gpu(settings)
+
+
+def of_ddp(name: str) -> Callable[[Settings], str]:
+    """Of an argument of torch's DistributedDataParallel."""
+
+    def why_not(settings: Settings) -> str:
+        if not settings["ddp"]:
+            return "the script makes no DistributedDataParallel of torch"
+        return f"the script sets it itself: {name}=True" if all(each[name] for each in settings["ddp"]) else ""
+
+    return why_not
