@@ -1,6 +1,8 @@
 """The choice of activations is the best there is, by trying all; and what does not fit says how much would."""
 
 import itertools
+import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainstep.errors import UsageError
 from trainstep.plan.fit import (
+    CLOSE,
     GIB,
     BlockCost,
     Choice,
@@ -82,6 +85,9 @@ PROBLEMS = {
     ),
     "copies": step(block("b0"), block("b1", again=0.03), block("b2"), copies=Copies(12e9, 10e9, 400 * MIB)),
     "slow copies": step(block("b0"), block("b1"), block("b2"), copies=Copies(2e9, 2e9, 10**12)),
+    "alike storages": step(
+        *(block(f"b{each}", stored=(80, 120, 80, 80)) for each in range(2)), copies=Copies(2e10, 2e10, 10**12)
+    ),
     "room at the end alone": step(block("b0"), block("b1"), block("b2"), other=2300),
 }
 
@@ -121,7 +127,30 @@ def test_of_any_blocks(shapes, mib, rate):
     problem = step(*blocks, copies=Copies(rate, rate / 2, 700 * MIB))
     best, _ = by_trying_all(problem, mib * MIB)
     if best is not None:
-        assert choose(problem, mib * MIB).seconds == pytest.approx(best, abs=1e-6)
+        found = choose(problem, mib * MIB).seconds
+        assert best - 1e-6 <= found <= best + CLOSE * abs(problem.seconds - best) + 1e-6
+
+
+def test_storages_of_a_size_are_chosen_by_their_number():
+    """Each by itself, as many as a block has on a GPU, they took all of the solver's time and left a gap of 1.7 %."""
+    sizes = [84, 42, 42, 42, 42, 42, 84, 160, 160, 160, 42, 42, 84, 84, 21, 21, 42, 42, 160, 160, 84, 42, 42, 21, 42]
+    results = [*[(42, 0.00018)] * 4, (42, 0.0004), *[(160, 0.00062)] * 2, (42, 0.00062), (84, 0.0001), (160, 0.00012)]
+    draw = random.Random(1)
+    blocks = []
+    for each in range(32):
+        noisy = [(size, seconds * draw.uniform(0.95, 1.05)) for size, seconds in results]
+        again = 0.0036 * draw.uniform(0.95, 1.05)
+        own = block(f"b{each}", size=983, again=again, stored=[*sizes, 160, 84, 42, 42, 42], results=noisy, own=20)
+        blocks.append(replace(own, input_bytes=84 * MIB, forward_s=0.0036, backward_s=0.0078))
+    problem = replace(
+        step(*blocks, copies=Copies(5e10, 5.2e10, 40 * GIB), loss=44 * 1024, other=52 * 1024),
+        head_bytes=45 * GIB,
+        backward_bytes=tuple(int((52.4 - 0.15 * each) * GIB) for each in range(32)),
+    )
+    found = choose(problem, 66 * GIB)
+    assert found.gap <= 0.01
+    assert any(len(each.host) > 1 for each in found.choices)
+    assert found.peak_bytes <= 66 * GIB + 1024
 
 
 @pytest.mark.thorough

@@ -20,9 +20,12 @@ with a row for each moment, solved by HiGHS through `scipy.optimize.milp`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +34,11 @@ from trainstep.errors import UnsupportedError, UsageError
 
 GIB = 2**30
 LIMIT_S = 30.0
-"""After this time the best choice so far is taken, if it is known to be within `ENOUGH` of the best there is."""
+"""After this time the best choice so far is taken, and what it may cost more than the best there is goes with it."""
 ENOUGH = 0.02
+"""As a share of the added time: a choice that is known to be so near the best counts as the best."""
+CLOSE = 1e-3
+"""Of the time that choices save: what the solver need not tell apart, which would take it most of its time."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,13 @@ def choose(step: StepCost, budget: int) -> Chosen:
 
     Raises:
         UsageError: there are none; the message says how much the step needs at least.
-        UnsupportedError: the solver did not come close to the best in time.
+        UnsupportedError: the solver found none in time.
     """
     program = _Program(step)
     program.limit_peak(budget)
-    chosen = program.solve()
+    chosen = program.solve(CLOSE)
+    if chosen is not None and chosen.gap > ENOUGH:  # little time is added, so that it takes less to be far off
+        chosen = program.solve(CLOSE * ENOUGH / chosen.gap / 2)
     if chosen is None:
         least = least_peak(step)
         raise UsageError(
@@ -182,9 +190,22 @@ def least_peak(step: StepCost) -> int:
     """The smallest predicted peak that any choices have, in bytes."""
     program = _Program(step)
     program.minimize_peak()
-    chosen = program.solve()
+    chosen = program.solve(close=0.0)
     assert chosen is not None, "some choice has the smallest peak"
     return chosen.peak_bytes
+
+
+@contextlib.contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """HiGHS leaves lines for its developers on the process's standard output, whatever it is asked."""
+    own = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 class _Program:
@@ -199,7 +220,7 @@ class _Program:
         self._plain = [self._variable(-1e3 * block.again_s) for block in step.blocks]
         self._keeps = [self._variable(1e3 * block.keeping_s) for block in step.blocks]
         self._kept = [[self._variable(-1e3 * result.seconds) for result in block.results] for block in step.blocks]
-        self._sent: list[dict[int, int]] = [{} for _ in step.blocks]  # number of a plain block's storage → variable
+        self._sent: list[dict[int, int]] = [{} for _ in step.blocks]  # bytes of a plain block's storages → variable
         self._input: list[int | None] = [None] * len(step.blocks)
         for index in range(len(step.blocks)):
             self._row({self._plain[index]: 1, self._keeps[index]: 1}, 1)
@@ -218,21 +239,22 @@ class _Program:
         for terms, base in self._moments():
             self._row({**terms, peak: -1.0}, -base / GIB)
 
-    def solve(self) -> Chosen | None:
-        """The best choices; None where there are none."""
+    def solve(self, close: float) -> Chosen | None:
+        """The best choices, or others within `close` of their cost, as a share; None where there are none."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
         from scipy.sparse import csr_array
 
         places = [(row, place, value) for row, (terms, _) in enumerate(self._rows) for place, value in terms.items()]
         rows, columns, values = zip(*places, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self._cost)))
-        found = milp(
-            np.array(self._cost),
-            integrality=np.array(self._is_whole),
-            bounds=Bounds(0, np.array(self._upper)),
-            constraints=LinearConstraint(matrix, ub=np.array([limit for _, limit in self._rows])),
-            options={"mip_rel_gap": 0.0, "time_limit": LIMIT_S},
-        )
+        with _nothing_printed():
+            found = milp(
+                np.array(self._cost),
+                integrality=np.array(self._is_whole),
+                bounds=Bounds(0, np.array(self._upper)),
+                constraints=LinearConstraint(matrix, ub=np.array([limit for _, limit in self._rows])),
+                options={"mip_rel_gap": close, "time_limit": LIMIT_S},
+            )
         if found.status == 2:
             return None
         if found.x is None:
@@ -242,8 +264,6 @@ class _Program:
         least = self._step.seconds + found.mip_dual_bound / 1e3
         plain = self._step.seconds - sum(block.again_s for block in self._step.blocks)
         gap = max(0.0, seconds - least) / max(seconds - plain, 1e-9)
-        if found.status != 0 and gap > ENOUGH:
-            raise UnsupportedError(f"the choice found within {LIMIT_S:.0f} s may cost {gap:.1%} more than the best one")
         return Chosen(choices, peak_of(self._step, choices), seconds, gap)
 
     def _variable(self, cost: float, *, is_whole: bool = True, upper: float = 1.0) -> int:
@@ -261,10 +281,10 @@ class _Program:
         for index, block in enumerate(self._step.blocks[:-1]):
             after, plain = self._step.blocks[index + 1], self._plain[index]
             sizes: dict[int, float] = {}
-            for stored in block.stored:
-                sent = self._sent[index][stored.number] = self._variable(0.0)
-                sizes[sent] = stored.bytes / GIB
-                self._row({sent: 1, plain: -1}, 0)
+            for size, count in Counter(stored.bytes for stored in block.stored).items():
+                sent = self._sent[index][size] = self._variable(0.0, upper=count)  # which of them makes no difference
+                sizes[sent] = size / GIB
+                self._row({sent: 1, plain: -count}, 0)
             if block.input_number is not None:
                 self._input[index] = own = self._variable(0.0)
                 sizes[own] = block.input_bytes / GIB
@@ -300,9 +320,7 @@ class _Program:
         block = self._step.blocks[index]
         terms = {self._plain[index]: (block.plain_bytes - block.input_bytes) / GIB}
         terms |= {place: kept.bytes / GIB for place, kept in zip(self._kept[index], block.results, strict=True)}
-        for stored in block.stored:
-            if stored.number in self._sent[index]:
-                terms[self._sent[index][stored.number]] = -stored.bytes / GIB
+        terms |= {place: -size / GIB for size, place in self._sent[index].items()}
         own = self._input[index]
         return terms if own is None else terms | {own: -block.input_bytes / GIB}
 
@@ -314,11 +332,13 @@ class _Program:
         block, own = self._step.blocks[index], self._input[index]
         is_plain = x[self._plain[index]] > 0.5
         kept = [each.name for each, place in zip(block.results, self._kept[index], strict=True) if x[place] > 0.5]
-        sent = [number for number, place in self._sent[index].items() if x[place] > 0.5]
-        host = tuple(sent)
+        host: tuple[int, ...] = ()
+        for size, place in self._sent[index].items():
+            alike = [stored.number for stored in block.stored if stored.bytes == size]
+            host += tuple(alike[: round(x[place])])
         if not is_plain and own is not None and block.input_number is not None and x[own] > 0.5:
             host = (block.input_number,)
-        return Choice(bool(is_plain), () if is_plain else tuple(kept), host)
+        return Choice(bool(is_plain), () if is_plain else tuple(kept), tuple(sorted(host)))
 
 
 def with_budget_error(step: StepCost, measured: int, predicted: int) -> StepCost:

@@ -59,6 +59,14 @@ def test_predictions_that_are_off(peak, time, said):
     assert [each.sentence for each in found] == ([f"The prediction of the chosen step is {said}"] if said else [])
 
 
+def test_a_choice_that_was_not_shown_to_be_the_best():
+    assert ids([replace(FIT, gap=0.019)]) == ["fit.fits"]
+    _, said = fit_findings([replace(FIT, gap=0.042)])
+    assert said.sentence == (
+        "It was not shown to be the best: by prediction another choice may save up to 4.2% of the added time."
+    )
+
+
 def test_the_fastest_policy_that_fits_stands_beside_it():
     *_, last = fit_findings(BESIDE)
     assert last.id == "fit.beside"

@@ -17,6 +17,8 @@ from trainstep.stats import ratio_of_medians
 
 PEAK_AGREES, TIME_AGREES = 0.03, 0.07
 """Predictions that are off by more are remarked on."""
+PROVEN = 0.02
+"""So is a choice that may cost more beyond the best one, as a share of the time that it adds."""
 _FORM = ("form", "round", "checkpointing")
 """Settings that tell the rows of one fit apart."""
 
@@ -117,6 +119,11 @@ def _found(study: Sequence[FitRow]) -> Iterator[Finding]:
         f"{{blocks_kept}} blocks kept and {{blocks_again}} computed again{sent}. "
     )
     yield found("fit.fits", said + literal(f"--checkpointing @{row.policy} repeats it."), **figures)
+    if (row.gap or 0) > PROVEN:
+        said = (
+            "It was not shown to be the best: by prediction another choice may save up to {gap:.1%} of the added time."
+        )
+        yield found("fit.unproven", said, gap=row.gap)
     peak_off, time_off = abs(row.prediction_error or 0), abs(row.time_error or 0)
     parts = ["{peak_off:.1%} of the peak"] * (peak_off > PEAK_AGREES)
     parts += ["{time_off:.1%} of the time"] * (time_off > TIME_AGREES)
