@@ -181,7 +181,7 @@ class BenchAttention(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFused(Common):
-    """Time fused operators (RMSNorm, RoPE, SwiGLU, head with loss, AdamW) by implementation. Checked before timed.
+    """Time fused operators (RoPE, head with loss) by implementation. Checked before timed.
 
     Every flag with commas is an axis; without flags all operators, shapes and implementations are measured.
     """
