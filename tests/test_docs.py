@@ -121,6 +121,7 @@ FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%
 DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
+    "fused.md": ("logits of at most 1.25 GiB at a time",),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "trust.md": (
         "a little wider than 95 % would be",
