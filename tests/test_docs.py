@@ -95,7 +95,7 @@ def test_the_headlines_say_what_is_not_ours():
     assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn"}
 
 
-@pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios"])
+@pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios", "fused", "fused-dropped"])
 def test_every_ratio_to_a_peer_has_its_interval(name):
     table = TABLES[name]()
     ratios = [text for texts in table.texts() for text in texts if "×" in text]
