@@ -17,6 +17,7 @@ from tables import (
     attention,
     facts,
     faults,
+    fused,
     hosts,
     limits,
     load,
@@ -46,7 +47,7 @@ REPORTS = {
 BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 SUBJECTS = (
     *(facts, steps, attention, parallel, limits, models, profile, plan, trust, load, mutants),
-    *(faults, hosts, run),
+    *(faults, fused, hosts, run),
 )
 TABLES = {name: table for subject in SUBJECTS for name, table in subject.TABLES.items()}
 """Name in a page → what makes the table."""

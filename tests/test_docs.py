@@ -95,7 +95,7 @@ def test_the_headlines_say_what_is_not_ours():
     assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn"}
 
 
-@pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios"])
+@pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios", "fused", "fused-dropped"])
 def test_every_ratio_to_a_peer_has_its_interval(name):
     table = TABLES[name]()
     ratios = [text for texts in table.texts() for text in texts if "×" in text]
@@ -121,6 +121,7 @@ FIGURE = re.compile(rf"({JOINED}{NUMBER}) ?(?:ms|µs|GiB|MiB|TFLOP/s|GB/s|TB/s|%
 DEFINITIONS = {
     "CONTRIBUTING.md": ("at least 95 % of the mutants must be noticed",),
     "README.md": ("95 % interval by order statistics", "a 95 % interval of"),
+    "fused.md": ("logits of at most 1.25 GiB at a time",),
     "profile.md": ("more than 2% of kernel time", "2.5 times that backward"),
     "trust.md": (
         "a little wider than 95 % would be",

@@ -91,3 +91,10 @@ def test_sums_that_disagree_are_several_words():
 def test_what_no_row_has_is_not_taken():
     with pytest.raises(TypeError, match="a row has no 'sample'; expected some of environment, reason, samples"):
         make_row(StepRow, {}, {}, sample={})
+
+
+@pytest.mark.parametrize("kind", ["fused operator", "fused ratio"])
+def test_shapes_of_fused_operators_have_no_width_of_a_feed_forward(kind):
+    case = {"operator": "swiglu", "impl": "ours", "shape": "small", "tokens": 4, "d_model": 8, "heads": 2}
+    case |= {"vocab_size": 9, "dtype": "bf16"} | ({"peer": "eager"} if kind == "fused ratio" else {})
+    assert row_of(kind, case | {"d_ff": 24}) == row_of(kind, case)

@@ -27,8 +27,8 @@ TorchAttention = Literal["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "
 PeerAttention = Literal[TorchAttention, "flex", "flex-max-autotune", "flash-attn"]
 AttentionImpl = Literal["auto", "eager", "eager-compiled", "flash-reference", "flash-triton", PeerAttention]
 LossImpl = Literal["dense", "chunked", "fused"]
-FusedParts = Literal["none", "blocks"]
-OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "adamw-triton", "sgd"]
+FusedParts = Literal["none", "rope"]
+OptimizerImpl = Literal["adamw-foreach", "adamw-fused", "sgd"]
 StepMode = Literal["forward", "forward-backward", "step"]
 
 # A step announces its phases once, as `with phase("forward"): ...`, and every instrument hears them. What `phase` is
@@ -142,15 +142,14 @@ class StepConfig:
     so that the logits never exist in full) or fused (so too, but with the gradients computed in forward, by our kernel:
     nothing is computed twice; on a GPU)."""
     fused: FusedParts = "none"
-    """What our fused operators compute in place of plain ones (our models, on a GPU): blocks (RMSNorm with the
-    residual's sum, rotary positions, SwiGLU)."""
+    """What our fused operators compute in place of plain ones (our models, on a GPU): rope (the rotary positions of
+    queries and keys, in one pass)."""
     checkpointing: str = "none"
     """Activations kept for backward: none (no checkpointing: all of them), every-K (only the input of every K blocks;
     the blocks run again in backward), selective (results of matrix products and attention), recursive (halves of halves
     of the blocks), @FILE (what the file says of each block; trainstep memory --fit writes one)."""
     optimizer: OptimizerImpl = "adamw-foreach"
-    """AdamW updating lists of tensors (foreach), in torch's fused kernels or in ours (adamw-triton; our models, on a
-    GPU), or plain SGD."""
+    """AdamW updating lists of tensors (foreach), AdamW in fused kernels, or plain SGD."""
     learning_rate: float = 3e-4
     """Learning rate: constant, or the peak of `trainstep train`'s schedule."""
     device: str = "auto"
@@ -294,16 +293,12 @@ CHANGES: Mapping[str, Change] = {
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
     ),
-    "our AdamW": Change(
-        "trainstep.fused.AdamW(model.parameters(), …)", "in place of torch.optim.AdamW, after import trainstep.fused"
-    ),
     "fused loss": Change(
         "trainstep.fused.linear_cross_entropy(hidden, head, targets)",
         "in place of the head and F.cross_entropy: all logits never exist at once",
     ),
-    "fused blocks": Change(
-        "trainstep.fused.rms_norm(x, weight, eps), add_rms_norm, rope(q, k, cos, sin), swiglu(gate, up)",
-        "in place of the same written out, after import trainstep.fused",
+    "fused RoPE": Change(
+        "trainstep.fused.rope(q, k, cos, sin)", "in place of the same written out, after import trainstep.fused"
     ),
     "channels last": Change("model.to(memory_format=torch.channels_last)", "after the model is on its device"),
     "pinned memory": Change("DataLoader(…, pin_memory=True)", "and batches by .to(device, non_blocking=True)"),

@@ -23,9 +23,8 @@ from trainstep.config import AttentionImpl, ModelConfig, OptimizerImpl, StepConf
 from trainstep.errors import UnsupportedError, UsageError, place_of
 from trainstep.model.text import MAX_TEXT_BYTES, load_tokens, token_batches
 from trainstep.model.transformer import (
-    PLAIN,
-    Parts,
     Transformer,
+    TransformerBlock,
     build_transformer,
     chunked_cross_entropy,
     cross_entropy,
@@ -126,7 +125,7 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
     fitted = dataclasses.replace(model, max_context=step.context)  # the rotary tables need not be longer
     device = resolve_device(step.device)
     seed_everything(step.seed)
-    module = build_transformer(fitted, impl=step.attention, parts=_parts(step, device), device=device)
+    module = build_transformer(fitted, impl=step.attention, block=_block(step, device), device=device)
     by_head = {"chunked": _chunked_loss, "fused": _fused_loss}.get(step.loss)  # computes the logits itself
     return Workload(
         module=module,
@@ -137,15 +136,15 @@ def builtin_workload(model: ModelConfig, step: StepConfig, batches: Iterable[tup
     )
 
 
-def _parts(step: StepConfig, device: torch.device) -> Parts:
-    """What the blocks are made from; raises `UnsupportedError` where fused operators are asked for and do not run."""
-    if step.loss != "fused" and step.fused == "none" and step.optimizer != "adamw-triton":
-        return PLAIN
+def _block(step: StepConfig, device: torch.device) -> type[TransformerBlock]:
+    """The class of the blocks; raises `UnsupportedError` where fused operators are asked for and do not run."""
+    if step.loss != "fused" and step.fused == "none":
+        return TransformerBlock
     from trainstep.fused.operators import require_device  # here: they load Triton
-    from trainstep.model.fused import FUSED
+    from trainstep.model.fused import FusedBlock
 
     require_device("a step with fused operators", device)
-    return FUSED if step.fused == "blocks" else PLAIN
+    return FusedBlock if step.fused == "rope" else TransformerBlock
 
 
 def _dense_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -172,10 +171,6 @@ def make_optimizer(
     """The optimizer of a `StepConfig`: AdamW with betas (0.9, 0.95), or plain SGD, which has no weight decay."""
     if impl == "sgd":
         return torch.optim.SGD(parameters, lr=learning_rate)
-    if impl == "adamw-triton":
-        from trainstep.fused import AdamW  # here: it loads Triton
-
-        return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay)
     fused = impl == "adamw-fused"
     return torch.optim.AdamW(
         parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fused, foreach=not fused

@@ -12,7 +12,7 @@ from trainstep.bench.check.fused import check
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import cross_entropy as module
 from trainstep.fused import eager, linear_cross_entropy
-from trainstep.fused.cross_entropy import loss_op
+from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once
 
 pytestmark = HERE
 NAMES = ("loss", "dhidden", "dweight")
@@ -150,6 +150,66 @@ def test_logits_never_exist_in_full() -> None:
     with Seen():
         loss.backward()
     assert len(products) == 9, "backward multiplies nothing"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_vocab", "item_bytes", "chunk"),
+    [
+        (16_384, 10_000, 2, 16_384),  # small, in one piece
+        (8192, 10_000, 2, 8192),
+        (32_768, 151_936, 2, 4096),  # 8B, in eight of 4,352 at most
+        (32_768, 151_936, 4, 2048),  # in float32, in sixteen
+        (32_769, 151_936, 2, 4224),
+        (100_003, 50_257, 2, 12_544),
+        (67_108, 10_000, 2, 67_108),  # one piece just fits
+        (67_109, 10_000, 2, 33_664),
+        (1, 10**10, 4, 1),  # a row is larger than the limit
+        (50, 10**7, 4, 33),  # fewer than a multiple
+        (7, 1, 2, 7),
+    ],
+)
+def test_a_chunk_is_chosen_by_its_bytes(tokens, n_vocab, item_bytes, chunk) -> None:
+    """As large as the limit allows; then no larger than as many chunks need."""
+    assert tokens_at_once(tokens, n_vocab, item_bytes) == chunk
+    most = LOGITS_BYTES // (n_vocab * item_bytes)
+    assert chunk <= max(1, most)
+    if chunk > MULTIPLE and chunk < tokens:
+        assert chunk % MULTIPLE == 0
+        assert -(-tokens // chunk) == -(-tokens // (most - most % MULTIPLE)), "no more chunks than the limit makes"
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "rows"), [(9, [9]), (11, [4, 4, 3])], ids=str)
+def test_unless_it_is_given(monkeypatch, tokens, rows, dtype) -> None:
+    """Of 23 words, a vocabulary and numbers of tokens that no chunk divides."""
+    launched = []
+
+    def seen(tensors, *rest):
+        launched.append(len(tensors[0]))
+        launch_loss(tensors, *rest)
+
+    monkeypatch.setattr(module, "MULTIPLE", 2)
+    monkeypatch.setattr(module, "LOGITS_BYTES", (9 if rows == [tokens] else 5) * 23 * dtype.itemsize + 1)
+    monkeypatch.setattr(module, "launch_loss", seen)
+    hidden, weight, targets = (
+        draw(tokens, 8, dtype=dtype, seed=1),
+        draw(23, 8, dtype=dtype, seed=2),
+        ids(tokens, n_vocab=23),
+    )
+    budget = check(fused(None), eager.linear_cross_entropy, (hidden, weight, targets), NAMES)
+    assert budget.within, str(budget)
+    assert launched == rows
+
+
+def test_under_autocast_its_bytes_are_those_of_the_cast(monkeypatch) -> None:
+    head, hidden, targets = nn.Linear(8, 30, bias=False, device=DEVICE), draw(6, 8), ids(6, n_vocab=30)
+    asked = []
+    monkeypatch.setattr(module, "tokens_at_once", lambda *given: asked.append(given) or 6)
+    with torch.autocast(DEVICE, torch.float16):
+        linear_cross_entropy(hidden, head, targets)
+    linear_cross_entropy(hidden, head, targets)
+    assert asked == [(6, 30, 2), (6, 30, 4)]
 
 
 def test_backward_a_second_time_is_an_error_not_a_wrong_gradient() -> None:

@@ -1,13 +1,11 @@
 """Every kernel compiled for GPUs that are not here: it fits, and keeps in registers what it works on."""
 
-import re
-
 import pytest
 
-from tests.fused.aot import adamw_kernels, kernels_of
+from tests.fused.aot import kernels_of
 from trainstep.measure.profile.kernels import kernel_family
 
-SHAPES = {"2.7B": (2560, 80, 10_000), "8B": (4096, 128, 151_936), "odd": (1000, 6, 101)}
+SHAPES = {"2.7B": (80, 10_000), "8B": (128, 151_936), "odd": (6, 101)}
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -21,24 +19,16 @@ def test_kernels_of_a_models_shapes(capability) -> None:
             assert compiled.shared_bytes <= 48 * 1024, (model, name)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_adamw(capability) -> None:
-    for name, kernel in adamw_kernels().items():
-        compiled = kernel.compile(capability, "fp32")
-        assert "st.global" in compiled.ptx, name
-        assert compiled.spilled_bytes == 0, name
-
-
 def test_float32_and_the_widest_rows() -> None:
-    for name, kernel in kernels_of(32_768, 256, 300_000).items():
+    for name, kernel in kernels_of(256, 300_000).items():
         compiled = kernel.compile(90, "fp32")
         assert "st.global" in compiled.ptx, name
 
 
 def test_profiles_know_them() -> None:
     """By names that no other kernel of ours has."""
-    named = {name: each.kernel.fn.__name__ for name, each in (kernels_of(64, 16, 100) | adamw_kernels()).items()}
+    named = {name: each.kernel.fn.__name__ for name, each in kernels_of(16, 100).items()}
     families = {name: kernel_family(kernel) for name, kernel in named.items()}
-    expected = {"swiglu": "elementwise", "rope": "elementwise", "norm": "normalisation", "loss": "softmax"}
-    assert families == {name: expected.get(re.split("[ ,]", name)[0], "optimizer") for name in named}
-    assert len(set(named.values())) == 7
+    losses = dict.fromkeys(("loss, gradient False", "loss, gradient True"), "softmax")
+    assert families == {"rope": "elementwise"} | losses
+    assert len(set(named.values())) == 2

@@ -9,26 +9,26 @@ from tests.fused.places import DEVICE, HERE
 from trainstep.bench.check.step import StepCheck, plain_form
 from trainstep.config import ModelConfig, StepConfig
 from trainstep.measure.flops import counted_flops
-from trainstep.model.fused import FUSED
+from trainstep.model.fused import FusedBlock
 from trainstep.model.transformer import build_transformer
 from trainstep.training_step import build_step
 from trainstep.workload import builtin_source
 
 pytestmark = HERE
 MODEL = ModelConfig(vocab_size=259, d_model=16, d_ff=20, num_layers=1, num_heads=2)
-STEP = StepConfig(batch=1, context=6, device=DEVICE, fused="blocks", loss="fused", optimizer="adamw-triton")
+STEP = StepConfig(batch=1, context=6, device=DEVICE, fused="rope", loss="fused")
 SOURCE = builtin_source("toy", MODEL)
 
 
 def test_a_step_is_right() -> None:
     verdict = StepCheck(SOURCE, plain_form(STEP)).judge(STEP)
     assert verdict.is_right, str(verdict)
-    assert plain_form(STEP) == dataclasses.replace(STEP, fused="none", loss="dense", optimizer="adamw-foreach")
+    assert plain_form(STEP) == dataclasses.replace(STEP, fused="none", loss="dense")
 
 
 def test_the_parameters_are_the_same() -> None:
     plain = build_transformer(MODEL, device="meta").state_dict()
-    fused = build_transformer(MODEL, parts=FUSED, device="meta").state_dict()
+    fused = build_transformer(MODEL, block=FusedBlock, device="meta").state_dict()
     assert {name: value.shape for name, value in plain.items()} == {name: value.shape for name, value in fused.items()}
 
 

@@ -10,15 +10,11 @@ from trainstep.fused.triton import INTERPRETED
 REFUSED = """
 import torch
 from trainstep.errors import UnsupportedError
-from trainstep.fused import AdamW, linear_cross_entropy, rms_norm, rope, swiglu
-x, parameter = torch.ones(1, 1, 2, 2), torch.nn.Parameter(torch.ones(2))
-parameter.grad = torch.ones(2)
+from trainstep.fused import linear_cross_entropy, rope
+x = torch.ones(1, 1, 2, 2)
 for call in (
-    lambda: rms_norm(x, torch.ones(2), 1e-5),
-    lambda: swiglu(x, x),
     lambda: rope(x, x, x[0, 0, :, :1], x[0, 0, :, :1]),
     lambda: linear_cross_entropy(x, torch.nn.Linear(2, 3, bias=False), torch.zeros(1, 1, 2, dtype=torch.int64)),
-    lambda: AdamW([parameter]).step(),
 ):
     try:
         call()

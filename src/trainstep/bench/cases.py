@@ -120,17 +120,16 @@ def listed_cases(name: ListName, impls: Sequence[AttentionImpl], dtypes: Sequenc
     return [AttentionCase(impl, *shape, dtype) for shape, dtype, impl in shapes]
 
 
-FusedOperator = Literal["rms-norm", "add-rms-norm", "rope", "swiglu", "linear-cross-entropy", "adamw"]
-FusedImpl = Literal["ours", "eager", "compiled", "torch-fused", "chunked", "liger", "liger-float32"]
+FusedOperator = Literal["rope", "linear-cross-entropy"]
+FusedImpl = Literal["ours", "eager", "compiled", "chunked", "liger", "liger-float32"]
 FusedShape = Literal["tiny", "small", "2.7B", "8B"]
 
 FUSED_IMPLS: Mapping[FusedOperator, tuple[FusedImpl, ...]] = {
-    **dict.fromkeys(("rms-norm", "add-rms-norm", "rope", "swiglu"), ("eager", "compiled", "liger", "ours")),
+    "rope": ("eager", "compiled", "liger", "ours"),
     "linear-cross-entropy": ("eager", "compiled", "chunked", "liger", "liger-float32", "ours"),
-    "adamw": ("eager", "compiled", "torch-fused", "ours"),
 }
-"""What there is of each operator. eager: plain torch (AdamW: its lists of tensors); chunked: our model's loss, which
-computes a chunk's logits twice; liger-float32: with the weight's gradient added up in float32, as ours is."""
+"""What there is of each operator. eager: plain torch; chunked: our model's loss, which computes a chunk's logits twice;
+liger-float32: with the weight's gradient added up in float32, as ours is."""
 
 
 @dataclass(frozen=True)
@@ -139,30 +138,29 @@ class FusedSizes:
 
     tokens: int
     d_model: int
-    d_ff: int
     heads: int
     vocab_size: int
 
 
 FUSED_SHAPES: Mapping[FusedShape, FusedSizes] = {
-    "tiny": FusedSizes(tokens=12, d_model=64, d_ff=160, heads=4, vocab_size=301),
-    "small": FusedSizes(tokens=16_384, d_model=768, d_ff=3072, heads=12, vocab_size=10_000),
-    "2.7B": FusedSizes(tokens=8192, d_model=2560, d_ff=10_240, heads=32, vocab_size=10_000),
-    "8B": FusedSizes(tokens=32_768, d_model=4096, d_ff=11_008, heads=32, vocab_size=151_936),
+    "tiny": FusedSizes(tokens=12, d_model=64, heads=4, vocab_size=301),
+    "small": FusedSizes(tokens=16_384, d_model=768, heads=12, vocab_size=10_000),
+    "2.7B": FusedSizes(tokens=8192, d_model=2560, heads=32, vocab_size=10_000),
+    "8B": FusedSizes(tokens=32_768, d_model=4096, heads=32, vocab_size=151_936),
 }
 """tiny is for Triton's interpreter; 8B is the model of CS336's leaderboard of 2026 with its context."""
 
 
 @dataclass(frozen=True)
 class FusedCase:
-    """One cell of the grid: an operator of a decoder's step, forward and backward, or an update of AdamW."""
+    """One cell of the grid: an operator of a decoder's step, forward and backward."""
 
     impl: FusedImpl = "ours"
     """Implementation; those that an operator does not have are left out."""
-    operator: FusedOperator = "rms-norm"
+    operator: FusedOperator = "rope"
     """What is computed."""
     shape: FusedShape = "small"
-    """Of which model: tokens, d_model, d_ff, heads and vocabulary; of AdamW, the parameters of four blocks."""
+    """Of which model: tokens, d_model, heads and vocabulary."""
     dtype: ElementDtype = "bf16"
     """Type of all tensors."""
 

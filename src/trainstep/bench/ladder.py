@@ -80,8 +80,7 @@ def rungs_for(source: WorkloadSource, device: torch.device, base: StepConfig) ->
     compiled = [Rung("compiled blocks", {"compile": "blocks"}), Rung("compiled model", {"compile": "model"})]
     chunked = [Rung("chunked loss", {"loss": "chunked"})] if source.is_builtin else []
     if on_gpu:
-        own = [Rung("fused blocks", {"fused": "blocks"}), Rung("fused loss", {"loss": "fused"})]
-        own += [Rung("our AdamW", {"optimizer": "adamw-triton"})] if base.optimizer != "sgd" else []
+        own = [Rung("fused RoPE", {"fused": "rope"}), Rung("fused loss", {"loss": "fused"})]
         return precision + fused_attention + fused_optimizer + compiled + chunked + own * source.is_builtin
     return fused_attention + fused_optimizer + precision + compiled[:1] + chunked
 

@@ -181,7 +181,7 @@ class BenchAttention(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFused(Common):
-    """Time fused operators (RMSNorm, RoPE, SwiGLU, head with loss, AdamW) by implementation. Checked before timed.
+    """Time fused operators (RoPE, head with loss) by implementation. Checked before timed.
 
     Every flag with commas is an axis; without flags all operators, shapes and implementations are measured.
     """
@@ -191,7 +191,7 @@ class BenchFused(Common):
     warmup: int = 5
     """Passes before the timed ones, in each round."""
     passes: int = 50
-    """Timed passes, each forward and backward (of AdamW an update), divided among the rounds."""
+    """Timed passes, each forward and backward, divided among the rounds."""
     rounds: int = 5
     """Turns that the implementations of a problem take, in an order drawn anew each time; ratios to ours count a round
     as one sample from 3 up."""

@@ -20,12 +20,16 @@ from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.cross_entropy import launch_loss
 
-CHUNK_TOKENS = 4096
-"""Tokens whose logits exist at once. The sum of the weight's gradient, float32, is read and written once a chunk."""
+LOGITS_BYTES = 5 * 2**28
+"""Most that the logits of a chunk take: 1.25 GiB, 4,416 tokens with a vocabulary of 151,936 in 16 bits. Each chunk
+reads and writes the sum of the weight's gradient, float32, and has smaller products; so small vocabularies go in one.
+"""
+MULTIPLE = 128
+"""Of tokens in a chunk, where there are several: rows of a product's tiles."""
 
 
 def linear_cross_entropy(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, ignore_index: int = -100, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor, head: nn.Module, targets: Tensor, *, ignore_index: int = -100, chunk_tokens: int | None = None
 ) -> Tensor:
     """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients; once.
 
@@ -41,14 +45,15 @@ def linear_cross_entropy(
         head: an `nn.Linear` without bias, or a module that has such a weight (V, D) and computes as one.
         targets: int64, one for each row of hidden.
         ignore_index: targets that count for nothing.
-        chunk_tokens: tokens whose logits exist at once.
+        chunk_tokens: tokens whose logits exist at once; None for as few chunks, as equal in size, as `LOGITS_BYTES`
+            and a `MULTIPLE` allow.
 
     Raises:
         TypeError: dtypes.
         UsageError: shapes, a chunk of no tokens, ids out of range on a CPU.
         UnsupportedError: a head with a bias or without a weight, another device.
     """
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise UsageError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
     if getattr(head, "bias", None) is not None or not isinstance(getattr(head, "weight", None), Tensor):
         raise UnsupportedError(
@@ -70,7 +75,17 @@ def linear_cross_entropy(
             head.forward = forward
 
 
-def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int) -> Tensor:
+def tokens_at_once(tokens: int, n_vocab: int, item_bytes: int) -> int:
+    """Tokens in a chunk, of so many in all, where a logit has `item_bytes`: at least 1, whatever the vocabulary."""
+    most = max(1, LOGITS_BYTES // (n_vocab * item_bytes))
+    if tokens <= most or most < MULTIPLE:
+        return min(tokens, most)
+    most -= most % MULTIPLE
+    equal = -(-tokens // -(-tokens // most))  # rounded up, as most is
+    return -(-equal // MULTIPLE) * MULTIPLE
+
+
+def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int | None) -> Tensor:
     given = {"hidden": hidden, "weight": weight}
     require("the fused loss", **given)
     if targets.dtype != torch.int64 or targets.device != hidden.device:
@@ -89,8 +104,9 @@ def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: in
         dtype = hidden.dtype
     else:
         raise TypeError(f"the fused loss takes hidden and weight of one dtype: got {described(**given)}")
+    chunk = chunk_tokens or tokens_at_once(len(states), len(weight), dtype.itemsize)
     with torch.autocast(kind, enabled=False):
-        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk_tokens))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk))  # type: ignore[no-untyped-call]
 
 
 def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:

@@ -10,17 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019): (..., D), (D,) → x's dtype."""
-    return F.rms_norm(_wide(x), weight.shape, weight.to(_wide(x).dtype), eps).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum x + residual, in the wider of their dtypes, and its `rms_norm`."""
-    total = x + residual
-    return total, rms_norm(total, weight, eps)
-
-
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary positions (Su et al. 2021) of queries and keys (..., S, K): feature i is paired with i + K/2.
 
@@ -34,11 +23,6 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
     first, second = _wide(x).chunk(2, dim=-1)  # (..., S, K/2) each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (Shazeer 2020), elementwise."""
-    return F.silu(gate) * up
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

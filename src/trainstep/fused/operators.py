@@ -62,9 +62,3 @@ def described(**tensors: Tensor) -> str:
         f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')} on {each.device}"
         for name, each in tensors.items()
     )
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x (..., D) as (N, D) with neighbours in a row; copied only where it cannot be seen so."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()

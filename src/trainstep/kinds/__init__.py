@@ -136,9 +136,14 @@ def _allocation(case: Columns, values: Columns) -> None:
         values |= {"phase": phase or None, "operation": operation if colon else None}
 
 
+def _fused(case: Columns, values: Columns) -> None:
+    """A shape had the width of the feed-forward, which only the operators that were dropped were made from."""
+    case.pop("d_ff", None)
+
+
 _CHANGES: Mapping[str, Callable[[Columns, Columns], None]] = {
     each.__name__[1:]: each for each in (_ceiling, _family, _dtype, _residual, _owner, _allocation)
-}
+} | dict.fromkeys(("fused operator", "fused ratio"), _fused)
 _ONCE_TEXTS: Mapping[str, Any] = {"what": str, "part": str, "made_in": str | None, "ceiling": str | None}
 """Columns of earlier versions that are taken apart, and what they must be."""
 _JOINED = {"profile": ("sums_disagree",), "dtype": ("parameters", "inputs", "outputs", "gradients")}

@@ -180,14 +180,13 @@ class FusedSettings(Row):
     shape: str = setting()  # the model's name; its sizes follow
     tokens: int = setting()
     d_model: int = setting()
-    d_ff: int = setting()
     heads: int = setting()
     vocab_size: int = setting()
     dtype: str = setting()
 
 
 class FusedRow(FusedSettings, GpuState, Timed, kind="fused operator"):
-    """One case of `bench fused`: times of forward, backward and both (of AdamW both alone), memory, and errors."""
+    """One case of `bench fused`: times of forward, backward and both, memory, and errors."""
 
     rounds: int | None = None  # in turns with the other implementations; samples come round after round
     package: str | None = None  # whose kernels ran and which version, where they are neither torch's nor ours

@@ -6,8 +6,6 @@ here knows of devices, precision or ranks; autocast, compilation and parallelism
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +28,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) → (..., D)."""
-        return eager.rms_norm(x, self.weight, NORM_EPS)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), NORM_EPS).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -96,20 +95,20 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) → (B, S, D)."""
-        return self.down(eager.swiglu(self.gate(x), self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    norm, attention_type, feed_forward_type = RMSNorm, CausalSelfAttention, SwiGLU
+    attention_type = CausalSelfAttention
 
     def __init__(self, config: ModelConfig, impl: AttentionImpl) -> None:
         super().__init__()
-        self.attention_norm = self.norm(config.d_model)
+        self.attention_norm = RMSNorm(config.d_model)
         self.attention = self.attention_type(config, impl)
-        self.feed_forward_norm = self.norm(config.d_model)
-        self.feed_forward = self.feed_forward_type(config.d_model, config.d_ff)
+        self.feed_forward_norm = RMSNorm(config.d_model)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
         """(B, S, D) → (B, S, D)."""
@@ -117,27 +116,18 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a `Transformer` is made from: plain modules, or those of `model.fused`."""
-
-    norm: type[RMSNorm] = RMSNorm
-    block: type[TransformerBlock] = TransformerBlock
-
-
-PLAIN = Parts()
-
-
 class Transformer(nn.Module):
     """The decoder-only language model. Parameters are uninitialised until `init_weights`; see `build_transformer`."""
 
-    def __init__(self, config: ModelConfig, impl: AttentionImpl = "eager", parts: Parts = PLAIN) -> None:
+    def __init__(
+        self, config: ModelConfig, impl: AttentionImpl = "eager", block: type[TransformerBlock] = TransformerBlock
+    ) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.max_context)
-        self.blocks = nn.ModuleList(parts.block(config, impl) for _ in range(config.num_layers))
-        self.norm = parts.norm(config.d_model)
+        self.blocks = nn.ModuleList(block(config, impl) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, *, return_hidden: bool = False) -> Tensor:
@@ -172,14 +162,18 @@ def init_module(module: nn.Module) -> None:
 
 
 def build_transformer(
-    config: ModelConfig, *, impl: AttentionImpl = "eager", parts: Parts = PLAIN, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    *,
+    impl: AttentionImpl = "eager",
+    block: type[TransformerBlock] = TransformerBlock,
+    device: torch.device | str = "cpu",
 ) -> Transformer:
     """A `Transformer` created directly on `device`, never on the host first; on "meta", shapes without storage.
 
     Weights come from torch's global random state: seed it for a reproducible model.
     """
     with torch.device("meta"):
-        model = Transformer(config, impl, parts)
+        model = Transformer(config, impl, block)
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
         with torch.no_grad():

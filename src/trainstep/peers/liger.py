@@ -3,11 +3,6 @@
 Not a dependency: `pip install liger-kernel`. Functions are taken from `liger_kernel.ops`, which chooses the
 implementation for the device by itself (its docstring). Settings, read from version 0.8.5:
 
-- RMSNorm: `offset=0.0`, `casting_mode="llama"`, `in_place=True` (backward writes dx over dy), the defaults of
-  `LigerRMSNorm` (`liger_kernel/transformers/rms_norm.py`). Of a sum the same but `in_place=False`, as
-  `LigerFusedAddRMSNorm` has it (`fused_add_rms_norm.py` there).
-- SwiGLU: `LigerSiLUMulFunction`, as `LigerSwiGLUMLP` calls it (`liger_kernel/transformers/swiglu.py`). Backward writes
-  over its inputs.
 - RoPE: cos and sin of the full head_dim, each half the same, as transformers' Llama makes them; written in place.
 - The head joined with its loss: `accum_dtype=torch.float32` for the sum of the weight's gradient, which the function's
   docstring recommends where the default, the weight's own dtype, is too coarse; `float32_sum=False` is that default.
@@ -26,9 +21,6 @@ from torch import Tensor
 
 from trainstep.errors import UnsupportedError
 
-NORM, ADD_NORM = (0.0, "llama", True), (0.0, "llama", False)
-"""offset, casting_mode, in_place."""
-
 
 @cache
 def installed() -> tuple[str, Any]:
@@ -38,22 +30,6 @@ def installed() -> tuple[str, Any]:
     except ImportError as error:
         raise UnsupportedError(f"this needs Liger-Kernel (pip install liger-kernel): {error}") from error
     return f"liger-kernel {importlib.metadata.version('liger-kernel')}", ops
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `fused.eager.rms_norm`."""
-    return cast(Tensor, installed()[1].LigerRMSNormFunction.apply(x, weight, eps, *NORM))
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `fused.eager.add_rms_norm`."""
-    y, total = installed()[1].LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, *ADD_NORM)
-    return total, y
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As `fused.eager.swiglu`."""
-    return cast(Tensor, installed()[1].LigerSiLUMulFunction.apply(gate, up))
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,8 @@ ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "bf16": 0.79, "co
 """Fractions of the datasheet's peaks: large products by the units they run on, a large copy and a large all-reduce over
 NVLink as measured on H200s; of the network's nothing was measured, and 0.8 is an assumption."""
 
-OPTIMIZER_FRACTION: Mapping[str, float] = {
-    "adamw-foreach": 0.91, "adamw-fused": 0.83, "adamw-triton": 0.83, "sgd": 0.91,
-}  # fmt: skip
-"""Of a copy's bandwidth, reached by the optimizer: measured on an H200. Of two nothing was measured, and it is an
-assumption: sgd as foreach, adamw-triton as adamw-fused."""
+OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
+"""Of a copy's bandwidth, reached by the optimizer: measured on an H200 (sgd as foreach)."""
 
 LINK_OVERHEAD_S, NETWORK_OVERHEAD_S = 30e-6, 50e-6
 """Of a call within a node, as between two H200s, and of one that leaves it, an assumption."""

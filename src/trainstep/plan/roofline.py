@@ -48,7 +48,7 @@ TILES = {
 FUSED_ATTENTION = 0.5
 """Of the rate of a large product, reached by fused attention: on an H200 0.55 in long sequences, less in short ones."""
 
-OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "adamw-triton": 28, "sgd": 20}
+OPTIMIZER_BYTES = {"adamw-foreach": 84, "adamw-fused": 28, "sgd": 20}
 """Read and written per float32 parameter."""
 
 

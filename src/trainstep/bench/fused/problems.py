@@ -1,7 +1,7 @@
 """What each fused operator computes, on which tensors, and by whom: the oracle, plain torch, Liger-Kernel and ours.
 
 A problem makes fresh inputs for any number of tokens; an implementation is a function of them, differentiated by those
-that require it. AdamW is a problem of its own kind (`updates.py`).
+that require it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainstep.bench.cases import FusedCase, FusedOperator, FusedSizes
 from trainstep.bench.check.fused import Operator
 from trainstep.errors import UnsupportedError
 from trainstep.fused import eager
-from trainstep.model.transformer import NORM_EPS, RotaryEmbedding, chunked_cross_entropy
+from trainstep.model.transformer import RotaryEmbedding, chunked_cross_entropy
 from trainstep.peers import liger
 
 Draw = Callable[..., Tensor]
@@ -42,19 +42,6 @@ class Problem:
     """Whether the result is a mean over tokens, rather than a result for each."""
 
 
-def _norm_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
-    return draw(tokens, sizes.d_model), _gain(sizes, draw)
-
-
-def _add_norm_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
-    return draw(tokens, sizes.d_model), draw(tokens, sizes.d_model), _gain(sizes, draw)
-
-
-def _gain(sizes: FusedSizes, draw: Draw) -> Tensor:
-    """Near 1, so that gradients that a peer writes over each other stay finite."""
-    return (1 + 0.01 * draw(sizes.d_model).detach()).requires_grad_()
-
-
 def _rope_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
     """q, k as the products leave them, (1, tokens, heads, head_dim) in memory."""
     head_dim = sizes.d_model // sizes.heads
@@ -62,10 +49,6 @@ def _rope_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ..
     rotary = RotaryEmbedding(head_dim, THETA, tokens).to(q.device)
     rotary.init_weights()
     return q, k, rotary.cos, rotary.sin
-
-
-def _swiglu_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
-    return draw(tokens, sizes.d_ff), draw(tokens, sizes.d_ff)
 
 
 def _loss_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ...]:
@@ -77,17 +60,7 @@ def _loss_inputs(sizes: FusedSizes, tokens: int, draw: Draw) -> tuple[Tensor, ..
 
 
 PROBLEMS: Mapping[FusedOperator, Problem] = {
-    "rms-norm": Problem(
-        _norm_inputs, lambda x, weight: eager.rms_norm(x, weight, NORM_EPS), ("y", "dx", "dweight"), {0: 0}
-    ),
-    "add-rms-norm": Problem(
-        _add_norm_inputs,
-        lambda x, residual, weight: eager.add_rms_norm(x, residual, weight, NORM_EPS),
-        ("sum", "y", "dx", "dresidual", "dweight"),
-        {0: 0, 1: 0},
-    ),
     "rope": Problem(_rope_inputs, eager.rope, ("q", "k", "dq", "dk"), {0: 2, 1: 2, 2: 0, 3: 0}),
-    "swiglu": Problem(_swiglu_inputs, eager.swiglu, ("y", "dgate", "dup"), {0: 0, 1: 0}),
     "linear-cross-entropy": Problem(
         _loss_inputs, eager.linear_cross_entropy, ("loss", "dhidden", "dweight"), {0: 0, 2: 0}, mean_of_tokens=True
     ),
@@ -127,10 +100,7 @@ def require_small(case: FusedCase, device: torch.device) -> None:
 def _ours(operator: FusedOperator) -> Operator:
     fused = importlib.import_module("trainstep.fused")
     functions: dict[str, Callable[..., Any]] = {
-        "rms-norm": lambda x, weight: fused.rms_norm(x, weight, NORM_EPS),
-        "add-rms-norm": lambda x, residual, weight: fused.add_rms_norm(x, residual, weight, NORM_EPS),
         "rope": fused.rope,
-        "swiglu": fused.swiglu,
         "linear-cross-entropy": lambda hidden, weight, ids: fused.linear_cross_entropy(hidden, HeadOf(weight), ids),
     }
     return functions[operator]
@@ -139,10 +109,7 @@ def _ours(operator: FusedOperator) -> Operator:
 def _ligers(case: FusedCase) -> Operator:
     liger.installed()
     functions: dict[str, Callable[..., Any]] = {
-        "rms-norm": lambda x, weight: liger.rms_norm(x, weight, NORM_EPS),
-        "add-rms-norm": lambda x, residual, weight: liger.add_rms_norm(x, residual, weight, NORM_EPS),
         "rope": _LigersRope(),
-        "swiglu": liger.swiglu,
         "linear-cross-entropy": partial(liger.linear_cross_entropy, float32_sum=case.impl == "liger-float32"),
     }
     return functions[case.operator]

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from types import ModuleType
 
 import torch
 
 from trainstep.bench.cases import FusedCase
 from trainstep.bench.check.fused import Budget
-from trainstep.bench.fused import passes as operator_passes
-from trainstep.bench.fused import problems, updates
+from trainstep.bench.fused import problems
+from trainstep.bench.fused.passes import judge, step_of
 from trainstep.bench.outcome import Failure, failed_row
 from trainstep.bench.turns import Checked, by_problem, compilations, flush_for, ratio_columns, take_turns
 from trainstep.config import PhaseContext, no_phases
@@ -27,7 +26,6 @@ from trainstep.stats import summarize
 from trainstep.workload import resolve_device
 
 PHASES = ("forward", "backward")
-"""Of an operator's pass; an update has none."""
 
 
 def run_cases(
@@ -59,7 +57,7 @@ def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, pass
 
     def time_round(checked: Checked, case: FusedCase, count: int) -> None:
         before = compilations()
-        step = _of(case).step_of(case, checked.implementation, device)
+        step = step_of(case, checked.implementation, device)
         checked.passes += time_steps(step, device=clock, warmup=warmup, steps=count, cover=flush.zero_).samples
         checked.recompilations += compilations() - before
         checked.values |= gpu_state(device)
@@ -68,22 +66,16 @@ def _measure(cases: Sequence[FusedCase], device: torch.device, warmup: int, pass
     return [_row(case, result, device, rounds) for case, result in found.items()]
 
 
-def _of(case: FusedCase) -> ModuleType:
-    """What judges and runs a case: `judge(case, implementation, device)` and `step_of` of the same."""
-    return updates if case.operator == "adamw" else operator_passes
-
-
 def _check(case: FusedCase, device: torch.device) -> Checked | Budget:
     before, start = compilations(), time.perf_counter()
-    make = updates.implementation_of if case.operator == "adamw" else problems.implementation_of
-    implementation = make(case, device)
-    budget: Budget = _of(case).judge(case, implementation, device)
+    implementation = problems.implementation_of(case, device)
+    budget = judge(case, implementation, device)
     check_s = time.perf_counter() - start
     if not budget.within:
         return budget
-    step = _of(case).step_of(case, implementation, device)
+    step = step_of(case, implementation, device)
     values: dict[str, Scalar] = {
-        **_memory_values(step, case, device),
+        **_memory_values(step, device),
         **_error_values(budget),
         "check_s": check_s,
         "compilations": compilations() - before,
@@ -98,13 +90,11 @@ def _package(case: FusedCase, device: torch.device) -> str | None:
     return liger.installed()[0] if case.impl.startswith("liger") else None
 
 
-def _memory_values(step: Callable[[PhaseContext], None], case: FusedCase, device: torch.device) -> dict[str, Scalar]:
+def _memory_values(step: Callable[[PhaseContext], None], device: torch.device) -> dict[str, Scalar]:
     """Of one pass after one that made what is made once; on a GPU alone."""
     if device.type == "cpu":
         return {}
     step(no_phases)
-    if case.operator == "adamw":
-        return {}
     peaks = step_memory(step, device, [])
     left = peaks.after["forward"] - peaks.before
     return {"before_backward_gib": left / GIB, "peak_gib": (peaks.peak - peaks.before) / GIB}
@@ -125,9 +115,8 @@ def _row(case: FusedCase, result: Checked | Budget | Failure, device: torch.devi
         errors = _error_values(result)
         finite = {name: value for name, value in errors.items() if value != float("inf")}
         return row(finite, status="wrong", reason=str(result))
-    phases = PHASES if case.operator != "adamw" else ()
-    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in phases}
-    if phases and isinstance(device_clock(device), CpuClock):
+    samples = {name: [sample.laps[name].ms for sample in result.passes] for name in PHASES}
+    if isinstance(device_clock(device), CpuClock):
         samples["both"] = [sum(pair) for pair in zip(samples["forward"], samples["backward"], strict=True)]
     else:
         samples["both"] = [sample.ms for sample in result.passes]

@@ -5,7 +5,6 @@ Each is launched through `attention.triton.Launcher`, which spares the host's wo
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -26,13 +25,6 @@ def named_arguments(kernel: Any, tensors: dict[str, Tensor], programs: int, **na
     found: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
     found |= {f"stride_{name}": tensor.stride(0) for name, tensor in tensors.items() if tensor.ndim}
     return programs, named | {name: value for name, value in found.items() if name in kernel.arg_names}
-
-
-def resident_programs(device: torch.device, warps: int) -> int:
-    """How many programs of so many warps fill the device once, at 16 warps a multiprocessor; 4 in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * max(1, 16 // warps)
 
 
 def warps_for(elements: int) -> int:

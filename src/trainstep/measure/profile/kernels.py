@@ -63,7 +63,7 @@ _GPU: tuple[tuple[Family, str], ...] = (
     ("reduction", r"reduce_kernel|nll_loss_\w+_reduce|ReduceOp|DeviceReduce|DeviceScan|cub::.*(Reduce|Scan)"),
     ("reduction", r"triton_(red|per)_|segment_reduce"),
     ("elementwise", r"elementwise_kernel|elementwise|FillFunctor|triton_(poi|for)_|dropout|masked_fill|triu_tril"),
-    ("elementwise", r"^(swiglu_(forward|backward)|rope)_kernel$"),
+    ("elementwise", r"^rope_kernel$"),
 )
 _CPU: tuple[tuple[Family, str], ...] = (
     ("communication", r"^(c10d::|gloo:|nccl:)|_c10d_functional"),

@@ -12,12 +12,12 @@ from trainstep.report.blocks import Section
 from trainstep.report.tables import define, make_table
 
 PROBLEM = ("operator", "shape", "dtype")
-SIZES = ("tokens", "d_model", "d_ff", "heads", "vocab_size")
+SIZES = ("tokens", "d_model", "heads", "vocab_size")
 _IMPLEMENTATION = columns.word("implementation", "impl")
 
 FUSED = define(
     FusedRow,
-    "Fused operators: median of the passes in ms; of AdamW one update of four blocks' parameters",
+    "Fused operators: median of the passes in ms",
     replace(_IMPLEMENTATION, files=False),  # heads the page's rows
     *columns.named(*PROBLEM),
     *(replace(each, brief=False) for each in columns.named(*SIZES)),

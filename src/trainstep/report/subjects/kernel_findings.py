@@ -250,7 +250,7 @@ def _optimizer(profile: ProfileRow, own: Sequence[Row], records: Sequence[Row]) 
         end, gains = advised(advice, records, ("fused optimizer",), profile.workload)
         said += end
         return [found("kernels.optimizer-unfused", said, **figures, **gains)]
-    fused = ", fused already" if profile.optimizer in ("adamw-fused", "adamw-triton") else ""
+    fused = ", fused already" if profile.optimizer == "adamw-fused" else ""
     said += f"{fused}: that grows with the parameters alone, so a larger batch makes its share smaller."
     return [found("kernels.optimizer", said, **figures)]
 
