@@ -1,5 +1,6 @@
 """Compile a kernel for a GPU that is not here, and read from the result what would make it slow or impossible."""
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -38,9 +39,10 @@ class Compiled:
         usage = dict(re.findall(r"(STACK|LOCAL):(\d+)", self._listing("-res-usage")))
         return int(usage["STACK"]) + int(usage["LOCAL"])
 
-    @property
-    def instructions(self) -> list[str]:
-        return re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", self._listing("-sass"))
+    @functools.cached_property
+    def sass(self) -> str:
+        """What the assembler made of it, as `sass.parse` takes it."""
+        return self._listing("-sass")
 
     def _listing(self, option: str) -> str:
         cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

