@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
 from tests.parallel.fsdp.test_wrapper import CASES, Delays, _poisoned_copy, assert_same, error, in_turn
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.model.transformer import build_transformer, cross_entropy
@@ -25,10 +26,6 @@ from trainstep.parallel.ranks import DIMENSIONS
 pytestmark = pytest.mark.distributed
 
 SHAPES = [(2, 2), (4, 1), (1, 4)]
-
-
-def mesh_of(*shape, names=("replicate", "shard")):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def gradients_of(sharded):
