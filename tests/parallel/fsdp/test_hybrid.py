@@ -378,14 +378,16 @@ def test_a_mesh_may_be_a_part_of_another_and_of_one_dimension_its_group(four):
 
 
 def _mistakes(process):
-    mesh = mesh_of(2, 2)
+    mesh, named = mesh_of(2, 2), functools.partial(DeviceMesh, "cpu", [[0, 1], [2, 3]], _init_backend=False)
     attempts = {
         "process_group and mesh were both given": {"process_group": process.group, "mesh": mesh},
         "mesh is a list; expected a DeviceMesh": {"mesh": [[0, 1], [2, 3]]},
-        'mesh has the dimensions "shard", "replicate"; expected one': {"mesh": mesh_of(2, 2, names=DIMENSIONS[::-1])},
-        'mesh has the dimensions "dp", "tp"; expected one': {"mesh": mesh_of(2, 2, names=("dp", "tp"))},
-        "mesh has the dimensions of shape (1, 2, 2); expected": {"mesh": init_device_mesh("cpu", (1, 2, 2))},
-        "mesh has no process groups": {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)},
+        'mesh has the dimensions "shard", "replicate"; expected one': {"mesh": named(mesh_dim_names=DIMENSIONS[::-1])},
+        'mesh has the dimensions "dp", "tp"; expected one': {"mesh": named(mesh_dim_names=("dp", "tp"))},
+        "mesh has the dimensions of shape (1, 2, 2); expected": {
+            "mesh": DeviceMesh("cpu", [[[0, 1], [2, 3]]], _init_backend=False)
+        },
+        "mesh has no process groups": {"mesh": named()},
         "mesh has 6 ranks, up to rank 5, and there are 4 (0 to 3)": {
             "mesh": DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], _init_backend=False)
         },
