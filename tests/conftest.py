@@ -33,6 +33,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So is what a file's tests have imported and left behind, such as libraries and caches."""
+    if hasattr(item.config, "workerinput") and (nextitem is None or nextitem.path != item.path):
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def two():
     """Two Gloo workers: `two.run(function, *arguments)` calls `function(process, *arguments)` on both."""

@@ -5,10 +5,10 @@ Of Gloo's own there is little to see on a CPU: that copies to the host and back 
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_collectives, test_ddp, test_forms
 from tests.parallel.fsdp import test_gpu
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS as FSDP_OPTIMIZERS
 from tests.parallel.nets import batch, loss_of, train_alone
 from tests.parallel.nets import build as build_net
@@ -177,7 +177,7 @@ def test_peers_are_copied_to_where_each_has_a_gpu(ranks):
 
 def _hybrid(process, shape, case, transport):
     options, how, dtype = case
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(*shape, device="cuda")
     sharded = FullyShardedDataParallel(
         build_net(**options), device=process.device, compute_dtype=dtype, mesh=mesh, transport=transport
     )

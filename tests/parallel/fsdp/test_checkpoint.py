@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from tests.workers import WorkerError, Workers
 from trainstep.errors import UsageError
@@ -56,8 +56,7 @@ def _full_state(sharded, optimizer):
 
 def _sharded(process, replicas, seed=0):
     """Over all ranks, or with so many replicas."""
-    shape = (replicas, process.world_size // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
+    mesh = mesh_of(replicas, process.world_size // replicas) if replicas > 1 else None
     return FullyShardedDataParallel(build(seed=seed, **OPTIONS), mesh=mesh)
 
 

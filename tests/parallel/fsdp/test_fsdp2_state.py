@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.parallel.fsdp.test_wrapper import assert_same, error
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of
 from trainstep.parallel import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from trainstep.parallel.fsdp.shards import ShardedParameter
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _mesh(process, replicas):
-    shape = (process.world_size,) if replicas == 1 else (replicas, process.world_size // replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return mesh_of(*([] if replicas == 1 else [replicas]), process.world_size // replicas)
 
 
 def _ours(process, replicas, seed):

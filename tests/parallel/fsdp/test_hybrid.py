@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.parallel.fsdp.test_misuse import _message
 from tests.parallel.fsdp.test_schedule import BLOCK, CONFIG, EDGE, GAINS, LAYERS, PARAMETERS
 from tests.parallel.fsdp.test_wrapper import CASES, Delays, _poisoned_copy, assert_same, error, in_turn
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.model.transformer import build_transformer, cross_entropy
@@ -25,10 +26,6 @@ from trainstep.parallel.ranks import DIMENSIONS
 pytestmark = pytest.mark.distributed
 
 SHAPES = [(2, 2), (4, 1), (1, 4)]
-
-
-def mesh_of(*shape, names=("replicate", "shard")):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def gradients_of(sharded):
@@ -381,14 +378,16 @@ def test_a_mesh_may_be_a_part_of_another_and_of_one_dimension_its_group(four):
 
 
 def _mistakes(process):
-    mesh = mesh_of(2, 2)
+    mesh, named = mesh_of(2, 2), functools.partial(DeviceMesh, "cpu", [[0, 1], [2, 3]], _init_backend=False)
     attempts = {
         "process_group and mesh were both given": {"process_group": process.group, "mesh": mesh},
         "mesh is a list; expected a DeviceMesh": {"mesh": [[0, 1], [2, 3]]},
-        'mesh has the dimensions "shard", "replicate"; expected one': {"mesh": mesh_of(2, 2, names=DIMENSIONS[::-1])},
-        'mesh has the dimensions "dp", "tp"; expected one': {"mesh": mesh_of(2, 2, names=("dp", "tp"))},
-        "mesh has the dimensions of shape (1, 2, 2); expected": {"mesh": init_device_mesh("cpu", (1, 2, 2))},
-        "mesh has no process groups": {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)},
+        'mesh has the dimensions "shard", "replicate"; expected one': {"mesh": named(mesh_dim_names=DIMENSIONS[::-1])},
+        'mesh has the dimensions "dp", "tp"; expected one': {"mesh": named(mesh_dim_names=("dp", "tp"))},
+        "mesh has the dimensions of shape (1, 2, 2); expected": {
+            "mesh": DeviceMesh("cpu", [[[0, 1], [2, 3]]], _init_backend=False)
+        },
+        "mesh has no process groups": {"mesh": named()},
         "mesh has 6 ranks, up to rank 5, and there are 4 (0 to 3)": {
             "mesh": DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], _init_backend=False)
         },

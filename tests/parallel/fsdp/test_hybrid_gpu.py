@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.fsdp.test_gpu import _late, _steps_without_waiting, error
+from tests.parallel.meshes import mesh_of
 from tests.parallel.nets import OPTIMIZERS, batch, build, loss_of, train_alone
 from tests.workers import Workers
 from trainstep.parallel import FullyShardedDataParallel
@@ -34,12 +34,9 @@ def gpus(request):
         yield workers, request.param
 
 
-def _mesh(shape):
-    return init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
-
-
 def _train(process, shape, dtype, late):
-    sharded = FullyShardedDataParallel(build(tied=True), device=process.device, compute_dtype=dtype, mesh=_mesh(shape))
+    mesh = mesh_of(*shape, device="cuda")
+    sharded = FullyShardedDataParallel(build(tied=True), device=process.device, compute_dtype=dtype, mesh=mesh)
     if late is not None:
         hook = _late(torch.Generator().manual_seed(1000 * late + process.rank))
         for module in [sharded.module.embedding, *sharded.module.blocks, sharded.module.head]:
@@ -89,7 +86,7 @@ def test_trains_as_one_process_however_late_a_gpu_is(gpus):
 
 
 def _without_waiting(process, shape):
-    return _steps_without_waiting(process, _mesh(shape))
+    return _steps_without_waiting(process, mesh_of(*shape, device="cuda"))
 
 
 def test_the_host_never_waits_and_nothing_stays(gpus):

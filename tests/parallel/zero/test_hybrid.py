@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.parallel.meshes import mesh_of
 from tests.parallel.training import (
     EXCHANGE_MB,
     OPTIMIZERS,
@@ -24,10 +24,6 @@ from trainstep.parallel import DistributedDataParallel, ShardedOptimizer
 pytestmark = pytest.mark.distributed
 
 NAMES = ["Plain", "Tied", "Uneven", "Transposed", "Unused"]
-
-
-def mesh_of(*shape, device="cpu"):
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _wrap(process, name, shape, scattered, seed=None, **settings):

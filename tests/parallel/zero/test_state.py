@@ -1,5 +1,7 @@
 """ShardedOptimizer's state dicts and checkpoints: between world sizes, and to and from the undivided optimizer."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,10 +102,14 @@ def test_state_goes_from_two_ranks_to_four_to_one(two, four, tmp_path, case, how
     _assert_same_state(full, expected_state)
 
 
+@functools.cache
+def _groups_of_one():
+    return [dist.new_group([rank]) for rank in range(2)]
+
+
 def _alone_on_first(process, case, path, steps, how):
     """As `_continue` at world size 1, on the first rank."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    alone = type(process)(0, 1, process.device, groups[process.rank])
+    alone = type(process)(0, 1, process.device, _groups_of_one()[process.rank])
     if process.rank:
         return None
     return _continue(alone, case, path, steps, how, None)
