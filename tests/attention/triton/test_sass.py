@@ -1,4 +1,4 @@
-"""Registers that are written too early are found, on whatever way a warp takes there (`test_tiles` reads our kernels)."""
+"""Registers that are written too early are found, on whatever way a warp takes (`test_tiles` reads our kernels)."""
 
 import pytest
 
