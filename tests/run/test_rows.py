@@ -65,6 +65,14 @@ def test_a_step_that_the_host_cannot_issue_faster_is_bound_by_launches(forward, 
     assert ("launches.script" in ids(script_records([gpu_log(host=host)], "train.py", 0))) is is_bound
 
 
+@pytest.mark.parametrize(("ahead", "is_bound"), [(6.7, True), (6.9, False), (30.0, False)])
+def test_a_host_that_waits_for_room_in_the_queue_is_not_what_binds(ahead, is_bound):
+    """A loop that reads nothing runs ahead until launches themselves wait: then it issues at the device's pace."""
+    host = {"data": 0.0, "forward": 35.0, "optimizer": 1.0}
+    log = gpu_log(host=host, ahead_ms=ahead)
+    assert ("launches.script" in ids(script_records([log], "train.py", 0))) is is_bound, "5 ms of it are the update's"
+
+
 @pytest.mark.parametrize(("data", "is_bound"), [(4.0, True), (3.0, False)])
 def test_a_step_that_waits_for_its_batch_is_bound_by_data(data, is_bound):
     device = {"data": data, "forward": 10.0, "backward": 20.0}

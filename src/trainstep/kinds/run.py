@@ -22,7 +22,8 @@ class ScriptRow(OfScript, Timed, kind="script"):
     ranks after backward, and collectives), "optimizer", "evaluation" and "other".
 
     On a GPU these are the device's times. Beside them "own" (the step but for communication), and the host's: "issue"
-    (without waiting for data or the device) and "wait" (for the device, in lines of code).
+    (without waiting for data or the device; of a host that is far ahead, with waits for room in the device's queue),
+    "wait" (for the device, in lines of code) and "ahead" (by how much later the device ends the step).
     """
 
     updates: str | None = setting(None)  # which optimizers, where not all steps update the same
