@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.run.test_judge import PLAIN
 from tests.run.test_rungs import SETTINGS
-from trainstep.run.capture import of_all_ranks
+from trainstep.batches import tensors_of
+from trainstep.run.capture import bytes_of, of_all_ranks
 from trainstep.run.ladder import Ladder
 from trainstep.run.larger import needed_gib, why_memory_limits_not, why_no_room
 from trainstep.run.log import RankLog
@@ -91,7 +93,7 @@ def test_samples_that_take_as_long_are_no_gain_in_throughput():
 def test_a_batch_fits_where_twice_what_grows_does():
     assert needed_gib(captured(5.5)) == 9.0
     assert why_no_room(captured(5.75)) == "", "9.5 of 10 GiB"
-    assert "up to 9.52 of 10 GiB: name the rung" in why_no_room(captured(5.76))
+    assert "may need 9.52 GiB, more than 95% of the 10 GiB" in why_no_room(captured(5.76))
     assert "on a CPU no limit of memory is known" in why_no_room(ON_CPU)
 
 
@@ -118,8 +120,8 @@ def test_blocks_are_computed_again_where_memory_limits_and_for_a_larger_batch_al
     ("script", "rungs", "why"),
     [
         (given(6.0), [CHECKPOINTED], "memory does not limit"),
-        (given(7.0), [LARGER], "up to 12 of 10 GiB"),
-        (given(7.0, checkpointed={"captured": captured(6.4)}), [CHECKPOINTED, LARGER], "up to 12 of 10 GiB"),
+        (given(7.0), [LARGER], "12 GiB, more than 95% of the 10 GiB"),
+        (given(7.0, checkpointed={"captured": captured(6.4)}), [CHECKPOINTED, LARGER], "12 GiB, more than 95% of the 10 GiB"),
         (given(larger={"samples_per_step": 8.0}), [LARGER], "8 samples all the same"),
         (given(larger={"samples_per_step": None}), [LARGER], "how many samples a step takes is not known"),
     ],
@@ -162,3 +164,44 @@ def test_of_several_ranks_the_one_with_the_least_room_counts():
     assert (found.peak_gib, found.fixed_gib, found.limit_gib) == (5.0, 2.0, 9.0)
     found = of_all_ranks([ON_CPU, ON_CPU])
     assert (found.peak_gib, found.fixed_gib, found.limit_gib) == (None, None, None)
+
+
+def test_what_is_smaller_counts_until_something_else_is_kept():
+    """It was measured on top of what was kept then."""
+    fused = BY_NAME["fused optimizer"]
+    script = given(9.0)
+    script.runs |= {
+        "fused optimizer": {"step_ms": (8.0,) * 7, "captured": captured(9.0)},
+        "fused optimizer,checkpointed blocks": {"step_ms": (12.0,) * 7, "captured": captured(9.0)},
+    }
+    ladder, rows = climbed(script, CHECKPOINTED, LARGER)
+    assert rows["larger batch"].verdict == "another step", "checkpointed blocks leave room"
+    ladder, rows = climbed(script, CHECKPOINTED, fused, LARGER)
+    assert [rung.name for rung in ladder.kept] == ["fused optimizer"]
+    assert rows["larger batch"].verdict == "not tried"
+
+
+class Failing(Given):
+    """The script as it is runs so often, and no more."""
+
+    left = 2
+
+    def run(self, what, rungs=(), **more):
+        found = super().run(what, rungs, **more)
+        self.left -= not rungs
+        return found if rungs or self.left >= 0 else dataclasses.replace(found, failure="no more", step_ms=())
+
+
+@pytest.mark.parametrize("name", ["fused optimizer", "larger batch"])
+def test_a_rung_without_a_run_beside_it_has_no_time(name):
+    script = Failing(**given().runs, **{"fused optimizer": {"step_ms": (8.0,) * 7}})
+    _, rows = climbed(script, BY_NAME[name])
+    assert (rows[name].status, rows[name].kept, rows[name].speedup) == ("failed", False, None)
+    assert "no run of one side came to its end" in rows[name].reason
+
+
+def test_memory_is_counted_of_what_lies_somewhere():
+    weight, sums = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
+    sparse = torch.eye(4).to_sparse()
+    state = [{"exp_avg": weight, "step": 3}, sums, 7]  # most optimizers keep dicts, MADGRAD a tensor beside them
+    assert bytes_of([weight, sparse, *tensors_of(state), weight[:10]]) == 10 * 4 + 3 * 8

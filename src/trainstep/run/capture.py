@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from trainstep.batches import tensors_of
 from trainstep.bench.check.gradients import Gradients, dense
 
 FIRST, END = "first.pt", "end.pt"
@@ -124,12 +125,12 @@ class Capture:
         device = next((value.device for value, _ in self._initial.values() if value.is_cuda), None)
         if device is None:
             return {"peak_gib": None, "fixed_gib": None, "limit_gib": None}
-        kept = {each.data_ptr(): each.numel() * each.element_size() for each in map(_own, self._kept()) if each.is_cuda}
+        kept = bytes_of(each for each in map(_own, self._kept()) if each.is_cuda)
         free, total = torch.cuda.mem_get_info(device)
         limit = min(
             free + torch.cuda.memory_reserved(device), total * torch.cuda.get_per_process_memory_fraction(device)
         )
-        found = torch.cuda.max_memory_allocated(device), sum(kept.values()), limit
+        found = torch.cuda.max_memory_allocated(device), kept, limit
         return {name: each / 2**30 for name, each in zip(("peak_gib", "fixed_gib", "limit_gib"), found, strict=True)}
 
     def _kept(self) -> Iterator[Tensor]:
@@ -140,9 +141,8 @@ class Capture:
             yield value.detach()
             if value.grad is not None:
                 yield value.grad.detach()
-        for optimizer in self._seen:
-            for state in optimizer.state.values():
-                yield from (each for each in state.values() if isinstance(each, Tensor))
+        for optimizer in self._seen:  # most keep a dict for each parameter, some a tensor for all
+            yield from tensors_of(list(optimizer.state.values()))
 
     def _see_first_update(self, place: int) -> None:
         """An optimizer steps again, or will no more."""
@@ -158,6 +158,19 @@ class Capture:
                     short = name.replace("_orig_mod.", "").removeprefix("module.")
                     self._names.setdefault(id(each), short if number == 0 else f"{short} of model {number + 1}")
         return self._names.get(id(parameter), f"parameter {place}")
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of all together, each place in memory once; what has no storage of its own is left out."""
+    return sum(dict(filter(None, map(_memory_of, tensors))).values())
+
+
+def _memory_of(value: Tensor) -> tuple[int, int] | None:
+    """Where it lies, and its bytes; None of what has no storage of its own, such as a sparse tensor."""
+    try:
+        return value.data_ptr(), value.numel() * value.element_size()
+    except RuntimeError:  # also NotImplementedError, of wrappers around other tensors
+        return None
 
 
 def _own(value: Tensor) -> Tensor:

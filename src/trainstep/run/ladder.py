@@ -151,8 +151,12 @@ class Ladder:
         """Run it on what was kept, judge it, and time it if it is right."""
         if why := rung.why_not(self.settings):
             return self._not_tried(rung, why)
-        if rung.trades == "the step":
-            return self._try_another_step(rung)
+        try:
+            return self._try_another_step(rung) if rung.trades == "the step" else self._try_on_top(rung)
+        except CannotJudge as error:
+            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
+
+    def _try_on_top(self, rung: Rung) -> ScriptRungRow:
         assert self._top is not None, "the baseline was judged"
         if rung.trades and not self.are_named and (why := why_memory_limits_not(self._top.captured)):
             return self._not_tried(rung, why)
@@ -165,10 +169,7 @@ class Ladder:
                 return self._not_tried(rung, rung.nothing)
             where = ", ".join(f"{line}: {how}" for line, how in sorted(places.items()))
             rung = together[-1] = replace(rung, lines=f"{rung.lines} ({where})")
-        try:
-            found = self._judged(together, taken.captured)
-        except CannotJudge as error:
-            return self._row(rung.name, None, status="failed", reason=str(error), verdict=error.verdict)
+        found = self._judged(together, taken.captured)
         if not found.is_right:
             return self._row(rung.name, None, found, status="wrong", reason=str(found), verdict="wrong")
         return self._timed(rung, together, taken, found)
@@ -231,7 +232,8 @@ class Ladder:
         keep = called == "faster" or (no_slower and _is_smaller(taken, self._top))
         if keep:
             self.kept, self._top, self._speedup = together, taken, speedup
-        elif _is_smaller(taken, self._top):
+            self._smaller = None  # it stood on what was kept before
+        elif rung.trades and _is_smaller(taken, self._top):
             self._smaller = together, taken
         return self._row(
             rung.name,
@@ -271,13 +273,21 @@ class Ladder:
                     taken[side].append(run)
             if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):
                 break
+        if not all(taken):
+            raise CannotJudge(
+                f"{what}: when it took turns with what was kept before, no run of one side came to its end"
+            )
         return taken
 
     def _proven(self) -> ScriptRungRow:
-        before, own = self._in_turns("all that was kept", (), self.kept)
+        name = "all that was kept"
+        try:
+            before, own = self._in_turns(name, (), self.kept)
+        except CannotJudge as error:
+            return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
         ratio = ratio_of_runs(_times(before), _times(own))
         return self._row(
-            "all that was kept",
+            name,
             self._top,
             own=own,
             verdict=verdict(ratio),
@@ -302,11 +312,11 @@ class Ladder:
         precision = next((rung.precision for rung in reversed(rungs) if rung.precision), self._own)
         try:
             found = self.judge.judge(taken.captured, precision)
+            if not found.is_right:
+                return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
+            before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         except CannotJudge as error:
             return self._row(name, None, status="failed", reason=str(error), verdict=error.verdict)
-        if not found.is_right:
-            return self._row(name, None, found, status="wrong", reason=str(found), verdict="wrong")
-        before, own = self._in_turns(name, (), (), sources, begun=None if self._drops else taken)
         ratio = ratio_of_runs(_times(before), _times(own))
         holds = verdict(ratio) == "faster"
         ratios = ratio_fields("speedup", ratio)

@@ -59,7 +59,7 @@ def why_no_room(captured: Captured | None) -> str:
     needed, limit = needed_gib(captured), captured.limit_gib or 0.0
     if needed <= FULL * limit:
         return ""
-    return f"it would need up to {needed:.3g} of {limit:.3g} GiB: {BY_NAME}"
+    return f"it may need {needed:.3g} GiB, more than {FULL:.0%} of the {limit:.3g} GiB that there are: {BY_NAME}"
 
 
 def with_room(bases: Sequence[Base]) -> tuple[Sequence[Base], str]:

@@ -158,7 +158,7 @@ def larger(rows: Sequence[Row]) -> Iterator[Finding]:
             said = f"{step} computes {ratio} as many per second; whether it learns as well is not known. {lines}"
             yield found("gain.throughput", said, rung=row.rung, **figures)
         else:
-            said = f"{step} computes no more of them per second for certain: {ratio}."
+            said = f"{step} was not shown to compute more of them per second: {ratio}."
             yield found("gain.throughput_open", said, rung=row.rung, **figures)
 
 
