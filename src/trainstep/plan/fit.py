@@ -14,13 +14,15 @@ The choices of one block:
   block's input waits on the device or in host memory.
 
 The added time is the sum of what is computed again and of the waits for copies. A copy has the time of the next block's
-forward for the way out, and of its backward for the way back; what it takes longer is a wait. This is a 0-1 program
-with a row for each moment, solved by HiGHS through `scipy.optimize.milp`.
+forward for the way out, and of its backward for the way back; what it takes longer is a wait. This is an integer
+program (0 or 1, and of storages of one size how many go) with a row for each moment, solved by
+HiGHS through `scipy.optimize.milp`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
@@ -115,6 +117,7 @@ class Chosen:
     peak_bytes: int
     seconds: float
     gap: float  # the added time is at most this share above the least possible
+    is_cut_off: bool = False  # whether the solver's time was up
 
 
 def peak_of(step: StepCost, choices: Sequence[Choice]) -> int:
@@ -170,8 +173,10 @@ def choose(step: StepCost, budget: int) -> Chosen:
     program = _Program(step)
     program.limit_peak(budget)
     chosen = program.solve(CLOSE)
-    if chosen is not None and chosen.gap > ENOUGH:  # little time is added, so that it takes less to be far off
-        chosen = program.solve(CLOSE * ENOUGH / chosen.gap / 2)
+    if chosen is not None and chosen.gap > ENOUGH and not chosen.is_cut_off:  # little is added: less of it is much
+        with contextlib.suppress(UnsupportedError):  # not in time; there is a choice
+            closer = program.solve(CLOSE * ENOUGH / chosen.gap / 2)
+            chosen = min(chosen, closer or chosen, key=lambda each: (each.seconds, each.gap))
     if chosen is None:
         least = least_peak(step)
         raise UsageError(
@@ -198,12 +203,19 @@ def least_peak(step: StepCost) -> int:
 @contextlib.contextmanager
 def _nothing_printed() -> Iterator[None]:
     """HiGHS leaves lines for its developers on the process's standard output, whatever it is asked."""
-    own = os.dup(1)
+    try:
+        own = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush  # the lines wait in C's buffer where standard output is a file
+    flush(None)
     try:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
         yield
     finally:
+        flush(None)
         os.dup2(own, 1)
         os.close(own)
 
@@ -264,7 +276,7 @@ class _Program:
         least = self._step.seconds + found.mip_dual_bound / 1e3
         plain = self._step.seconds - sum(block.again_s for block in self._step.blocks)
         gap = max(0.0, seconds - least) / max(seconds - plain, 1e-9)
-        return Chosen(choices, peak_of(self._step, choices), seconds, gap)
+        return Chosen(choices, peak_of(self._step, choices), seconds, gap, is_cut_off=found.status != 0)
 
     def _variable(self, cost: float, *, is_whole: bool = True, upper: float = 1.0) -> int:
         self._cost.append(cost)

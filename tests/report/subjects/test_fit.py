@@ -7,8 +7,9 @@ import pytest
 from tests.report.page import Page
 from trainstep.kinds import FitRow
 from trainstep.kinds.row import Times
+from trainstep.plan.fit import ENOUGH
 from trainstep.report.page import render
-from trainstep.report.subjects.fit import fit_findings, form_of
+from trainstep.report.subjects.fit import PROVEN, fit_findings, form_of
 
 CASE = {"workload": "m", "context": 128, "precision": "fp32"}
 SAMPLES = [100.0 + step / 10 for step in range(10)]
@@ -60,6 +61,7 @@ def test_predictions_that_are_off(peak, time, said):
 
 
 def test_a_choice_that_was_not_shown_to_be_the_best():
+    assert PROVEN == ENOUGH, "what the solver stops at is what counts as proven"
     assert ids([replace(FIT, gap=0.019)]) == ["fit.fits"]
     _, said = fit_findings([replace(FIT, gap=0.042)])
     assert said.sentence == (

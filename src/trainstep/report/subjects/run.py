@@ -28,9 +28,9 @@ PHASES = {
 """Phase → its name in words, in the order of a step."""
 DATA_BOUND = 0.1  # Share of the step spent waiting for data from which it is remarked on
 LAUNCH_BOUND = 0.95
-"""A step on a GPU that the host needs more than this share of to issue, without waiting, is bound by the host…"""
+"""A step on a GPU that the host needs more than this share of to issue, without waiting, may be bound by the host."""
 AHEAD = 0.05
-"""…unless the device is behind by more than this, its last update left out: where its queue is full, launches wait."""
+"""It is not, where the device is behind by more than this share beyond the update: with a full queue launches wait."""
 LAG = ("issue", "ahead", "optimizer")
 WAITING = 0.02  # Share of a step on a GPU that a line waits for, from which the line is remarked on
 PER_STEP = 0.5  # Calls per step of a line that would wait on a GPU, from which it is remarked on
