@@ -34,12 +34,13 @@ class Instruction:
         if found is None or found[1].startswith(_WRITES_NONE):
             return range(0)
         name, first = found[1], int(found[2])
-        if "128" in name or name.endswith(".M88.4"):
+        matrices = re.search(r"\.MT?88\.([24])$", name)  # of LDSM
+        if matrices:
+            width = int(matrices[1])
+        elif "128" in name:
             width = 4
-        elif ".64" in name or "WIDE" in name or name == "CS2R" or name.endswith(".M88.2"):
-            width = 2
         else:
-            width = 1
+            width = 2 if ".64" in name or "WIDE" in name or name == "CS2R" else 1
         return range(first, first + width)
 
 
@@ -71,11 +72,20 @@ def parse(listing: str) -> dict[int, Instruction]:
 
 def overwritten_in_flight(listing: str) -> list[str]:
     """Products from registers, each with an instruction that may write these before the product is waited for."""
-    program, found = parse(listing), []
-    for product in program.values():
-        if operand := _PRODUCT.search(product.text):
-            read = set(range(int(operand[1]), int(operand[1]) + OPERAND))
-            found += [f"{product.text} … {each.text}" for each in _writers(program, product, read)]
+    program = parse(listing)
+    return [
+        f"{product.text} … {each.text}"
+        for product, read in products_from_registers(listing)
+        for each in _writers(program, product, read)
+    ]
+
+
+def products_from_registers(listing: str) -> list[tuple[Instruction, set[int]]]:
+    """The products whose left operand is in registers, with the numbers of these."""
+    found = []
+    for each in parse(listing).values():
+        if operand := _PRODUCT.search(each.text):
+            found.append((each, set(range(int(operand[1]), int(operand[1]) + OPERAND))))
     return found
 
 

@@ -25,6 +25,8 @@ def listing(*lines: str) -> str:
         "@P0 FADD R152, R1, R2",
         "LDS.128 R152, [R3]",
         "LDSM.16.M88.4 R149, [R3+0x10]",
+        "LDSM.16.MT88.4 R149, [R3+0x10]",
+        "LDSM.16.MT88.2 R151, [R3]",
         "IMAD.WIDE R154, R2, 0x4, R6",
         "CS2R R151, SRZ",
         "SHFL.BFLY PT, R153, R3, 0x1, 0x1f",

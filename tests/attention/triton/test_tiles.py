@@ -3,13 +3,13 @@
 import itertools
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 
 import pytest
 
 from tests.attention.triton.aot import Compiled, compile_fused, compile_hopper, compile_portable
-from tests.attention.triton.sass import overwritten_in_flight, reads_registers
+from tests.attention.triton.sass import overwritten_in_flight, products_from_registers, reads_registers
 from trainstep.attention.hopper.backward import TILES as FUSED_TILES
 from trainstep.attention.tuned import HOPPER_TILES, TILES, HopperTileCase, TileCase
 
@@ -31,8 +31,16 @@ def _hopper(row: HopperTileCase) -> Compiled:
     return compile_hopper(row.kernel, HOPPER[row], row.head_dim, row.is_causal)
 
 
-def _overwritten(compiled: Compiled) -> list[str]:
-    return overwritten_in_flight(compiled.sass)
+def _read(compilers: Executor, kernels: Sequence[Compiled]) -> int:
+    """How many kernels have products that read registers; none of them is overwritten in flight."""
+    listings = list(compilers.map(_listing, kernels))
+    found = [each for listing in listings for each in overwritten_in_flight(listing)]
+    assert not found
+    return sum(bool(products_from_registers(listing)) for listing in listings)
+
+
+def _listing(compiled: Compiled) -> str:
+    return compiled.sass
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +71,14 @@ def test_every_portable_configuration_compiles_and_fits(arch: str, compilers: Ex
         small = {row: c for row, c in compiled.items() if row.precision == "16-bit" and row.head_dim <= 32}
         assert small
         assert all("wgmma.mma_async" in c.ptx and c.spilled_bytes == 0 for c in small.values())
-        assert not any(compilers.map(_overwritten, [c for c in compiled.values() if reads_registers(c.ptx)]))
+        assert _read(compilers, [c for c in compiled.values() if reads_registers(c.ptx)]) >= 40
 
 
 def test_every_hopper_configuration_compiles_and_fits(compilers: Executor) -> None:
     compiled = list(zip(HOPPER, compilers.map(_hopper, HOPPER), strict=True))
     fused = list(itertools.product(FUSED_TILES, (False, True)))
     compiled += zip(fused, compilers.map(compile_fused, *zip(*fused, strict=True)), strict=True)
-    assert not any(compilers.map(_overwritten, [result for _, result in compiled]))
+    assert _read(compilers, [result for _, result in compiled]) >= 20
     for row, result in compiled:
         assert result.shared_bytes <= LIMITS["sm_90"], row
         assert "wgmma.mma_async" in result.ptx, row
