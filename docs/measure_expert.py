@@ -1,6 +1,6 @@
 """A script as its defaults have it, climbed by `trainstep run --ladder`, beside what an expert writes by hand.
 
-    python docs/measure_expert.py vit_large                       # on a GPU: five to ten minutes
+    python docs/measure_expert.py vit_large                       # on a GPU: some forty runs
     python docs/measure_expert.py llama_1b --steps 12
     python docs/measure_expert.py nanogpt --folder ../nanoGPT     # a clone, with train.bin and val.bin of its data
 
@@ -28,7 +28,8 @@ from tables import RESULTS
 from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
 from trainstep.records import Row, of_kind, read_records
-from trainstep.stats import Ratio, ratio_of_runs
+from trainstep.run.rung_rows import ratio_fields
+from trainstep.stats import ratio_of_runs
 
 ROOT = Path(__file__).parents[1]
 KEPT = RESULTS / "h200-run.json"
@@ -107,14 +108,15 @@ def by_expert(pair: Pair, out: Path, steps: int, folder: Path) -> list[float]:
     return row.samples["step"]
 
 
-def ratio_fields(ratio: Ratio) -> list[float | None]:
-    """Value, low, high."""
-    return [ratio.value, *((ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None))]
-
-
 def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
-    """The row whose runs are those of the ladder's top."""
+    """The row whose runs are those of the ladder's top.
+
+    Raises:
+        SystemExit: nothing was climbed.
+    """
     kept = [row for row in rungs if row.kept]
+    if not kept:
+        raise SystemExit(f"the script as it is: {rungs[0].reason}")
     return next((row for row in kept if row.rung == TOP), kept[-1])
 
 
@@ -137,8 +139,7 @@ def measure(pair: Pair, out: Path, steps: int, folder: Path) -> dict[str, Any]:
         "rungs": [{name: getattr(row, name) for name in COLUMNS} for row in rungs],
         "top_ms": top.samples["runs"],
         "expert_ms": experts,
-        "of_expert": ratio_fields(speed),
-    }
+    } | ratio_fields("of_expert", speed)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.cross_entropy import launch_loss
 
 LOGITS_BYTES = 5 * 2**28
-"""Most that the logits of a chunk take: 1.25 GiB, 4,416 tokens with a vocabulary of 151,936 in 16 bits. Each chunk
+"""Most that the logits of a chunk take: 1.25 GiB, 4,352 tokens with a vocabulary of 151,936 in 16 bits. Each chunk
 reads and writes the sum of the weight's gradient, float32, and has smaller products; so small vocabularies go in one.
 """
 MULTIPLE = 128

@@ -40,6 +40,7 @@ GRACE_S = 5.0  # how long a rank may take to answer
 ENDED_S = 10.0  # how long a rank may still be there after another has failed
 _SPEAKS_S = 0.5  # how long a thread lets its rank answer for itself: often all fail at once
 _ENDING_S = 2.0  # how long a rank waits for its thread to end, which it does at once unless the store is gone
+# A connection that is silent for so long may be dropped between hosts; then this rank is named, and cannot answer.
 _WAKING_S = 86_400.0  # how long a thread waits for its key at a time; torch warns on the terminal whenever that is over
 _LOOKS_S = 0.25  # where the store is a file, how long between two looks at it
 _OF_A_COLLECTIVE = re.compile(
