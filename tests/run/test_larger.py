@@ -121,7 +121,7 @@ def test_blocks_are_computed_again_where_memory_limits_and_for_a_larger_batch_al
     [
         (given(6.0), [CHECKPOINTED], "memory does not limit"),
         (given(7.0), [LARGER], "12 GiB, more than 95% of the 10 GiB"),
-        (given(7.0, checkpointed={"captured": captured(6.4)}), [CHECKPOINTED, LARGER], "12 GiB, more than 95% of the 10 GiB"),
+        (given(7.0, checkpointed={"captured": captured(6.4)}), [CHECKPOINTED, LARGER], "12 GiB, more than 95%"),
         (given(larger={"samples_per_step": 8.0}), [LARGER], "8 samples all the same"),
         (given(larger={"samples_per_step": None}), [LARGER], "how many samples a step takes is not known"),
     ],
