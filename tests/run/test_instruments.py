@@ -1,12 +1,17 @@
 """What looks into a few steps of a script: rows of its kernels, memory and dtypes, and steps that are left out."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tests.run.measuring import measure
 from trainstep.kinds import AllocationRow, DtypeRow, FamilyRow, OwnerRow, PeakRow, ProfileRow, ScriptRow
 from trainstep.records import of_kind
+from trainstep.run import instruments
 from trainstep.run.rows import kernel_records
 from trainstep.run.session import Plan
+from trainstep.run.steps import StepFinder
 
 WIDTH = 64
 PARAMETERS = 16 * WIDTH + WIDTH + WIDTH * WIDTH + WIDTH + WIDTH + 1
@@ -38,6 +43,19 @@ def test_kernels_are_placed_in_the_script_s_phases(found):
     # Three products forward; backward one for each weight, and one for each input but the first.
     assert (calls["forward", "matmul"], calls["backward", "matmul"]) == (6, 5)
     assert ("loss", "reduction") in calls
+
+
+def test_the_device_is_waited_for_before_the_first_recorded_step_and_after_the_last(tmp_path, monkeypatch):
+    """A host that is ahead has launched kernels that run when recording begins, and has some left when it ends."""
+    order = []
+    profiler = SimpleNamespace(start=lambda: None, step=lambda: order.append("step"), stop=lambda: None)
+    monkeypatch.setattr(instruments, "profiler_of_steps", lambda *given, **more: profiler)
+    monkeypatch.setattr(instruments, "_settle", lambda device: order.append(f"wait for the {device}"))
+    finder = StepFinder(lambda: None, lambda step: None)
+    profiling = instruments._Profiling([], finder, 2, tmp_path, lambda call: call(), torch.device("cpu"))
+    while profiling.next():
+        pass
+    assert order == ["step", "wait for the cpu", "step", "step", "wait for the cpu", "step"], "two warm up"
 
 
 def test_memory_has_its_owners_and_phases(found):

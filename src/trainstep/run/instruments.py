@@ -169,9 +169,8 @@ class Instruments:
         if torch._C._autograd._profiler_enabled():
             self._write("the script runs under a profiler of its own, so ours did not record kernels")
             return
-        on_gpu = self._device.type == "cuda"
         self._profiling = _Profiling(
-            self._hooks.roots.called(), self._finder, self._profiled, self._trace, self.guard, on_gpu=on_gpu
+            self._hooks.roots.called(), self._finder, self._profiled, self._trace, self.guard, self._device
         )
         self._tag = PROFILED
 
@@ -184,6 +183,12 @@ class Instruments:
         self._tag = AFTER if self._device.type == "cuda" else ""
 
 
+def _settle(device: torch.device) -> None:
+    """Wait for what was launched: a host may be far ahead."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class _Profiling:
     """Steps under torch's profiler, with their phases and the models' modules announced."""
 
@@ -194,13 +199,13 @@ class _Profiling:
         steps: int,
         trace: Path,
         guard: Callable[[Callable[[], object]], object],
-        *,
-        on_gpu: bool,
+        device: torch.device,
     ) -> None:
         self._finder, self._left, self._number = finder, WARMUP + steps, 0
+        self._steps, self._device = steps, device
         self._step: AbstractContextManager[Any] | None = None
         self._phase: AbstractContextManager[Any] | None = None
-        self._profiler = profiler_of_steps(steps, trace, on_gpu=on_gpu, shapes=True)
+        self._profiler = profiler_of_steps(steps, trace, on_gpu=device.type == "cuda", shapes=True)
         with ExitStack() as announced:
             for root in roots:
                 announced.enter_context(modules_announced(root))
@@ -212,8 +217,10 @@ class _Profiling:
     def next(self) -> bool:
         """The next step begins; False after the last."""
         self._close()
-        self._profiler.step()
         self._left -= 1
+        if self._left in (self._steps, 0):  # a kernel from before would be recorded without its launch, or one lost
+            _settle(self._device)
+        self._profiler.step()
         if self._left == 0:
             self.stop()
             return False
