@@ -99,7 +99,7 @@ def test_the_table_has_samples_per_second_where_there_is_another_step():
     titles = list(table.columns)
     cells = {each.key: each.cells for each in table.rows}["larger batch"]
     assert cells[titles.index("samples per second [95 %]")].plain == "1.50× [1.45–1.55]"
-    assert cells[titles.index("verdict")].plain == "another step, not held against the same"
+    assert cells[titles.index("verdict")].plain == "another step, not judged"
     assert [cells[titles.index(title)].value for title in ("step (ms) [95 %]", "speed-up [95 %]")] == [None, None]
     (table,) = make_tables([BASELINE, FUSED], "terminal")
     assert "samples per second [95 %]" not in table.columns

@@ -50,7 +50,7 @@ def _verdict(row: Row) -> Cell:
     if called == "baseline":
         return cell
     if called == ANOTHER_STEP:
-        return replace(cell, in_files=f"{called}, not held against the same", note="not held against the same")
+        return replace(cell, in_files=f"{called}, not judged", note="not judged")
     if kept:
         words = "kept" if called == "faster" else "kept: no slower, and smaller"
         return replace(cell, text=words, in_files=words, tone="good")
