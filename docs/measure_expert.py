@@ -13,28 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from measure_run import LIBRARIES, ROOT, Script, run
 from tables import RESULTS
 from trainstep.kinds import ScriptRow, ScriptRungRow
 from trainstep.measure.environment import describe
-from trainstep.records import Row, of_kind, read_records
+from trainstep.records import Row, of_kind
 from trainstep.run.rung_rows import ratio_fields
 from trainstep.stats import ratio_of_runs
 
-ROOT = Path(__file__).parents[1]
 KEPT = RESULTS / "h200-run.json"
-SCRIPTS = ROOT / "tests/realworld/scripts"
-SAID_OF = ("gpu", "torch", "date", "commit")
+SAID_OF = ("device", "torch", "date", "commit")
 COLUMNS = ("rung", "status", "verdict", "kept", "reason", "step_ms", "runs", "gain", "gain_low", "gain_high")
 COLUMNS += ("speedup", "speedup_low", "speedup_high", "gradient_error", "error_budget", "peak_gib")
 TOP = "all that was kept"
@@ -44,10 +41,9 @@ TOP = "all that was kept"
 class Pair:
     """A script as it is, and as an expert has it."""
 
-    what: str
-    path: str
-    plain: tuple[str, ...]
+    plain: Script
     expert: tuple[str, ...]
+    """Its arguments then."""
     rungs: str
     by_hand: str
     """What the expert's has."""
@@ -56,26 +52,20 @@ class Pair:
 NANOGPT = ("--eval_iters=10", "--gradient_accumulation_steps=4", "--max_iters=60")
 PAIRS = {
     "llama_1b": Pair(
-        "Trainer, Llama of 1.2 B, 4 × 1,024 tokens",
-        str(SCRIPTS / "llama_1b.py"),
-        ("FOLDER", "plain", "60"),
+        Script("Trainer, Llama of 1.2 B, 4 × 1,024 tokens", LIBRARIES / "llama_1b.py", ("FOLDER", "plain", "60")),
         ("FOLDER", "expert", "60"),
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory",
         "`bf16`, `tf32`, `torch_compile`, fused AdamW",
     ),
     "vit_large": Pair(
-        "plain loop, ViT-L/16 of timm, 64 images",
-        str(SCRIPTS / "vit_large.py"),
-        ("plain", "60"),
+        Script("plain loop, ViT-L/16 of timm, 64 images", LIBRARIES / "vit_large.py", ("plain", "60")),
         ("expert", "60"),
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,compiled model,pinned memory,"
         "late reads",
         "TF32, bf16 autocast, fused AdamW, `torch.compile`, pinned memory, a loss read every ten steps",
     ),
     "nanogpt": Pair(
-        "nanoGPT's train.py, 124 M, 4 × 12 × 1,024 tokens",
-        "train.py",
-        NANOGPT,
+        Script("nanoGPT's train.py, 124 M, 4 × 12 × 1,024 tokens", Path("train.py"), NANOGPT),
         NANOGPT,
         "TF32 matmuls,fused optimizer,bf16 autocast,our FlashAttention,compiled blocks,pinned memory,late reads",
         "the script's own settings: bf16 autocast, TF32, SDPA, fused AdamW, `torch.compile`, pinned batches",
@@ -83,26 +73,22 @@ PAIRS = {
 }
 
 
-def run(pair: Pair, arguments: Sequence[str], out: Path, options: Sequence[str], folder: Path) -> list[Row]:
-    """Run it under `trainstep run` from a folder: its rows.
+def rows_of(script: Script, out: Path, options: Sequence[str]) -> list[Row]:
+    """Run it under `trainstep run`: its rows.
 
     Raises:
         SystemExit: it left none.
     """
-    given = [str(out / "written") if each == "FOLDER" else each for each in arguments]
-    words = [sys.executable, "-m", "trainstep", "run", "--out", str(out), *options, pair.path, *given]
-    out.mkdir(parents=True)
-    with (out / "said").open("w") as said:
-        subprocess.run(words, cwd=folder, stdout=said, stderr=said, check=False)
-    if not (out / "results.jsonl").exists():
-        raise SystemExit(f"nothing was measured; see the end of what it said:\n{(out / 'said').read_text()[-2000:]}")
-    return read_records(out / "results.jsonl")
+    rows, last = run(script, out, script.path, options)
+    if not rows:
+        raise SystemExit(f"nothing was measured, and the last that was said is: {last}")
+    return rows
 
 
-def by_expert(pair: Pair, out: Path, steps: int, folder: Path) -> list[float]:
+def by_expert(pair: Pair, out: Path, steps: int) -> list[float]:
     """Milliseconds of the timed steps of one run of the expert's."""
     options = ["--steps", str(steps), "--profiled-steps", "0", "--no-memory"]
-    (row,) = of_kind(run(pair, pair.expert, out, options, folder), ScriptRow)
+    (row,) = of_kind(rows_of(replace(pair.plain, arguments=pair.expert), out, options), ScriptRow)
     if row.status != "ok":
         raise SystemExit(f"the expert's script: {row.reason}")
     return row.samples["step"]
@@ -120,19 +106,19 @@ def top_of(rungs: Sequence[ScriptRungRow]) -> ScriptRungRow:
     return next((row for row in kept if row.rung == TOP), kept[-1])
 
 
-def measure(pair: Pair, out: Path, steps: int, folder: Path) -> dict[str, Any]:
+def measure(pair: Pair, out: Path, steps: int) -> dict[str, Any]:
     """The expert's, the ladder, the expert's again."""
-    experts = [by_expert(pair, out / f"expert-{number}", steps, folder) for number in (1, 2)]
+    experts = [by_expert(pair, out / f"expert-{number}", steps) for number in (1, 2)]
     options = ["--ladder", "--steps", str(steps), "--rungs", pair.rungs]
     start = time.monotonic()
-    rungs = of_kind(run(pair, pair.plain, out / "ladder", options, folder), ScriptRungRow)
+    rungs = of_kind(rows_of(pair.plain, out / "ladder", options), ScriptRungRow)
     climbed_s = time.monotonic() - start
-    experts += [by_expert(pair, out / f"expert-{number}", steps, folder) for number in (3, 4)]
+    experts += [by_expert(pair, out / f"expert-{number}", steps) for number in (3, 4)]
     top = top_of(rungs)
     # the ladder's speed over the expert's: above 1 the ladder is faster
     speed = ratio_of_runs(experts, [[median] for median in top.samples["runs"]])
     return {
-        "what": pair.what,
+        "what": pair.plain.what,
         "by_hand": pair.by_hand,
         "steps": steps,
         "climbed_s": climbed_s,
@@ -155,9 +141,10 @@ def main() -> None:
     environment = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as name:
         out = (given.out or Path(name)).resolve()
-        cell = measure(PAIRS[given.script], out, given.steps, given.folder)
+        pair = PAIRS[given.script]
+        cell = measure(replace(pair, plain=replace(pair.plain, folder=given.folder)), out, given.steps)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    kept[given.script] = cell | {each: environment.get(each) for each in SAID_OF}
+    kept[given.script] = cell | {each: environment[each] for each in SAID_OF}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in cell.items() if name != "rungs"}))
 

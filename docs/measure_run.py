@@ -54,6 +54,7 @@ class Script:
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     gathers: bool = False  # whether its ranks wait for each other in forward too
+    folder: Path = ROOT  # from which it is run
 
 
 def _trainer(name: str, words: str, package: str = "transformers") -> Script:
@@ -96,7 +97,9 @@ SCRIPTS = {
 }
 
 
-def run(script: Script, out: Path, path: Path, options: Sequence[str], limit_s: float) -> tuple[list[Row], str]:
+def run(
+    script: Script, out: Path, path: Path, options: Sequence[str], limit_s: float | None = None
+) -> tuple[list[Row], str]:
     """Run it under `trainstep run`: the rows, and the last line of what was said."""
     launch = [sys.executable, "-m"]
     if script.ranks > 1:
@@ -104,9 +107,11 @@ def run(script: Script, out: Path, path: Path, options: Sequence[str], limit_s: 
     arguments = [str(out / "written") if each == "FOLDER" else each for each in script.arguments]
     words = [*launch, "trainstep", "run", "--out", str(out), *options, str(path), *arguments]
     environment = os.environ | script.environment | {"BY_HAND": str(out / "by-hand")}
-    out.mkdir()
+    out.mkdir(parents=True)
     with (out / "said").open("w") as said:
-        subprocess.run(words, cwd=ROOT, env=environment, stdout=said, stderr=said, timeout=limit_s, check=False)
+        subprocess.run(
+            words, cwd=script.folder, env=environment, stdout=said, stderr=said, timeout=limit_s, check=False
+        )
     rows = read_records(out / "results.jsonl") if (out / "results.jsonl").exists() else []
     lines = [line for line in (out / "said").read_text(errors="replace").splitlines() if line.strip()]
     return rows, lines[-1] if lines else ""

@@ -23,7 +23,7 @@ ATTAINABLE: Mapping[str, float] = {"fp32": 0.76, "tf32": 0.83, "bf16": 0.79, "co
 NVLink as measured on H200s; of the network's nothing was measured, and 0.8 is an assumption."""
 
 OPTIMIZER_FRACTION: Mapping[str, float] = {"adamw-foreach": 0.91, "adamw-fused": 0.83, "sgd": 0.91}
-"""Of a copy's bandwidth, reached by the optimizer: measured on an H200 (sgd as foreach)."""
+"""Of a copy's bandwidth, reached by the optimizer: measured on an H200, but for sgd, which is taken as foreach."""
 
 LINK_OVERHEAD_S, NETWORK_OVERHEAD_S = 30e-6, 50e-6
 """Of a call within a node, as between two H200s, and of one that leaves it, an assumption."""

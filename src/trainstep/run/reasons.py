@@ -51,18 +51,17 @@ def of_compile(settings: Settings) -> str:
 
 def of_blocks(settings: Settings) -> str:
     """Of compiling blocks."""
-    if not any(model["blocks"] for model in settings["models"]):
-        return "its models have no repeated blocks in an nn.ModuleList"
-    return of_compile(settings)
+    return _without_blocks(settings) or of_compile(settings)
 
 
 def of_checkpointing(settings: Settings) -> str:
     """Of checkpointing blocks."""
-    if settings["checkpoints"]:
-        return "the script sets it itself"
-    if not any(model["blocks"] for model in settings["models"]):
-        return "its models have no repeated blocks in an nn.ModuleList"
-    return ""
+    return "the script sets it itself" if settings["checkpoints"] else _without_blocks(settings)
+
+
+def _without_blocks(settings: Settings) -> str:
+    has_blocks = any(model["blocks"] for model in settings["models"])
+    return "" if has_blocks else "its models have no repeated blocks in an nn.ModuleList"
 
 
 def of_batches(settings: Settings) -> str:
