@@ -312,6 +312,9 @@ CHANGES: Mapping[str, Change] = {
     "DDP's static graph": Change(
         "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"
     ),
+    "DDP's larger buckets": Change(
+        "DistributedDataParallel(…, bucket_cap_mb=100)", "torch's own, in place of 25: fewer and larger collectives"
+    ),
     "checkpointed blocks": Change(
         "torch.utils.checkpoint.checkpoint(block, x, …, use_reentrant=False)",
         "in place of block(x, …); gradient_checkpointing_enable() of transformers' models",

@@ -24,7 +24,7 @@ SETTINGS = {
     "models": [
         {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
     ],
-    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False}],
+    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
 }
 
@@ -232,6 +232,9 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
         ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
+        ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": 5}, {"bucket_cap_mb": 1000}]}, "bucket_cap_mb=5 and 1000"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": None, "gradients_mib": 0.9}]}, "0.9 MiB, which are sent"),
         ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
     ],
 )
@@ -250,6 +253,16 @@ def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
     DistributedDataParallel(module)
     DistributedDataParallel(module, bucket_cap_mb=5, **{name: True})
     assert given == [{name: True}, {"bucket_cap_mb": 5, name: True}]
+
+
+def test_ddp_is_given_larger_buckets_where_it_was_given_none(trial, monkeypatch):
+    given = []
+    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
+    rungs.larger_buckets(trial)
+    module = nn.Linear(2, 2)
+    DistributedDataParallel(module)
+    DistributedDataParallel(module, bucket_cap_mb=5)
+    assert given == [{"bucket_cap_mb": 100}, {"bucket_cap_mb": 5}]
 
 
 def taken(given):

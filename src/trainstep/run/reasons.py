@@ -7,6 +7,7 @@ from typing import Any
 
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""
+NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 
 def of_gpu(settings: Settings) -> str:
@@ -103,12 +104,27 @@ def of_pinning(settings: Settings) -> str:
     return of_gpu(settings)
 
 
+ONE_BUCKET_MIB = 1.0
+"""Of gradients that DistributedDataParallel sends at once anyway: its first bucket is that large by default."""
+
+
+def of_buckets(settings: Settings) -> str:
+    """Of larger buckets of torch's DistributedDataParallel."""
+    if not settings["ddp"]:
+        return NO_DDP
+    sizes = {each["bucket_cap_mb"] for each in settings["ddp"]}
+    if None not in sizes:
+        return f"the script sets it itself: bucket_cap_mb={' and '.join(map(str, sorted(sizes)))}"
+    most = max(each["gradients_mib"] for each in settings["ddp"])
+    return "" if most > ONE_BUCKET_MIB else f"its gradients are {most:.2g} MiB, which are sent at once anyway"
+
+
 def of_ddp(name: str) -> Callable[[Settings], str]:
     """Of an argument of torch's DistributedDataParallel."""
 
     def why_not(settings: Settings) -> str:
         if not settings["ddp"]:
-            return "the script makes no DistributedDataParallel of torch"
+            return NO_DDP
         return f"the script sets it itself: {name}=True" if all(each[name] for each in settings["ddp"]) else ""
 
     return why_not

@@ -24,6 +24,8 @@ WORKERS = 4
 """Of a loader that has none, where there are as many cores."""
 TIMES = 2
 """As many samples as before are in a larger batch."""
+BUCKET_MB = 100
+"""Of a larger bucket of DDP's, in MiB: four times its default."""
 
 
 @dataclass(frozen=True)
@@ -170,20 +172,25 @@ def late_reads(trial: Trial) -> None:
 
 def bucket_views(trial: Trial) -> None:
     """torch's DistributedDataParallel keeps gradients in its buckets, in place of a copy of each."""
-    _replace_of_ddp("gradient_as_bucket_view")
+    _replace_of_ddp("gradient_as_bucket_view", True)
 
 
 def static_graph(trial: Trial) -> None:
     """torch's DistributedDataParallel takes it that every step uses the same parameters in the same order."""
-    _replace_of_ddp("static_graph")
+    _replace_of_ddp("static_graph", True)
 
 
-def _replace_of_ddp(name: str) -> None:
+def larger_buckets(trial: Trial) -> None:
+    """torch's DistributedDataParallel sends gradients in fewer and larger parts; the first is no longer a small one."""
+    _replace_of_ddp("bucket_cap_mb", BUCKET_MB)
+
+
+def _replace_of_ddp(name: str, value: object) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from trainstep.run.settings import arguments_of
 
-    _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: True}, arguments_of)
+    _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: value}, arguments_of)
 
 
 def checkpointed_blocks(trial: Trial) -> None:
@@ -297,6 +304,7 @@ RUNGS = (
     ),
     _rung("DDP's buckets as gradients", bucket_views, reasons.of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, reasons.of_ddp("static_graph")),
+    _rung("DDP's larger buckets", larger_buckets, reasons.of_buckets),
     _rung("checkpointed blocks", checkpointed_blocks, reasons.of_checkpointing, trades="time for memory"),
     _rung("larger batch", larger_batch, reasons.of_batches, trades="the step"),
 )

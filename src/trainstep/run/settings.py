@@ -36,7 +36,7 @@ class Settings:
         self._autocast: list[str] = []
         self._loaders: list[dict[str, Any]] = []
         self._optimizers: dict[int, dict[str, Any]] = {}
-        self._ddp: list[dict[str, bool]] = []
+        self._ddp: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
         self._checkpoints = False
@@ -143,7 +143,15 @@ class Settings:
 
     def _ddp_is_made(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
         given = arguments_of(DistributedDataParallel, args, kwargs)
-        self._ddp.append({name: bool(given.get(name)) for name in ("gradient_as_bucket_view", "static_graph")})
+        sent = [each for each in given["module"].parameters() if each.requires_grad] if given else []
+        self._ddp.append(
+            {
+                "gradient_as_bucket_view": bool(given.get("gradient_as_bucket_view")),
+                "static_graph": bool(given.get("static_graph")),
+                "bucket_cap_mb": given.get("bucket_cap_mb") or None,
+                "gradients_mib": sum(each.numel() * each.element_size() for each in sent) / 2**20,
+            }
+        )
 
     def _checkpoint_begins(self, *_: object, **__: object) -> None:
         self._checkpoints = True
