@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -26,6 +27,8 @@ SETTINGS = {
     ],
     "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
+    "reads": True,
+    "operators": ["LogSoftmaxBackward0", "ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"],
 }
 
 
@@ -229,7 +232,11 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
             "of an IterableDataset is not known",
         ),
         ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+        ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
+        ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
+        ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
+        ("late reads", {"reads": False}, "no line of the script calls item()"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
         ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
         ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
@@ -240,6 +247,35 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
     assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+
+
+@pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
+def test_attention_that_may_be_there_is_tried(name):
+    for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):
+        assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
+    some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
+    assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_operators_are_those_of_the_graph_and_unknown_where_some_of_it_is_hidden():
+    settings, x = Settings(), torch.randn(2, 4, 8, requires_grad=True)
+    settings.see_loss(F.scaled_dot_product_attention(x, x, x).sum())
+    settings.see_loss((F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum(), 3.0))
+    found = settings.found([])["operators"]
+    assert any("Softmax" in each or each.startswith("ScaledDotProduct") for each in found)
+    assert "SumBackward0" in found
+    settings.see_loss(Own.apply(x).sum())
+    assert settings.found([])["operators"] is None
 
 
 @pytest.mark.parametrize(

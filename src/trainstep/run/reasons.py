@@ -7,6 +7,8 @@ from typing import Any
 
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""
+NO_READS = "no line of the script calls item() of a tensor on a GPU"
+NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
 NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 
@@ -17,7 +19,32 @@ def of_gpu(settings: Settings) -> str:
 
 def of_reads(settings: Settings) -> str:
     """Of reading tensors late."""
-    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
+    if not settings["on_gpu"]:
+        return "on a CPU nothing waits where a tensor is read"
+    return "" if settings["reads"] else NO_READS
+
+
+def _operators(settings: Settings, name: str) -> list[str] | None:
+    """Those of the first forward pass that have this in their names; None where some are not known from outside, as
+    those of compiled code and of checkpointed blocks."""
+    known = settings["operators"]
+    return None if known is None else [each for each in known if name in each]
+
+
+def of_attention(settings: Settings) -> str:
+    """Of attention written out: without a softmax there is none. That of a loss is another operator."""
+    found = _operators(settings, "Softmax")
+    return NOT_WRITTEN_OUT if found is not None and not set(found) - {"LogSoftmaxBackward0"} else ""
+
+
+def of_our_attention(settings: Settings) -> str:
+    """Of our attention in the place of torch's, which computes it by a softmax where it has no kernel."""
+    found = _operators(settings, "ScaledDotProduct")
+    if not settings["on_gpu"] or found is None:
+        return of_gpu(settings)
+    if found:
+        return "its attention drops probabilities" if all("dropping" in each for each in found) else ""
+    return "its models call no scaled_dot_product_attention" if of_attention(settings) else ""
 
 
 def of_tf32(settings: Settings) -> str:

@@ -291,17 +291,16 @@ RUNGS = (
     _rung(
         "fused attention",
         fused_attention,
-        nothing="no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised",
+        reasons.of_attention,
+        nothing=reasons.NOT_WRITTEN_OUT,
     ),
-    _rung("our FlashAttention", our_attention, reasons.of_gpu),
+    _rung("our FlashAttention", our_attention, reasons.of_our_attention),
     _rung("channels last", channels_last, reasons.of_channels),
     _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
     _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks",)),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),
-    _rung(
-        "late reads", late_reads, reasons.of_reads, nothing="no line of the script calls item() of a tensor on a GPU"
-    ),
+    _rung("late reads", late_reads, reasons.of_reads, nothing=reasons.NO_READS),
     _rung("DDP's buckets as gradients", bucket_views, reasons.of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, reasons.of_ddp("static_graph")),
     _rung("DDP's larger buckets", larger_buckets, reasons.of_buckets),
