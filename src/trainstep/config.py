@@ -289,6 +289,9 @@ CHANGES: Mapping[str, Change] = {
     ),
     "compiled blocks": Change("for block in blocks: block.compile()", "the model's own list of blocks"),
     "compiled model": Change("model.compile()", "after the model is on its device"),
+    "compiled for any size": Change(
+        "torch.compile(…, dynamic=True)", "where what is given to compiled code has another size in each step"
+    ),
     "chunked loss": Change(
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",

@@ -28,6 +28,8 @@ SETTINGS = {
     "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
     "reads": True,
+    "recompiles": True,
+    "waiting": 0.3,
     "operators": ["LogSoftmaxBackward0", "ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"],
 }
 
@@ -61,17 +63,20 @@ def test_optimizers_are_fused_where_the_script_says_nothing(trial):
         assert not kind(weights, capturable=True).defaults["fused"] if kind is torch.optim.Adam else True
 
 
-def test_loaders_get_workers_where_the_script_says_nothing(trial):
+def test_loaders_with_few_workers_get_more(trial, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(4))
 
     rungs.workers(trial)
     data = TensorDataset(torch.arange(8))
-    for loader in (DataLoader(data), DataLoader(data, num_workers=0), DataLoader(data, 2, False, None, None, 0)):
-        assert loader.num_workers == rungs.workers_here()
+    for loader in (DataLoader(data), DataLoader(data, num_workers=1), DataLoader(data, 2, False, None, None, 0)):
+        assert loader.num_workers == 3
         assert loader.persistent_workers
-    assert DataLoader(data, num_workers=1).num_workers == 1
+    assert DataLoader(data, num_workers=3).persistent_workers is False, "as many as there may be"
+    assert DataLoader(data, num_workers=5).num_workers == 5
     assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
 
 
@@ -220,8 +225,10 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
         ("pinned memory", {"on_gpu": False}, "needs a GPU"),
         ("loader workers", {"loaders": []}, "makes no DataLoader"),
-        ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
+        ("loader workers", {"loaders": [{"num_workers": 4}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
+        ("loader workers", {"waiting": 0.004}, "its steps wait for data for 0.4% of their time"),
+        ("compiled for any size", {"recompiles": False}, "nothing is compiled again"),
         ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
         ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),
@@ -247,6 +254,35 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
     assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+
+
+def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)  # put back
+    torch.compiler.reset()
+    rungs.any_sizes(trial)
+    counts = []
+    function = torch.compile(lambda x: x.sin() + 1, dynamic=False, backend=counting(counts))
+    decorated = torch.compile(backend=counting(counts))(lambda x: x.cos() + 1)
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    module = Twice()
+    module.compile(dynamic=False, backend=counting(counts))
+    for place, compiled in enumerate((function, decorated, module)):
+        for size in (3, 4, 5):
+            compiled(torch.zeros(size, 2))
+        assert len(counts) == place + 1
+    torch.compiler.reset()
+
+
+def counting(counts):
+    def backend(graph, inputs):
+        counts.append(1)
+        return graph.forward
+
+    return backend
 
 
 @pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])

@@ -32,6 +32,7 @@ from trainstep.run.larger import (
     why_not_told,
     with_room,
 )
+from trainstep.run.reasons import seen_of
 from trainstep.run.rung_rows import ratio_fields, rung_row
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
@@ -91,8 +92,7 @@ class Ladder:
             yield self._row("baseline", baseline, status="failed", reason=baseline.failure, verdict="failed")
             return
         self.first = self._top = baseline
-        reads = any(place["call"] == "item" for place in baseline.log.lines.values())
-        self.settings = baseline.log.facts["settings"] | {"reads": reads}
+        self.settings = baseline.log.facts["settings"] | seen_of(baseline.log)
         self._own = _precision_of(self.settings)
         self._drops = any(model["drops"] for model in self.settings["models"])
         try:

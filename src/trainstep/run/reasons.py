@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainstep.run.loaders import share_of_waiting
+from trainstep.run.log import RankLog
+
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""
+WORKERS = 4
+"""Of a loader that has fewer, where there are as many cores."""
+LEAST_WAIT = 0.01
+"""Where steps wait for data for less of their time, workers that load it earlier cannot gain what runs tell apart."""
 NO_READS = "no line of the script calls item() of a tensor on a GPU"
 NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
 NO_DDP = "the script makes no DistributedDataParallel of torch"
+
+
+def workers_here() -> int:
+    """How many a loader is given."""
+    return max(1, min(WORKERS, os.cpu_count() or 1))
+
+
+def seen_of(log: RankLog) -> dict[str, Any]:
+    """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
+    of its steps waits for data."""
+    return {
+        "reads": any(place["call"] == "item" for place in log.lines.values()),
+        "recompiles": any(each["reason"] for each in log.recompilations),
+        "waiting": share_of_waiting(log.steps),
+    }
 
 
 def of_gpu(settings: Settings) -> str:
@@ -115,11 +138,20 @@ def of_workers(settings: Settings) -> str:
     """Of loaders' workers."""
     if not settings["loaders"]:
         return "the script makes no DataLoader"
-    if all(loader["num_workers"] for loader in settings["loaders"]):
+    few = [loader for loader in settings["loaders"] if loader["num_workers"] < workers_here()]
+    if not few:
         return "the script sets it itself: its loaders have workers"
-    if all(loader["is_iterable"] for loader in settings["loaders"] if not loader["num_workers"]):
+    if all(loader["is_iterable"] for loader in few):
         return "workers would repeat an IterableDataset that does not divide itself"
+    waiting = settings["waiting"]
+    if waiting is not None and waiting < LEAST_WAIT:
+        return f"its steps wait for data for {waiting:.1%} of their time"
     return ""
+
+
+def of_sizes(settings: Settings) -> str:
+    """Of compiled code for any size."""
+    return "" if settings["recompiles"] else "nothing is compiled again"
 
 
 def of_pinning(settings: Settings) -> str:
