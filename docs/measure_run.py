@@ -220,7 +220,7 @@ def measure(script: Script, limit_s: float, *, once: bool = False) -> dict[str, 
         theirs = by_hand if len(every) == 1 else [step for step in by_hand if step["of"] == place]
         theirs = theirs[: len(own)]  # after the script's end come steps that find out what hooks cost
         usual = [pair for pair in zip(own, theirs, strict=True) if "evaluations" not in pair[0]][again.left_out :]
-        times = [each["device" if row.on_gpu else "host"] for each, _ in usual]
+        times = [each.get("device", each["host"]) for each, _ in usual]
         phase, share = difference(times, [each for _, each in usual], script.gathers)
         parts.append(
             {
@@ -291,6 +291,9 @@ def main() -> None:
                 cell = measure(script, given.seconds, once=gpus > 0) | said
         except subprocess.TimeoutExpired as error:
             print(f"{name:12} was ended after {error.timeout:.0f} s", flush=True)
+            continue
+        except (ValueError, KeyError) as error:  # both ways of timing saw other steps
+            print(f"{name:12} cannot be compared: {type(error).__name__}: {error}", flush=True)
             continue
         cell |= {"what": script.what, "script": script.path.name}
         cell |= {"ladder": before["ladder"]} if "ladder" in before and not given.ladder else {}
