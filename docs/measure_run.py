@@ -179,6 +179,7 @@ def difference(
 def told(rows: Sequence[Row]) -> list[str]:
     """What was found, shortly."""
     said: list[str] = []
+    waits: list[str] = []
     for finding in (each for rule in subject.RULES for each in rule(rows)):
         figures: Mapping[str, Any] = finding.figures
         if finding.id == "script.accumulates":
@@ -190,10 +191,16 @@ def told(rows: Sequence[Row]) -> list[str]:
         elif finding.id == "waits.would":
             first, *others = figures["lines"]
             said.append(f"reads tensors at {first}" + (f" and {len(others)} more lines" if others else ""))
+        elif finding.id == "waits.line":
+            waits.append(f"{figures['line']} ({figures['call']}, {figures['share']:.0%} of the step)")
+        elif finding.id == "launches.script":
+            said.append("launches set its pace")
         elif finding.id == "compiled.again":
             said.append(f"compiled {figures['compilations']} times at {figures['line']}")
         elif finding.id in ("ranks.late", "ranks.even"):
             said.append(f"rank {figures['rank']} is late" if finding.id == "ranks.late" else "no rank is late")
+    if waits:
+        said.append(f"waits for the GPU at {waits[0]}" + (f" and {len(waits) - 1} more lines" if waits[1:] else ""))
     return list(dict.fromkeys(said))
 
 

@@ -79,6 +79,26 @@ def test_what_was_found_is_told_shortly():
     ]
 
 
+def test_on_a_gpu_lines_that_wait_and_launches_are_told():
+    values = {
+        "forward": [10.0] * 5,
+        "step": [10.0] * 5,
+        "issue": [10.0] * 5,
+        "ahead": [0.0] * 5,
+        "optimizer": [0.0] * 5,
+    }
+    own = {"workload": "train.py", "rank": None, "on_gpu": True}
+    step = ScriptRow(
+        **own, times={name: Times.of(summarize(each)) for name, each in values.items()}, samples=values, n=5
+    )
+    waits = [WaitRow(**own, line=f"train.py:{line}", call="item", calls_per_step=1.0, ms_per_step=4.0)
+             for line in (4, 5)]  # fmt: skip
+    assert told([step, *waits]) == [
+        "launches set its pace",
+        "waits for the GPU at train.py:4 (item, 40% of the step) and 1 more lines",
+    ]
+
+
 def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypatch):
     """A pair of optimizers, whose steps differ."""
     monkeypatch.setenv("WIDTH", "256")
