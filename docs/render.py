@@ -60,7 +60,8 @@ def render(text: str) -> str:
         if match["name"] not in TABLES:
             raise SystemExit(f"no table is called {match['name']!r}; there are {', '.join(TABLES)}")
         try:
-            made = to_markdown(TABLES[match["name"]]())
+            table = TABLES[match["name"]]()
+            made = "" if table is None else to_markdown(table)
         except NotMeasuredError as error:
             made = f"Not measured yet: there is no docs/results/{error}.\n"
         return f"{match[1]}{made}{match['end']}"

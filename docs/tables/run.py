@@ -14,9 +14,9 @@ SHOWN = 0.05
 """Phases of at least this share of all phases' medians are named."""
 
 
-def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
+def _kept(name: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """Where and when they were measured, and the scripts with what came out."""
-    path = RESULTS / "cpu-run.json"
+    path = RESULTS / name
     if not path.exists():
         raise NotMeasuredError(path.name)
     scripts = json.loads(path.read_text(encoding="utf-8"))
@@ -25,16 +25,15 @@ def _kept() -> tuple[str, dict[str, dict[str, Any]]]:
         if str(cell["commit"]).endswith("+"):
             raise DirtyError(f"docs/results/{path.name} is of a commit with changes; commit, and measure again")
         said.add(f"torch {cell['torch']}, {cell['date']}, commit {cell['commit']}")
-    cores = {cell["cores"] for cell in scripts.values()}
-    return (
-        f"a CPU of {' or '.join(map(str, sorted(cores)))} cores that other work shared; {'; '.join(sorted(said))}",
-        scripts,
-    )
+    devices = {
+        cell.get("device", f"a CPU of {cell['cores']} cores that other work shared") for cell in scripts.values()
+    }
+    return f"{', '.join(sorted(devices))}; {'; '.join(sorted(said))}", scripts
 
 
-def scripts() -> Table:
+def scripts(name: str) -> Table:
     """Each script's steps, phases and findings, and how far phases are from the same script's timers by hand."""
-    where, found = _kept()
+    where, found = _kept(name)
     lines = []
     for script in found.values():
         if "failed" in script:
@@ -73,4 +72,12 @@ def _rung(row: Mapping[str, Any]) -> str:
     return f"{row['rung']}: {row['speedup']:.2f}×{within}, {'proven and kept' if row['kept'] else 'not kept'}"
 
 
-TABLES = {"scripts": scripts}
+def on_gpu() -> Table | None:
+    """The same of larger models on a GPU; None before that was measured."""
+    try:
+        return scripts("h200-scripts.json")
+    except NotMeasuredError:
+        return None
+
+
+TABLES = {"scripts": lambda: scripts("cpu-run.json"), "scripts-gpu": on_gpu}

@@ -289,6 +289,9 @@ CHANGES: Mapping[str, Change] = {
     ),
     "compiled blocks": Change("for block in blocks: block.compile()", "the model's own list of blocks"),
     "compiled model": Change("model.compile()", "after the model is on its device"),
+    "compiled for any size": Change(
+        "torch.compile(…, dynamic=True)", "where what is given to compiled code has another size in each step"
+    ),
     "chunked loss": Change(
         "torch.utils.checkpoint.checkpoint(head_and_loss, hidden, targets, use_reentrant=False)",
         "for slices of tokens, whose sums of losses are added up: all logits never exist at once",
@@ -311,6 +314,9 @@ CHANGES: Mapping[str, Change] = {
     "DDP's buckets as gradients": Change("DistributedDataParallel(…, gradient_as_bucket_view=True)", "torch's own"),
     "DDP's static graph": Change(
         "DistributedDataParallel(…, static_graph=True)", "torch's own, where every step uses the same parameters"
+    ),
+    "DDP's larger buckets": Change(
+        "DistributedDataParallel(…, bucket_cap_mb=100)", "torch's own, in place of 25: fewer and larger collectives"
     ),
     "checkpointed blocks": Change(
         "torch.utils.checkpoint.checkpoint(block, x, …, use_reentrant=False)",

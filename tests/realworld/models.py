@@ -3,12 +3,14 @@
     trainstep analyze --workload tests.realworld.models:llama
 
 Weights are random, data is generated, nothing is downloaded; configurations are the libraries' defaults but for sizes
-(so `use_cache` stays on where it is by default). `MODELS` has each factory's name with the package it needs.
+(so `use_cache` stays on where it is by default). `MODELS` has each factory's name with the package it needs. For a GPU,
+which such steps do not keep busy, $WIDTH, $LAYERS, $BATCH, $SEQ and $IMAGE make them larger.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +60,11 @@ MODELS = {
 LEAVES_OUT_LAYERS = {"wav2vec2"}
 """At random, in training: two steps of one model need not take the same memory."""
 
-VOCAB, BATCH, SEQ, WIDTH = 256, 4, 32, 64
+VOCAB, BATCH, SEQ = 256, int(os.environ.get("BATCH", "4")), int(os.environ.get("SEQ", "32"))
+WIDTH, LAYERS = int(os.environ.get("WIDTH", "64")), int(os.environ.get("LAYERS", "2"))
+IMAGE = int(os.environ.get("IMAGE", "32"))  # pixels of a picture's side
+HEADS = max(4, WIDTH // 64)
+HEAD = WIDTH // HEADS
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -98,12 +104,12 @@ def _causal(module: nn.Module, **options: Any) -> Workload:
 _DECODER = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 2 * SEQ,
 }
-_GROUPED = {**_DECODER, "num_key_value_heads": 2}
+_GROUPED = {**_DECODER, "num_key_value_heads": HEADS // 2}
 
 
 def llama(attention: str = "sdpa") -> Workload:
@@ -126,7 +132,7 @@ def llama_bf16() -> Workload:
 def gpt2(attention: str = "sdpa") -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2 * SEQ}
     return _causal(GPT2LMHeadModel(GPT2Config(**shape, attn_implementation=attention)))
 
 
@@ -150,13 +156,13 @@ def mixtral() -> Workload:
 def qwen3() -> Workload:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _causal(Qwen3ForCausalLM(Qwen3Config(**_GROUPED, head_dim=16)))
+    return _causal(Qwen3ForCausalLM(Qwen3Config(**_GROUPED, head_dim=HEAD)))
 
 
 def gemma2() -> Workload:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    return _causal(Gemma2ForCausalLM(Gemma2Config(**_GROUPED, head_dim=16, sliding_window=16)))
+    return _causal(Gemma2ForCausalLM(Gemma2Config(**_GROUPED, head_dim=HEAD, sliding_window=16)))
 
 
 def phi() -> Workload:
@@ -169,7 +175,7 @@ def deepseek_v3() -> Workload:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
-        **{**_DECODER, "num_key_value_heads": 4},
+        **{**_DECODER, "num_key_value_heads": HEADS},
         moe_intermediate_size=32,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -188,7 +194,7 @@ def deepseek_v3() -> Workload:
 def mamba() -> Workload:
     from transformers import MambaConfig, MambaForCausalLM
 
-    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8}
+    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "state_size": 8}
     return _causal(MambaForCausalLM(MambaConfig(**shape)))
 
 
@@ -208,11 +214,17 @@ def t5() -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCAB, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        d_kv=HEAD,
+        d_ff=2 * WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        decoder_start_token_id=0,
     )
     return _keywords(
         T5ForConditionalGeneration(config),
-        [{"input_ids": ids, "labels": ids[:, :16].contiguous()} for ids in _tokens()],
+        [{"input_ids": ids, "labels": ids[:, : SEQ // 2].contiguous()} for ids in _tokens()],
     )
 
 
@@ -220,8 +232,8 @@ def vit() -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {name: size for name, size in _DECODER.items() if name not in ("vocab_size", "max_position_embeddings")}
-    module = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=10))
-    return _keywords(module, _pictures(32))
+    module = ViTForImageClassification(ViTConfig(**shape, image_size=IMAGE, patch_size=8, num_labels=10))
+    return _keywords(module, _pictures(IMAGE))
 
 
 def _pictures(size: int) -> list[dict[str, Tensor]]:
@@ -239,8 +251,9 @@ def convnext() -> Workload:
 def resnet() -> Workload:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=10)
-    return _keywords(ResNetForImageClassification(config), _pictures(32))
+    shape = {"embedding_size": WIDTH // 4, "hidden_sizes": [WIDTH // 4, WIDTH // 2], "depths": [2, 2]}
+    config = ResNetConfig(**shape, layer_type="basic", num_labels=10)
+    return _keywords(ResNetForImageClassification(config), _pictures(IMAGE))
 
 
 def clip() -> Workload:
@@ -264,20 +277,20 @@ def whisper() -> Workload:
         vocab_size=VOCAB,
         num_mel_bins=16,
         d_model=WIDTH,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=128,
-        decoder_ffn_dim=128,
-        max_source_positions=32,
-        max_target_positions=32,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=2 * WIDTH,
+        decoder_ffn_dim=2 * WIDTH,
+        max_source_positions=SEQ,
+        max_target_positions=SEQ,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    pairs = zip(_floats(16, 64), _tokens(16), strict=True)
+    pairs = zip(_floats(16, 2 * SEQ), _tokens(SEQ // 2), strict=True)
     return _keywords(
         WhisperForConditionalGeneration(config), [{"input_features": heard, "labels": ids} for heard, ids in pairs]
     )
@@ -312,11 +325,11 @@ def unet() -> Workload:
     from diffusers import UNet2DModel
 
     module = UNet2DModel(
-        sample_size=16,
+        sample_size=IMAGE // 2,
         in_channels=3,
         out_channels=3,
         layers_per_block=1,
-        block_out_channels=(16, 32),
+        block_out_channels=(WIDTH // 4, WIDTH // 2),
         norm_num_groups=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
@@ -328,13 +341,13 @@ def dit() -> Workload:
     from diffusers import DiTTransformer2DModel
 
     module = DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=16,
+        num_attention_heads=HEADS,
+        attention_head_dim=HEAD,
         in_channels=4,
         out_channels=4,
-        num_layers=2,
+        num_layers=LAYERS,
         norm_num_groups=8,
-        sample_size=16,
+        sample_size=IMAGE // 2,
         patch_size=4,
         num_embeds_ada_norm=1000,
     )
@@ -343,7 +356,7 @@ def dit() -> Workload:
 
 def _denoising(module: nn.Module, channels: int, **more: list[Tensor]) -> Workload:
     """Predict the noise of a noisy picture at a random time."""
-    noisy, noise = _floats(channels, 16, 16), _floats(channels, 16, 16)
+    noisy, noise = _floats(channels, IMAGE // 2, IMAGE // 2), _floats(channels, IMAGE // 2, IMAGE // 2)
     names = ("sample" if channels == 3 else "hidden_states", "timestep", *more)
     columns = zip(noisy, _classes(1000), *more.values(), strict=True)
     inputs = [dict(zip(names, column, strict=True)) for column in columns]
@@ -359,7 +372,7 @@ def _denoising(module: nn.Module, channels: int, **more: list[Tensor]) -> Worklo
 def x_transformers() -> Workload:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
-    layers = Decoder(dim=WIDTH, depth=2, heads=4, attn_dim_head=16, rotary_pos_emb=True, attn_flash=True)
+    layers = Decoder(dim=WIDTH, depth=LAYERS, heads=HEADS, attn_dim_head=HEAD, rotary_pos_emb=True, attn_flash=True)
     module = AutoregressiveWrapper(TransformerWrapper(num_tokens=VOCAB, max_seq_len=SEQ, attn_layers=layers))
     return Workload(
         module=module.train(),
@@ -373,20 +386,21 @@ def x_transformers() -> Workload:
 def timm_vit() -> Workload:
     from timm.models.vision_transformer import VisionTransformer
 
-    shape = {"img_size": 32, "patch_size": 8, "num_classes": 10, "embed_dim": WIDTH, "depth": 2, "num_heads": 4}
-    return _classifier(VisionTransformer(**shape))
+    shape = {"img_size": IMAGE, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
+    return _classifier(VisionTransformer(**shape, num_classes=10))
 
 
 def timm_resnet() -> Workload:
     from timm.models.resnet import BasicBlock, ResNet
 
-    return _classifier(ResNet(BasicBlock, layers=[1, 1, 1, 1], num_classes=10, channels=(16, 16, 32, 32)))
+    channels = (WIDTH // 4, WIDTH // 4, WIDTH // 2, WIDTH // 2)
+    return _classifier(ResNet(BasicBlock, layers=[1, 1, 1, 1], num_classes=10, channels=channels))
 
 
 def _classifier(module: nn.Module) -> Workload:
     return Workload(
         module=module.train(),
-        batches=list(zip(_floats(3, 32, 32), _classes(10), strict=True)),
+        batches=list(zip(_floats(3, IMAGE, IMAGE), _classes(10), strict=True)),
         loss=lambda logits, batch: F.cross_entropy(logits, batch[1]),
         optimizer=adamw,
     )
@@ -396,8 +410,8 @@ def litgpt() -> Workload:
     from litgpt import GPT, Config
 
     config = Config(
-        n_layer=2,
-        n_head=4,
+        n_layer=LAYERS,
+        n_head=HEADS,
         n_embd=WIDTH,
         block_size=SEQ,
         vocab_size=VOCAB,
@@ -420,7 +434,7 @@ def _next_token(module: nn.Module, optimizer: Callable[..., Any] = adamw) -> Wor
 def nanogpt() -> Workload:
     """Model and loss in one call, as nanoGPT's: `model(idx, targets)` returns (logits, loss)."""
     return Workload(
-        module=written.NanoGPT(VOCAB, SEQ, WIDTH, layers=2, heads=4),
+        module=written.NanoGPT(VOCAB, SEQ, WIDTH, layers=LAYERS, heads=HEADS),
         batches=[(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in _tokens(SEQ + 1)],
         forward=lambda module, batch: module(*batch),
         loss=lambda output, batch: output[1],
@@ -430,12 +444,12 @@ def nanogpt() -> Workload:
 
 def nanochat() -> Workload:
     """An optimizer whose arithmetic is compiled as a whole, Muon for matrices and AdamW for the rest, as nanochat's."""
-    return _next_token(written.NanoChat(VOCAB, SEQ, WIDTH, layers=2, heads=4), written.MuonAdamW)
+    return _next_token(written.NanoChat(VOCAB, SEQ, WIDTH, layers=LAYERS, heads=HEADS), written.MuonAdamW)
 
 
 def compiled_parts() -> Workload:
     """A model whose author compiled its blocks' MLP in place and its norm as a function."""
-    return _next_token(written.CompiledParts(VOCAB, SEQ, WIDTH, layers=2, heads=4))
+    return _next_token(written.CompiledParts(VOCAB, SEQ, WIDTH, layers=LAYERS, heads=HEADS))
 
 
 def lstm() -> Workload:
@@ -443,4 +457,4 @@ def lstm() -> Workload:
 
 
 def torch_transformer() -> Workload:
-    return _next_token(written.EncoderLanguageModel(VOCAB, SEQ, WIDTH, layers=2, heads=4))
+    return _next_token(written.EncoderLanguageModel(VOCAB, SEQ, WIDTH, layers=LAYERS, heads=HEADS))

@@ -42,6 +42,19 @@ def test_lightning(tmp_path):
     assert row.times["optimizer"].median < row.times["step"].median / 2, "the closure is no update"
 
 
+@pytest.mark.parametrize(("name", "package"), [
+    ("lstm", "torch"),
+    ("resnet", "transformers"),
+    ("timm_vit", "timm"),  # in no extra: it needs torchvision, which beside a torch for CPUs breaks every Trainer
+    ("timm_resnet", "timm"),
+])  # fmt: skip
+def test_a_plain_loop(tmp_path, name, package):
+    pytest.importorskip(package)
+    row = the_step(script("loop.py", tmp_path, name, 12)[1])
+    assert (row.steps_seen, row.forwards, row.backwards) == (12, 1, 1)
+    assert {"data", "forward", "backward", "optimizer"} <= set(row.times)
+
+
 def test_accelerate(tmp_path):
     pytest.importorskip("accelerate")
     row = the_step(script("accelerated.py", tmp_path)[1])

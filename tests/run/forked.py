@@ -19,6 +19,7 @@ def _child(task, place, output, environment):
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    multiprocessing.set_start_method(None, force=True)  # not the server's: as a process of its own would have it
     from trainstep.run import script
 
     sys.argv = ["script.py", json.dumps({**task, "parent": os.getppid()})]

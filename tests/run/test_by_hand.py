@@ -1,11 +1,15 @@
 """Timers by hand, and how the table of scripts holds phases against them."""
 
 import ast
+import json
 import runpy
+from dataclasses import replace
 
 import pytest
+import torch
 
-from measure_run import SCRIPTS, difference, of_phases, told
+from measure_run import ROOT, SCRIPTS, cannot_run, difference, of_phases, told
+from tables import run as table_of
 from tests.run.by_hand import COMMENT, Clock, instrumented
 from tests.run.measuring import measure
 from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
@@ -31,13 +35,13 @@ def test_a_clock_adds_up_what_the_time_went_to(monkeypatch):
         def step(self):
             return "stepped"
 
-    clock, owner = Clock(), Owner()
+    clock, owner = Clock(on_gpu=False), Owner()
     clock("other")
     clock("forward")
     clock("other")
     clock.around(owner, "step", "optimizer", ends=True)
     assert owner.step() == "stepped"
-    assert clock.steps == [{"other": 3000.0, "forward": 1000.0, "optimizer": 1000.0, "of": 0}]
+    assert clock.steps() == [{"other": 3000.0, "forward": 1000.0, "optimizer": 1000.0, "of": 0}]
 
 
 def test_the_phase_that_is_most_off_is_told_over_the_same_steps():
@@ -75,6 +79,26 @@ def test_what_was_found_is_told_shortly():
     ]
 
 
+def test_on_a_gpu_lines_that_wait_and_launches_are_told():
+    values = {
+        "forward": [10.0] * 5,
+        "step": [10.0] * 5,
+        "issue": [10.0] * 5,
+        "ahead": [0.0] * 5,
+        "optimizer": [0.0] * 5,
+    }
+    own = {"workload": "train.py", "rank": None, "on_gpu": True}
+    step = ScriptRow(
+        **own, times={name: Times.of(summarize(each)) for name, each in values.items()}, samples=values, n=5
+    )
+    waits = [WaitRow(**own, line=f"train.py:{line}", call="item", calls_per_step=1.0, ms_per_step=4.0)
+             for line in (4, 5)]  # fmt: skip
+    assert told([step, *waits]) == [
+        "launches set its pace",
+        "waits for the GPU at train.py:4 (item, 40% of the step) and 1 more lines",
+    ]
+
+
 def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypatch):
     """A pair of optimizers, whose steps differ."""
     monkeypatch.setenv("WIDTH", "256")
@@ -85,7 +109,57 @@ def test_phases_are_those_of_the_timers_that_the_same_run_has(tmp_path, monkeypa
     plan = Plan(profiled_steps=0, has_memory=False, has_cost=False)
     log, _ = measure(script.name, tmp_path / "log", plan, call=lambda: runpy.run_path(str(edited), run_name="__main__"))
     for place, name in enumerate(("Adam", "Adam 2")):
-        own = [step["host"] for step in log.steps if step["updated"] == [name]]
-        theirs = [step for step in clock.steps if step["of"] == place]
+        own = [step.get("device", step["host"]) for step in log.steps if step["updated"] == [name]]
+        theirs = [step for step in clock.steps() if step["of"] == place]
         assert len(own) == len(theirs) == 12
         assert difference(own[3:], theirs[3:])[1] < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch finds none")
+def test_on_a_gpu_a_clock_times_the_device_without_waiting_for_it():
+    clock = Clock()
+    clock("other")
+    began = torch.cuda.Event()
+    torch.cuda._sleep(200_000_000)
+    clock("forward")
+    began.record()
+    clock("other")
+    clock.step()
+    assert not began.query(), "the host is ahead"
+    (step,) = clock.steps()
+    assert step["forward"] > 20 > 10 * step["other"]
+
+
+def test_what_cannot_be_run_is_said():
+    assert cannot_run(SCRIPTS["ddp"], 0) is None, "ranks share a CPU"
+    assert cannot_run(SCRIPTS["ddp"], 1) == "it needs 2 GPUs, and 1 is here"
+    assert cannot_run(SCRIPTS["ddp"], 2) is None
+    assert cannot_run(replace(SCRIPTS["gan"], packages=("nothing_at_all", "torch")), 1) is None
+    missing = replace(SCRIPTS["gan"], packages=("nothing_at_all", "nor_this"))
+    assert cannot_run(missing, 1) == "there is no nothing_at_all or nor_this here"
+
+
+def test_on_a_gpu_scripts_are_larger_and_see_one_each(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    gan, ddp = SCRIPTS["gan"].on_gpu(), SCRIPTS["ddp"].on_gpu()
+    assert gan.environment == {"WIDTH": "8192", "STEPS": "30", "BATCH": "1024", "CUDA_VISIBLE_DEVICES": "3"}
+    assert ddp.environment == {"WIDTH": "4096", "BATCH": "128"}
+    assert SCRIPTS["pretrain"].on_gpu().arguments != SCRIPTS["pretrain"].arguments
+
+
+def test_the_table_of_a_gpu_is_there_once_it_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_of, "RESULTS", tmp_path)
+    assert table_of.on_gpu() is None
+    cells = json.loads((ROOT / "docs/results/cpu-run.json").read_text())
+    kept = {"gan": cells["gan"] | {"device": "NVIDIA H200"}, "unet": cells["unet"] | {"device": "NVIDIA H200"}}
+    kept["unet"] = {name: value for name, value in kept["unet"].items() if name != "parts"} | {"failed": "it raised"}
+    (tmp_path / "h200-scripts.json").write_text(json.dumps(kept))
+    table = table_of.on_gpu()
+    assert table.caption.startswith("NVIDIA H200; torch")
+    assert [texts[0] for texts in table.texts()] == [
+        "GAN, two optimizers, Adam",
+        "GAN, two optimizers, Adam 2",
+        "plain loop, UNet of diffusers",
+    ]
+    assert "it raised" in table.texts()[-1]

@@ -155,6 +155,19 @@ def test_gradients_that_a_closure_computes_are_those_of_the_first_update(tmp_pat
         assert torch.allclose(found.first_moved[name], -0.1 * gradient, rtol=1e-3, atol=1e-6), "plain SGD"
 
 
+def test_a_run_that_is_only_timed_leaves_nothing_to_judge(tmp_path, forked_runs):  # noqa: F811
+    """Which is half of a large model's run: its weights are hashed, moved to the host and written several times."""
+    script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path, 6)
+    judged, timed = script.run("judged"), script.run("timed", [FUSED], is_judged=False)
+    assert (timed.failure, timed.captured, len(timed.step_ms)) == ("", None, len(judged.step_ms))
+    assert judged.captured.updates == 6
+    assert timed.log.facts["settings"]["optimizers"][0]["fused"], "changes are made all the same"
+    file = tmp_path / "failing.py"
+    file.write_text("import torch\nraise ValueError('no such model')\n")
+    failed = Script(alone([str(file)]), tmp_path / "failing", 4).run("timed", is_judged=False)
+    assert "no such model" in failed.failure
+
+
 def test_two_models_with_an_optimizer_each_are_a_baseline(tmp_path, forked_runs):  # noqa: F811
     """What the first one's line knows is found out anew at the second one's first step."""
     taken = Script(alone([str(SCRIPTS / "gan.py")]), tmp_path, 8).run("once")

@@ -113,14 +113,14 @@ def test_runs_are_of_all_ranks_and_end_when_one_fails(two):
 @pytest.mark.timeout(900)
 def test_a_script_under_torchrun_climbs(tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainstep", "run"]
-    names = "fused optimizer,DDP's buckets as gradients"
+    names = "fused optimizer,DDP's buckets as gradients,DDP's larger buckets"
     options = ["--ladder", "--steps", "8", "--rungs", names, "--out", str(tmp_path), str(SCRIPTS / "ddp.py")]
     ended = subprocess.run(
         [sys.executable, *command, *options],
         capture_output=True,
         text=True,
         timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "WIDTH": "256"},  # gradients of more than one bucket
     )
     assert ended.returncode == 0, ended.stderr
     rows = {row.rung: row for row in of_kind(read_records(tmp_path / "results.jsonl"), ScriptRungRow)}

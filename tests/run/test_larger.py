@@ -43,11 +43,12 @@ class Given:
     def __init__(self, peak=4.0, **runs):
         self.command = SimpleNamespace(name="train.py")
         self.plain = {"step_ms": (10.0,) * 7, "captured": captured(peak), "samples_per_step": 8.0, "failure": ""}
-        self.runs, self.asked = runs, []
+        self.runs, self.asked, self.judged = runs, [], []
 
     def run(self, what, rungs=(), **more):
         names = ",".join(rung.name for rung in rungs)
         self.asked.append(names)
+        self.judged.append(more.get("is_judged", True))
         log = RankLog({}, {"settings": FOUND})
         return Taken(Path(), 0, log, first_step_ms=10.0, **(self.plain | self.runs.get(names, {})))
 
@@ -179,6 +180,31 @@ def test_what_is_smaller_counts_until_something_else_is_kept():
     ladder, rows = climbed(script, CHECKPOINTED, fused, LARGER)
     assert [rung.name for rung in ladder.kept] == ["fused optimizer"]
     assert rows["larger batch"].verdict == "not tried"
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_on_a_gpu_runs_that_are_only_timed_leave_nothing_to_judge(on_gpu, monkeypatch):
+    """On a CPU what a judged run copies slows its steps, so that all have to copy."""
+    monkeypatch.setitem(FOUND, "on_gpu", on_gpu)
+    script = Given(**{"fused optimizer": {"step_ms": (8.0,) * 7}})
+    _, rows = climbed(script, BY_NAME["fused optimizer"])
+    assert rows["fused optimizer"].kept
+    own = [judged for names, judged in zip(script.asked, script.judged, strict=True) if names]
+    assert own == [True, not on_gpu], "the first one was judged"
+    assert script.asked[-3:] == ["", "", "fused optimizer"]
+    assert script.judged[-3:] == [not on_gpu] * 3
+    assert all(script.judged[:-3])
+
+
+def test_what_cannot_be_in_a_script_costs_no_run(monkeypatch):
+    monkeypatch.setitem(FOUND, "operators", ["LogSoftmaxBackward0", "MmBackward0"])
+    script = Given()
+    before = len(script.asked)
+    names = ("fused attention", "our FlashAttention", "late reads")
+    ladder, rows = climbed(script, *(BY_NAME[name] for name in names))
+    assert not any(script.asked[before:]), "no run with a change"
+    assert [rows[name].verdict for name in names] == ["not tried"] * 3
+    assert not ladder.settings["reads"], "the first run saw none"
 
 
 class Failing(Given):

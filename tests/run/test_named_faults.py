@@ -4,7 +4,7 @@ import pytest
 
 from tests.run.measuring import line_of, measure
 from trainstep.report.subjects import run as subject
-from trainstep.run.loaders import main_loader
+from trainstep.run.loaders import main_loader, share_of_waiting
 
 
 def said_of(script, folder):
@@ -37,3 +37,11 @@ def test_the_loader_that_most_batches_came_from_is_the_one_that_is_named():
     assert main_loader(found) == "train.py:9, 2 workers, memory pinned"
     assert main_loader(found[:1]) == "train.py:3, no workers, memory not pinned"
     assert main_loader([]) is None
+
+
+def test_what_share_of_a_run_waits_for_data_is_the_devices_where_there_is_one():
+    host = {"data": 5.0, "other": 5.0}
+    steps = [{"host": {"data": 99.0}}, {"host": host, "device": {"data": 1.0, "other": 9.0}}, {"host": host}]
+    assert share_of_waiting(steps) == 0.3
+    assert share_of_waiting([{"host": {"other": 1.0}}] * 2) == 0.0
+    assert share_of_waiting(steps[:1]) is None

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,8 +25,12 @@ SETTINGS = {
     "models": [
         {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
     ],
-    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False}],
+    "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
+    "reads": True,
+    "recompiles": True,
+    "waiting": 0.3,
+    "operators": ["LogSoftmaxBackward0", "ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"],
 }
 
 
@@ -58,17 +63,20 @@ def test_optimizers_are_fused_where_the_script_says_nothing(trial):
         assert not kind(weights, capturable=True).defaults["fused"] if kind is torch.optim.Adam else True
 
 
-def test_loaders_get_workers_where_the_script_says_nothing(trial):
+def test_loaders_with_few_workers_get_more(trial, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(4))
 
     rungs.workers(trial)
     data = TensorDataset(torch.arange(8))
-    for loader in (DataLoader(data), DataLoader(data, num_workers=0), DataLoader(data, 2, False, None, None, 0)):
-        assert loader.num_workers == rungs.workers_here()
+    for loader in (DataLoader(data), DataLoader(data, num_workers=1), DataLoader(data, 2, False, None, None, 0)):
+        assert loader.num_workers == 3
         assert loader.persistent_workers
-    assert DataLoader(data, num_workers=1).num_workers == 1
+    assert DataLoader(data, num_workers=3).persistent_workers is False, "as many as there may be"
+    assert DataLoader(data, num_workers=5).num_workers == 5
     assert DataLoader(Stream()).num_workers == 0, "each worker would repeat it"
 
 
@@ -217,8 +225,10 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("pinned memory", {"loaders": [{"pin_memory": True}]}, "sets it itself: pin_memory=True"),
         ("pinned memory", {"on_gpu": False}, "needs a GPU"),
         ("loader workers", {"loaders": []}, "makes no DataLoader"),
-        ("loader workers", {"loaders": [{"num_workers": 2}]}, "its loaders have workers"),
+        ("loader workers", {"loaders": [{"num_workers": 4}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
+        ("loader workers", {"waiting": 0.004}, "its steps wait for data for 0.4% of their time"),
+        ("compiled for any size", {"recompiles": False}, "nothing is compiled again"),
         ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
         ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),
@@ -229,14 +239,79 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
             "of an IterableDataset is not known",
         ),
         ("our FlashAttention", {"on_gpu": False}, "needs a GPU"),
+        ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
+        ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
+        ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
+        ("late reads", {"reads": False}, "no line of the script calls item()"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
         ("DDP's static graph", {"ddp": [{"static_graph": True}]}, "sets it itself: static_graph=True"),
+        ("DDP's larger buckets", {"ddp": []}, "makes no DistributedDataParallel"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": 5}, {"bucket_cap_mb": 1000}]}, "bucket_cap_mb=5 and 1000"),
+        ("DDP's larger buckets", {"ddp": [{"bucket_cap_mb": None, "gradients_mib": 0.9}]}, "0.9 MiB, which are sent"),
         ("DDP's buckets as gradients", {"ddp": [{"gradient_as_bucket_view": True}]}, "gradient_as_bucket_view=True"),
     ],
 )
 def test_what_is_nothing_for_a_script_is_said(name, own, why):
     assert why in BY_NAME[name].why_not({**SETTINGS, **own})
+
+
+def test_what_is_compiled_is_compiled_once_for_any_size(trial, monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)  # put back
+    torch.compiler.reset()
+    rungs.any_sizes(trial)
+    counts = []
+    function = torch.compile(lambda x: x.sin() + 1, dynamic=False, backend=counting(counts))
+    decorated = torch.compile(backend=counting(counts))(lambda x: x.cos() + 1)
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    module = Twice()
+    module.compile(dynamic=False, backend=counting(counts))
+    for place, compiled in enumerate((function, decorated, module)):
+        for size in (3, 4, 5):
+            compiled(torch.zeros(size, 2))
+        assert len(counts) == place + 1
+    torch.compiler.reset()
+
+
+def counting(counts):
+    def backend(graph, inputs):
+        counts.append(1)
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
+def test_attention_that_may_be_there_is_tried(name):
+    for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):
+        assert BY_NAME[name].why_not({**SETTINGS, "operators": own}) == ""
+    some_drop = ["ScaledDotProductX", "ScaledDotProductX, dropping"]
+    assert BY_NAME["our FlashAttention"].why_not({**SETTINGS, "operators": some_drop}) == ""
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_operators_are_those_of_the_graph_and_unknown_where_some_of_it_is_hidden():
+    settings, x = Settings(), torch.randn(2, 4, 8, requires_grad=True)
+    settings.see_loss(F.scaled_dot_product_attention(x, x, x).sum())
+    settings.see_loss((F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum(), 3.0))
+    found = settings.found([])["operators"]
+    assert any("Softmax" in each or each.startswith("ScaledDotProduct") for each in found)
+    assert "SumBackward0" in found
+    settings.see_loss(Own.apply(x).sum())
+    assert settings.found([])["operators"] is None
 
 
 @pytest.mark.parametrize(
@@ -250,6 +325,16 @@ def test_ddp_is_given_what_it_was_not(trial, monkeypatch, change, name):
     DistributedDataParallel(module)
     DistributedDataParallel(module, bucket_cap_mb=5, **{name: True})
     assert given == [{name: True}, {"bucket_cap_mb": 5, name: True}]
+
+
+def test_ddp_is_given_larger_buckets_where_it_was_given_none(trial, monkeypatch):
+    given = []
+    monkeypatch.setattr(DistributedDataParallel, "__init__", taken(given))
+    rungs.larger_buckets(trial)
+    module = nn.Linear(2, 2)
+    DistributedDataParallel(module)
+    DistributedDataParallel(module, bucket_cap_mb=5)
+    assert given == [{"bucket_cap_mb": 100}, {"bucket_cap_mb": 5}]
 
 
 def taken(given):

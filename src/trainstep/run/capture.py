@@ -1,7 +1,8 @@
 """What a run of a script is judged by, written to its folder: the gradients of the first update as the optimizer sees
 them, the loss of every update, and how far the weights have moved at the end.
 
-Copies are made in the first step and after the last, which are not timed; in between a loss is kept on its device.
+Copies are made in the first step and after the last, which are not timed; in between a loss is kept on its device. A
+run that nobody judges copies nothing: hashing, moving and writing several times the weights takes as long as the rest.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ class Captured:
 
 
 class Capture:
-    """Collects it in the script's process."""
+    """Collects it in the script's process.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where it is written; None for a run that is only timed.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self._folder, self._process = folder, os.getpid()
         self.roots: list[nn.Module] = []
         self._losses: list[list[Tensor]] = []
@@ -64,7 +69,7 @@ class Capture:
 
     def see_loss(self, tensors: Any) -> None:
         """What a backward pass begins at."""
-        if os.getpid() != self._process:
+        if self._folder is None or os.getpid() != self._process:
             return
         if self._closed:
             self._losses.append([])
@@ -83,6 +88,8 @@ class Capture:
                 self._see_first_update(place)
                 return False
         self._seen.append(optimizer)
+        if self._folder is None:
+            return True
         own = self._by_optimizer[len(self._seen) - 1] = []
         scale = getattr(optimizer, "grad_scale", None)  # fused ones take it off themselves
         factor = 1.0 if scale is None else 1.0 / float(scale)
@@ -92,7 +99,7 @@ class Capture:
                 own.append(name)
                 value = _own(parameter.detach())
                 self._initial[name] = parameter, value.to("cpu", torch.float32, copy=True)
-                self._checksum.update(self._initial[name][1].numpy().tobytes())
+                self._checksum.update(self._initial[name][1].reshape(-1).view(torch.uint8).numpy().data)
                 if parameter.grad is not None:
                     self._gradients[name] = (
                         dense(_own(parameter.grad.detach())).to("cpu", torch.float32, copy=True) * factor
@@ -104,7 +111,7 @@ class Capture:
 
     def finish(self, updates: int) -> None:
         """The script ends after so many updates."""
-        if self._is_finished or os.getpid() != self._process or not self._seen:
+        if self._folder is None or self._is_finished or os.getpid() != self._process or not self._seen:
             return
         self._is_finished = True
         for place in list(self._by_optimizer):

@@ -97,6 +97,23 @@ class ScriptVerdict:
         return "; ".join(parts)
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """What sets one run apart from another; of a large model it takes a while to compute."""
+
+    gradients: Rounding
+    losses: list[float]
+    moved: float
+
+    @staticmethod
+    def between(found: Captured, reference: Captured) -> _Apart:
+        return _Apart(
+            Rounding.between(found.gradients, reference.gradients),
+            _losses_apart(found, reference),
+            _moved_apart(found, reference),
+        )
+
+
 @dataclass
 class _Usual:
     """What rounding does to the three, in one precision."""
@@ -106,12 +123,11 @@ class _Usual:
     losses: list[float] = field(default_factory=list)  # by update, relative
     moved: float = 0.0
 
-    def take(self, found: Captured, reference: Captured) -> None:
+    def take(self, apart: _Apart) -> None:
         """One more difference: the largest counts."""
-        self.gradients = Rounding.most([self.gradients, Rounding.between(found.gradients, reference.gradients)])
-        pairs = zip_longest(self.losses, _losses_apart(found, reference), fillvalue=0.0)
-        self.losses = [max(pair) for pair in pairs]
-        self.moved = max(self.moved, _moved_apart(found, reference))
+        self.gradients = Rounding.most([self.gradients, apart.gradients])
+        self.losses = [max(pair) for pair in zip_longest(self.losses, apart.losses, fillvalue=0.0)]
+        self.moved = max(self.moved, apart.moved)
 
 
 class ScriptJudge:
@@ -128,6 +144,8 @@ class ScriptJudge:
         self.reference, self.repeats, self.own, self._draw = reference, list(repeats), own, draw
         self._usual: dict[PrecisionName, _Usual] = {}
         self._plain: dict[PrecisionName, Captured] = {own: reference}
+        self._changed: dict[PrecisionName, _Apart] = {}  # what a change of precision alone is off by
+        self._repeated = [_Apart.between(each, reference) for each in self.repeats]
 
     def of_repeat(self) -> ScriptVerdict:
         """Of the script run again: whether it repeats itself to within rounding."""
@@ -154,8 +172,8 @@ class ScriptJudge:
     def _with_repeats(self, precision: PrecisionName, draws: int) -> _Usual:
         """What rounding does, and what the script does not repeat by itself."""
         usual = self._measured(precision, draws)
-        for each in self.repeats:
-            usual.take(each, self.reference)
+        for each in self._repeated:
+            usual.take(each)
         return usual
 
     def _measured(self, precision: PrecisionName, draws: int) -> _Usual:
@@ -164,11 +182,14 @@ class ScriptJudge:
             self._plain[precision] = self._draw(precision, None)
         plain, drawn = self._plain[precision], self._usual.setdefault(precision, _Usual())
         while drawn.draws < draws:
-            drawn.take(self._draw(precision, drawn.draws), plain)
+            drawn.take(_Apart.between(self._draw(precision, drawn.draws), plain))
             drawn.draws += 1
         usual, one = replace(drawn), one_rounding(precision)
-        if compare(plain.gradients, self.reference.gradients, usual.gradients, one).is_right:
-            usual.take(plain, self.reference)
+        is_explained = precision == self.own  # plain is the reference itself
+        if is_explained or compare(plain.gradients, self.reference.gradients, usual.gradients, one).is_right:
+            if precision not in self._changed:
+                self._changed[precision] = _Apart.between(plain, self.reference)
+            usual.take(self._changed[precision])
         return usual
 
     def _verdict(self, found: Captured, precision: PrecisionName, usual: _Usual) -> ScriptVerdict:

@@ -32,6 +32,7 @@ from trainstep.run.larger import (
     why_not_told,
     with_room,
 )
+from trainstep.run.reasons import seen_of
 from trainstep.run.rung_rows import ratio_fields, rung_row
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script, Taken
@@ -91,7 +92,7 @@ class Ladder:
             yield self._row("baseline", baseline, status="failed", reason=baseline.failure, verdict="failed")
             return
         self.first = self._top = baseline
-        self.settings = baseline.log.facts["settings"]
+        self.settings = baseline.log.facts["settings"] | seen_of(baseline.log)
         self._own = _precision_of(self.settings)
         self._drops = any(model["drops"] for model in self.settings["models"])
         try:
@@ -268,7 +269,9 @@ class Ladder:
         for number in range(self.rounds):
             for side in (0, 0, 1) if begun and number == 0 else (1, 0, 0, 1):
                 words = what if side else "what was kept before" if before else "the script as it is"
-                run = self.script.run(f"{words}, timed", own if side else before, sources=sources if side else {})
+                rungs, text = (own, sources) if side else (before, {})
+                is_judged = not self.settings["on_gpu"]  # on a CPU what is copied slows the steps, so it is in all runs
+                run = self.script.run(f"{words}, timed", rungs, sources=text, is_judged=is_judged)
                 if run.step_ms and not run.failure:
                     taken[side].append(run)
             if min(map(len, taken)) < 2 or not _is_open(ratio_of_runs(as_shown(taken[0]), as_shown(taken[1]))):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from trainstep.run.lines import Place, shown_line
+from trainstep.run.steps import DATA
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -48,6 +49,17 @@ class Loaders:
     def found(self) -> list[dict[str, Any]]:
         """line, workers, is_pinned and batches of each."""
         return list(self._found.values())
+
+
+def share_of_waiting(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much of a run's steps is waiting for data, as the device had it where there is one; None without steps.
+
+    Args:
+        steps: of the run's log. The first one, in which loaders start, is left out.
+    """
+    times = [step.get("device", step["host"]) for step in steps[1:]]
+    whole = sum(sum(each.values()) for each in times)
+    return sum(each.get(DATA, 0.0) for each in times) / whole if whole else None
 
 
 def main_loader(found: Sequence[Mapping[str, Any]]) -> str | None:

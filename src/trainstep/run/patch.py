@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.run.lines import owner_of
-from trainstep.run.rungs import workers_here
+from trainstep.run.reasons import workers_here
 
 Settings = Mapping[str, Any]
 

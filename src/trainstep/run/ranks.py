@@ -43,6 +43,8 @@ class Order:
     trial: Mapping[str, Any]
     """As `trial.Trial` has it, without the seed."""
     limit_s: float = math.inf
+    is_judged: bool = True
+    """Whether it leaves what it is judged by; else it is only timed."""
     port: int = 0
     """Of the ranks' rendezvous."""
 
@@ -67,13 +69,14 @@ def carry_out(order: Order, command: Command, rank: Rank) -> int:
     others = [each for each in range(rank.world_size) if each != rank.rank]
     captured = order.captured(rank.rank)
     captured.mkdir(parents=True, exist_ok=True)
+    kept = str(captured.resolve()) if order.is_judged else None
     with order.output(rank.rank).open("wb") as output:
         return run_script(
             replace(command, target=order.target),
             Rank.of({}) if alone else rank,
             Path(order.folder),
             {"steps": order.steps, "profiled_steps": 0, "has_memory": False, "has_cost": False},
-            {"trial": {**order.trial, "seed": SEED + rank.rank, "captured": str(captured.resolve())}},
+            {"trial": {**order.trial, "seed": SEED + rank.rank, "captured": kept}},
             limit_s=order.limit_s,
             is_over=lambda: any(found.code for each in others if (found := _end(order, each))),
             cwd=order.place,

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainstep.run.loaders import share_of_waiting
+from trainstep.run.log import RankLog
+
 Settings = Mapping[str, Any]
 """As `settings.Settings.found` has them."""
+WORKERS = 4
+"""Of a loader that has fewer, where there are as many cores."""
+LEAST_WAIT = 0.01
+"""Where steps wait for data for less of their time, workers that load it earlier cannot gain what runs tell apart."""
+NO_READS = "no line of the script calls item() of a tensor on a GPU"
+NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
+NO_DDP = "the script makes no DistributedDataParallel of torch"
+
+
+def workers_here() -> int:
+    """How many a loader is given."""
+    return max(1, min(WORKERS, os.cpu_count() or 1))
+
+
+def seen_of(log: RankLog) -> dict[str, Any]:
+    """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
+    of its steps waits for data."""
+    return {
+        "reads": any(place["call"] == "item" for place in log.lines.values()),
+        "recompiles": any(each["reason"] for each in log.recompilations),
+        "waiting": share_of_waiting(log.steps),
+    }
 
 
 def of_gpu(settings: Settings) -> str:
@@ -16,7 +42,32 @@ def of_gpu(settings: Settings) -> str:
 
 def of_reads(settings: Settings) -> str:
     """Of reading tensors late."""
-    return "" if settings["on_gpu"] else "on a CPU nothing waits where a tensor is read"
+    if not settings["on_gpu"]:
+        return "on a CPU nothing waits where a tensor is read"
+    return "" if settings["reads"] else NO_READS
+
+
+def _operators(settings: Settings, name: str) -> list[str] | None:
+    """Those of the first forward pass that have this in their names; None where some are not known from outside, as
+    those of compiled code and of checkpointed blocks."""
+    known = settings["operators"]
+    return None if known is None else [each for each in known if name in each]
+
+
+def of_attention(settings: Settings) -> str:
+    """Of attention written out: without a softmax there is none. That of a loss is another operator."""
+    found = _operators(settings, "Softmax")
+    return NOT_WRITTEN_OUT if found is not None and not set(found) - {"LogSoftmaxBackward0"} else ""
+
+
+def of_our_attention(settings: Settings) -> str:
+    """Of our attention in the place of torch's, which computes it by a softmax where it has no kernel."""
+    found = _operators(settings, "ScaledDotProduct")
+    if not settings["on_gpu"] or found is None:
+        return of_gpu(settings)
+    if found:
+        return "its attention drops probabilities" if all("dropping" in each for each in found) else ""
+    return "its models call no scaled_dot_product_attention" if of_attention(settings) else ""
 
 
 def of_tf32(settings: Settings) -> str:
@@ -87,11 +138,20 @@ def of_workers(settings: Settings) -> str:
     """Of loaders' workers."""
     if not settings["loaders"]:
         return "the script makes no DataLoader"
-    if all(loader["num_workers"] for loader in settings["loaders"]):
+    few = [loader for loader in settings["loaders"] if loader["num_workers"] < workers_here()]
+    if not few:
         return "the script sets it itself: its loaders have workers"
-    if all(loader["is_iterable"] for loader in settings["loaders"] if not loader["num_workers"]):
+    if all(loader["is_iterable"] for loader in few):
         return "workers would repeat an IterableDataset that does not divide itself"
+    waiting = settings["waiting"]
+    if waiting is not None and waiting < LEAST_WAIT:
+        return f"its steps wait for data for {waiting:.1%} of their time"
     return ""
+
+
+def of_sizes(settings: Settings) -> str:
+    """Of compiled code for any size."""
+    return "" if settings["recompiles"] else "nothing is compiled again"
 
 
 def of_pinning(settings: Settings) -> str:
@@ -103,12 +163,27 @@ def of_pinning(settings: Settings) -> str:
     return of_gpu(settings)
 
 
+ONE_BUCKET_MIB = 1.0
+"""Of gradients that DistributedDataParallel sends at once anyway: its first bucket is that large by default."""
+
+
+def of_buckets(settings: Settings) -> str:
+    """Of larger buckets of torch's DistributedDataParallel."""
+    if not settings["ddp"]:
+        return NO_DDP
+    sizes = {each["bucket_cap_mb"] for each in settings["ddp"]}
+    if None not in sizes:
+        return f"the script sets it itself: bucket_cap_mb={' and '.join(map(str, sorted(sizes)))}"
+    most = max(each["gradients_mib"] for each in settings["ddp"])
+    return "" if most > ONE_BUCKET_MIB else f"its gradients are {most:.2g} MiB, which are sent at once anyway"
+
+
 def of_ddp(name: str) -> Callable[[Settings], str]:
     """Of an argument of torch's DistributedDataParallel."""
 
     def why_not(settings: Settings) -> str:
         if not settings["ddp"]:
-            return "the script makes no DistributedDataParallel of torch"
+            return NO_DDP
         return f"the script sets it itself: {name}=True" if all(each[name] for each in settings["ddp"]) else ""
 
     return why_not

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,13 +16,13 @@ from typing import Any, Literal
 from trainstep.config import CHANGES
 from trainstep.precision import PrecisionName
 from trainstep.run import reasons
-from trainstep.run.reasons import Settings
+from trainstep.run.reasons import Settings, workers_here
 from trainstep.run.trial import Trial
 
-WORKERS = 4
-"""Of a loader that has none, where there are as many cores."""
 TIMES = 2
 """As many samples as before are in a larger batch."""
+BUCKET_MB = 100
+"""Of a larger bucket of DDP's, in MiB: four times its default."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,19 @@ def compiled_blocks(trial: Trial) -> None:
     trial.on_first_call.append(change)
 
 
+def any_sizes(trial: Trial) -> None:
+    """What the script compiles is compiled once for all sizes that change, and not for each."""
+    import torch
+
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "dynamic": True})
+
+    torch.compile = compiled  # what nn.Module.compile calls, too
+
+
 def channels_last(trial: Trial) -> None:
     """Weights of two-dimensional convolutions have their channels last; results follow."""
     import torch
@@ -129,13 +141,13 @@ def channels_last(trial: Trial) -> None:
 
 
 def workers(trial: Trial) -> None:
-    """Loaders without workers have some, which stay."""
+    """Loaders with fewer workers than there may be have as many, which stay."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from trainstep.run.settings import arguments_of
 
     def more(given: dict[str, Any]) -> dict[str, Any]:
-        if given.get("num_workers") or isinstance(given.get("dataset"), IterableDataset):
+        if (given.get("num_workers") or 0) >= workers_here() or isinstance(given.get("dataset"), IterableDataset):
             return {}
         return {"num_workers": workers_here(), "persistent_workers": True}
 
@@ -170,20 +182,25 @@ def late_reads(trial: Trial) -> None:
 
 def bucket_views(trial: Trial) -> None:
     """torch's DistributedDataParallel keeps gradients in its buckets, in place of a copy of each."""
-    _replace_of_ddp("gradient_as_bucket_view")
+    _replace_of_ddp("gradient_as_bucket_view", True)
 
 
 def static_graph(trial: Trial) -> None:
     """torch's DistributedDataParallel takes it that every step uses the same parameters in the same order."""
-    _replace_of_ddp("static_graph")
+    _replace_of_ddp("static_graph", True)
 
 
-def _replace_of_ddp(name: str) -> None:
+def larger_buckets(trial: Trial) -> None:
+    """torch's DistributedDataParallel sends gradients in fewer and larger parts; the first is no longer a small one."""
+    _replace_of_ddp("bucket_cap_mb", BUCKET_MB)
+
+
+def _replace_of_ddp(name: str, value: object) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from trainstep.run.settings import arguments_of
 
-    _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: True}, arguments_of)
+    _replace(DistributedDataParallel, lambda given: {} if given.get(name) else {name: value}, arguments_of)
 
 
 def checkpointed_blocks(trial: Trial) -> None:
@@ -247,11 +264,6 @@ def our_attention(trial: Trial) -> None:
     F.scaled_dot_product_attention = ours
 
 
-def workers_here() -> int:
-    """How many a loader is given."""
-    return max(1, min(WORKERS, os.cpu_count() or 1))
-
-
 def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], arguments_of: Any) -> None:
     """Have a constructor take further arguments, in place of those of the same name."""
     original = kind.__init__
@@ -284,19 +296,20 @@ RUNGS = (
     _rung(
         "fused attention",
         fused_attention,
-        nothing="no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised",
+        reasons.of_attention,
+        nothing=reasons.NOT_WRITTEN_OUT,
     ),
-    _rung("our FlashAttention", our_attention, reasons.of_gpu),
+    _rung("our FlashAttention", our_attention, reasons.of_our_attention),
     _rung("channels last", channels_last, reasons.of_channels),
     _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
     _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks",)),
+    _rung("compiled for any size", any_sizes, reasons.of_sizes),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),
-    _rung(
-        "late reads", late_reads, reasons.of_reads, nothing="no line of the script calls item() of a tensor on a GPU"
-    ),
+    _rung("late reads", late_reads, reasons.of_reads, nothing=reasons.NO_READS),
     _rung("DDP's buckets as gradients", bucket_views, reasons.of_ddp("gradient_as_bucket_view")),
     _rung("DDP's static graph", static_graph, reasons.of_ddp("static_graph")),
+    _rung("DDP's larger buckets", larger_buckets, reasons.of_buckets),
     _rung("checkpointed blocks", checkpointed_blocks, reasons.of_checkpointing, trades="time for memory"),
     _rung("larger batch", larger_batch, reasons.of_batches, trades="the step"),
 )

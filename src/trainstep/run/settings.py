@@ -26,6 +26,8 @@ CHECKPOINTS = (
     (torch.utils.checkpoint.CheckpointFunction, "forward"),
 )
 """What torch.utils.checkpoint.checkpoint calls, in its two ways: scripts hold the function itself by its name."""
+ATTENTION, DROPPING = "ScaledDotProduct", ", dropping"
+"""In the name of every node of scaled_dot_product_attention's backward; what is added where it drops some."""
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
@@ -36,10 +38,12 @@ class Settings:
         self._autocast: list[str] = []
         self._loaders: list[dict[str, Any]] = []
         self._optimizers: dict[int, dict[str, Any]] = {}
-        self._ddp: list[dict[str, bool]] = []
+        self._ddp: list[dict[str, Any]] = []
         self._models: list[dict[str, Any]] = []
         self._roots: list[nn.Module] = []
         self._checkpoints = False
+        self._operators: set[str] = set()
+        self._is_opaque = False
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -84,6 +88,23 @@ class Settings:
             }
         )
 
+    def see_loss(self, tensors: Any) -> None:
+        """What a backward pass begins at, whose graph has the operators of the forward pass."""
+        roots = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+        nodes = [each.grad_fn for each in roots if isinstance(each, torch.Tensor)]
+        seen = set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._is_opaque |= isinstance(
+                node, torch.autograd.function.BackwardCFunction
+            )  # somebody's own, or compiled
+            drops = bool(getattr(node, "_saved_dropout_p", 0.0)) and ATTENTION in node.name()
+            self._operators.add(f"{node.name()}{DROPPING if drops else ''}")
+            nodes += [each for each, _ in node.next_functions]
+
     def found(self, optimizers: list[Optimizer]) -> dict[str, Any]:
         """All of it, as the script's log has it.
 
@@ -102,6 +123,7 @@ class Settings:
             "models": self._models,
             "ddp": self._ddp,
             "checkpoints": self._checkpoints,
+            "operators": None if self._is_opaque else sorted(self._operators),
             "on_gpu": any(model["device"] == "cuda" for model in self._models),
         }
 
@@ -143,7 +165,15 @@ class Settings:
 
     def _ddp_is_made(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
         given = arguments_of(DistributedDataParallel, args, kwargs)
-        self._ddp.append({name: bool(given.get(name)) for name in ("gradient_as_bucket_view", "static_graph")})
+        sent = [each for each in given["module"].parameters() if each.requires_grad] if given else []
+        self._ddp.append(
+            {
+                "gradient_as_bucket_view": bool(given.get("gradient_as_bucket_view")),
+                "static_graph": bool(given.get("static_graph")),
+                "bucket_cap_mb": given.get("bucket_cap_mb") or None,
+                "gradients_mib": sum(each.numel() * each.element_size() for each in sent) / 2**20,
+            }
+        )
 
     def _checkpoint_begins(self, *_: object, **__: object) -> None:
         self._checkpoints = True

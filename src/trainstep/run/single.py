@@ -89,6 +89,7 @@ class Script:
         rounding: tuple[PrecisionName, int] | None = None,
         without_dropout: bool = False,
         sources: Mapping[str, str] = {},
+        is_judged: bool = True,
     ) -> Taken:
         """Run it once.
 
@@ -98,6 +99,7 @@ class Script:
             rounding: a precision in which results are rounded once more at random, and a seed.
             without_dropout: whether nothing is dropped.
             sources: path → text that is run in its place.
+            is_judged: whether it leaves what it is judged by; else it is only timed.
 
         One that takes far longer than the first, and is under no random roundings, is ended, and has failed.
 
@@ -129,6 +131,7 @@ class Script:
                 "sources": dict(sources),
             },
             max(LEAST_S, SLOWEST * (self.own_s or 0.0)) if is_limited else math.inf,
+            is_judged,
         )
         start = time.monotonic()
         try:
@@ -155,13 +158,11 @@ class Script:
         rows = of_kind(script_records([log], self.command.name, code), ScriptRow)
         timed = [row for row in rows if row.status == "ok"]
         step_ms = tuple(map(sum, zip(*(row.samples["step"] for row in timed), strict=False))) if timed else ()
-        every = [read_captured(order.captured(rank)) for rank in range(self.leader.rank.world_size)]
-        self._drop_captured(order)
-        captured, failure = of_all_ranks([each for each in every if each is not None]) if all(every) else None, ""
+        captured, failure = self._captured(order) if order.is_judged else None, ""
         if elsewhere is not None:
             words = _last_words(order.output(elsewhere.rank))
             failure, captured = f"rank {elsewhere.rank} ended with exit code {elsewhere.code}{words}", None
-        elif captured is None or not step_ms or code:
+        elif (order.is_judged and captured is None) or not step_ms or code:
             failure = next((row.reason for row in rows if row.status != "ok"), "")
             failure = failure or f"it ended with exit code {code}: {rows[0].ended}"
             failure += _last_words(order.output(0)) if code else ""
@@ -169,6 +170,13 @@ class Script:
         samples = sum(counts) if any(counts) else None
         first = timed[0].first_step_ms if timed else None
         return Taken(folder, code, log, step_ms, first, failure, captured, samples)
+
+    def _captured(self, order: Order) -> Captured | None:
+        """What all ranks are judged by; None where one left nothing."""
+        every = [read_captured(order.captured(rank)) for rank in range(self.leader.rank.world_size)]
+        self._drop_captured(order)
+        found = [each for each in every if each is not None]
+        return of_all_ranks(found) if len(found) == len(every) else None
 
     def _drop_captured(self, order: Order) -> None:
         """What was captured is as large as the model."""

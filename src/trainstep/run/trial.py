@@ -27,7 +27,7 @@ class Trial:
     Args:
         task: "seed"; "changes" (functions as `module:name`, called with this); "rounding" (a precision and a seed, or
             None); "without_dropout" (whether nothing is dropped); "sources" (path → text that is run in its place);
-            "captured" (the folder for what it is judged by).
+            "captured" (the folder for what it is judged by; None for a run that is only timed).
         log: of the run.
     """
 
@@ -61,7 +61,9 @@ class Trial:
         from trainstep.run.settings import Settings
 
         torch.manual_seed(self._task["seed"])
-        self._capture, self._outermost, self._settings = Capture(Path(self._task["captured"])), Outermost(), Settings()
+        captured = self._task["captured"]
+        self._capture = Capture(None if captured is None else Path(captured))
+        self._outermost, self._settings = Outermost(), Settings()
         self.on_first_call = self._outermost.on_first
         self.on_first_call += [self._capture.roots.append, self._settings.see_model]
         if self._task["without_dropout"]:
@@ -81,7 +83,7 @@ class Trial:
         """The session's hooks are there."""
         self._finder, hooks = session.finder, session.hooks
         hooks.before_update = self._update_begins
-        hooks.on_loss = self._capture.see_loss
+        hooks.on_loss = self._see_loss
 
     def finish(self) -> None:
         """The script ends."""
@@ -90,6 +92,11 @@ class Trial:
             self._settings.remove()
             self._capture.finish(self._finder.ended)
             self._log.write("facts", {"places": self.places})
+
+    def _see_loss(self, tensors: Any) -> None:
+        self._capture.see_loss(tensors)
+        if not self._updates:
+            self._settings.see_loss(tensors)
 
     def _update_begins(self, optimizer: Any) -> None:
         if self._capture.before_optimizer(optimizer):

@@ -8,11 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, STEPS = int(os.environ.get("WIDTH", "64")), int(os.environ.get("STEPS", "12"))
+BATCH = int(os.environ.get("BATCH", "4"))
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
 model = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 optimizer = torch.optim.AdamW(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(8 * STEPS, 16)), batch_size=4)
+loader = DataLoader(TensorDataset(torch.randn(2 * BATCH * STEPS, 16)), batch_size=BATCH)
 # by hand: from tests.run.by_hand import clock
 # by hand: clock.around(model, "forward", "forward")
 # by hand: clock.around(torch.Tensor, "backward", "backward")

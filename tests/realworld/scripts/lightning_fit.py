@@ -3,12 +3,17 @@
 import os
 import sys
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+try:
+    import lightning.pytorch as pl
+except ImportError:  # the same under its other name
+    import pytorch_lightning as pl
+
 WIDTH, STEPS = int(os.environ.get("WIDTH", "64")), int(os.environ.get("STEPS", "16"))
+BATCH = int(os.environ.get("BATCH", "4"))
 
 
 class Learner(pl.LightningModule):
@@ -50,9 +55,9 @@ class Learner(pl.LightningModule):
 def fit(folder, callbacks=()):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
-        default_root_dir=folder, accelerator="cpu", max_steps=STEPS, callbacks=list(callbacks), **quiet
+        default_root_dir=folder, accelerator="auto", devices=1, max_steps=STEPS, callbacks=list(callbacks), **quiet
     )
-    trainer.fit(Learner(), DataLoader(TensorDataset(torch.randn(4 * STEPS, 16)), batch_size=4))
+    trainer.fit(Learner(), DataLoader(TensorDataset(torch.randn(BATCH * STEPS, 16)), batch_size=BATCH))
 
 
 if __name__ == "__main__":

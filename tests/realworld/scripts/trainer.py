@@ -5,6 +5,7 @@ Its arguments: a folder, a model of tests/realworld/models.py (llama), and how m
 
 import sys
 
+import torch
 from tests.realworld import models
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -32,17 +33,16 @@ def training(folder, callbacks=None, name="llama", updates=14):
     arguments = TrainingArguments(
         folder,
         max_steps=updates,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=models.BATCH // 2,
         gradient_accumulation_steps=2,
         eval_strategy="steps",
         eval_steps=10,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
-    # by hand: import torch
     # by hand: from tests.run.by_hand import clock
     # by hand: clock.around(model, "forward", "forward")
     # by hand: clock.around(torch.Tensor, "backward", "backward")

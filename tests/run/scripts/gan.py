@@ -6,13 +6,16 @@ import torch
 from torch import nn
 
 WIDTH, STEPS = int(os.environ.get("WIDTH", "32")), int(os.environ.get("STEPS", "12"))
+BATCH = int(os.environ.get("BATCH", "8"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 generator = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16))
 discriminator = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 for_generator = torch.optim.Adam(generator.parameters())
 for_discriminator = torch.optim.Adam(discriminator.parameters())
 criterion = nn.functional.binary_cross_entropy_with_logits
-real, fake = torch.ones(8, 1), torch.zeros(8, 1)
+generator.to(DEVICE), discriminator.to(DEVICE)
+real, fake = torch.ones(BATCH, 1, device=DEVICE), torch.zeros(BATCH, 1, device=DEVICE)
 # by hand: from tests.run.by_hand import clock
 # by hand: clock.around(generator, "forward", "forward")
 # by hand: clock.around(discriminator, "forward", "forward")
@@ -21,8 +24,8 @@ for _ in range(STEPS):
     # by hand: clock("other")
     for_discriminator.zero_grad()
     # by hand: clock("optimizer")
-    images = generator(torch.randn(8, 4))
-    criterion(discriminator(torch.randn(8, 16)), real).backward()
+    images = generator(torch.randn(BATCH, 4, device=DEVICE))
+    criterion(discriminator(torch.randn(BATCH, 16, device=DEVICE)), real).backward()
     criterion(discriminator(images.detach()), fake).backward()
     # by hand: clock("other")
     for_discriminator.step()

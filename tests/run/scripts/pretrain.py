@@ -17,6 +17,7 @@ from torch.nn import functional as F
 UPDATES = int(sys.argv[1]) if len(sys.argv) > 1 else 12
 WIDTH = int(sys.argv[2]) if len(sys.argv) > 2 else 32
 CONTEXT = int(sys.argv[3]) if len(sys.argv) > 3 else 32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, BLOCKS, VOCAB, BATCH, PARTS, EVAL_EVERY = 4, 4, 96, 4, 2, 10
 
 torch.manual_seed(1337)
@@ -76,7 +77,7 @@ def batch_of(part):
     starts = torch.randint(len(part) - CONTEXT - 1, (BATCH,))
     x = torch.stack([torch.from_numpy(part[start : start + CONTEXT]) for start in starts])
     y = torch.stack([torch.from_numpy(part[start + 1 : start + 1 + CONTEXT]) for start in starts])
-    return x, y
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 @torch.no_grad()
@@ -92,7 +93,7 @@ def rate(step):
     return 1e-3 * (step + 1) / warm if step < warm else 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * step / UPDATES))
 
 
-model = Model()
+model = Model().to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 # by hand: from tests.run.by_hand import clock
 # by hand: clock.around(torch.Tensor, "backward", "backward")
