@@ -10,7 +10,7 @@ from tests.planted.attention import WRONG
 from trainstep.attention.eager import attention_eager
 from trainstep.bench import outcome, turns
 from trainstep.bench.attention import run_cases
-from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases
+from trainstep.bench.cases import GRIDS, LISTS, AttentionCase, grid_cases, listed_cases, named_grid
 from trainstep.errors import UsageError
 from trainstep.kinds import AttentionRow
 from trainstep.stats import ratio_of_rounds
@@ -222,15 +222,23 @@ def test_what_cannot_run_here_is_a_row():
 
 
 def test_named_grids_are_those_of_the_assignment():
-    naive = grid_cases(GRIDS["naive"])
+    naive = named_grid("naive", {})
     assert len(naive) == 4 * 5 * 2
     assert {case.shape for case in naive} >= {(8, 16384, 128), (8, 256, 16)}
-    flash = grid_cases(GRIDS["flash"])
+    flash = named_grid("flash", {})
     assert {case.seq for case in flash} == {2**power for power in range(7, 17)}
     assert {case.dtype for case in flash} == {"bf16", "fp32"}
     (board,) = listed_cases("leaderboard", ("flash-triton",), ("bf16",))
     assert (board.shape, board.is_causal) == ((1, 16, 16384, 64), True)
     assert len(LISTS["peers"]) == 8
+
+
+def test_a_grid_runs_what_is_there_to_be_read_on_short_rows_alone_unless_it_is_asked_for():
+    lengths = {case.seq for case in named_grid("flash", {}) if case.impl == "flash-reference"}
+    assert lengths == {2**power for power in range(7, 12)}
+    assert {case.seq for case in named_grid("flash", {}) if case.impl == "flash-triton"} == set(GRIDS["flash"]["seq"])
+    asked = named_grid("flash", {"impl": ("flash-reference",), "seq": (4096,), "head_dim": (16,)})
+    assert [(case.seq, case.dtype) for case in asked] == [(4096, "bf16"), (4096, "fp32")]
 
 
 @pytest.mark.parametrize("axes", [{"seq": (0,)}, {"heads": (-1,)}, {"head_dim": (-8,)}])

@@ -209,7 +209,7 @@ def test_a_verdict_says_what_is_wrong_and_nothing_else(wrong, said):
 
 
 BY_PRECISION = pytest.mark.parametrize(
-    ("own", "factor", "rounding"), [("fp32", 4, FP32), ("bf16", 1, BF16), ("tf32", 1, 2.0**-10)]
+    ("own", "factor", "rounding"), [("fp32", 6, FP32), ("bf16", 1, BF16), ("tf32", 1, 2.0**-10)]
 )
 """Two bits are lost where tensor cores multiply float32."""
 
@@ -248,19 +248,19 @@ def test_the_largest_of_several_runs_with_random_roundings_counts():
     large = like(losses=(2.0, 4.0, 8.0 * (1 + SMALL)), moved={"u": 3.0, "v": 4.0 + 5 * SMALL})
     for rounded in ((large, PLAIN, PLAIN), (PLAIN, PLAIN, large)):
         found = judge_by(*rounded).judge(like(losses=(2.0, 4.0, 8.1)), "fp32")
-        assert found.losses.allowed == pytest.approx(8 * 3.8284271247 * SMALL + FP32)
-        assert found.moved.allowed == pytest.approx(8 * SMALL + FP32)
+        assert found.losses.allowed == pytest.approx(12 * 3.8284271247 * SMALL + FP32)
+        assert found.moved.allowed == pytest.approx(12 * SMALL + FP32)
 
 
 def test_the_loss_that_uses_most_of_its_budget_is_told():
-    judge = judge_by(like(losses=(2.0, 4.0 * (1 + SMALL), 8.0)))  # later ones may be off by 0.0299
-    found = judge.judge(like(losses=(2.0 * (1 + 0.9 * FP32), 4.08, 8.0)), "fp32")
+    judge = judge_by(like(losses=(2.0, 4.0 * (1 + SMALL), 8.0)))  # later ones may be off by 0.0449
+    found = judge.judge(like(losses=(2.0 * (1 + 0.9 * FP32), 4.12, 8.0)), "fp32")
     assert found.is_right
-    assert found.losses.error == pytest.approx(0.9 * FP32), "0.9 of its budget, and 0.02 is 0.67 of it"
+    assert found.losses.error == pytest.approx(0.9 * FP32), "0.9 of its budget, and 0.03 is 0.67 of it"
 
 
 def test_a_wrong_loss_is_not_hidden_by_a_later_one_that_cannot_be_judged():
-    judge = judge_by(like(losses=(2.0, 4.0, 9.6)))  # the third may be off by six times itself
+    judge = judge_by(like(losses=(2.0, 4.0, 9.6)))  # the third may be off by nine times itself
     found = judge.judge(like(losses=(2.0, 4.0 * (1 + 1.5 * FP32), 104.0)), "fp32")
     assert not found.is_right
     assert str(found) == "losses off by 1.8e-07 of 1.2e-07"
@@ -287,7 +287,7 @@ def test_runs_with_random_roundings_that_end_early_shorten_no_budget():
     late, short = like(losses=(2.0, 4.0, 8.0 * (1 + SMALL))), like(losses=(2.0, 4.0))
     for rounded in ((late, short, short), (short, short, late)):
         found = judge_by(*rounded).judge(like(losses=(2.0, 4.0, 8.1)), "fp32")
-        assert found.losses.allowed == pytest.approx(8 * 3.8284271247 * SMALL + FP32)
+        assert found.losses.allowed == pytest.approx(12 * 3.8284271247 * SMALL + FP32)
         assert found.is_right
     other = judge_by(short, repeats=[like(losses=(2.0, 4.0, 8.1))])
     assert str(other.of_repeat()) == "losses off by 0.012 of 1.2e-07", "a loss after their last one is judged too"
@@ -376,7 +376,7 @@ def test_what_a_precision_is_off_by_counts_where_roundings_explain_it():
         assert found.losses.allowed == pytest.approx(2 * 3.8284271247 * off * (off == counted) + BF16)
 
 
-@pytest.mark.parametrize(("precision", "factor", "rounding"), [("fp32", 4, FP32), ("bf16", 1, BF16)])
+@pytest.mark.parametrize(("precision", "factor", "rounding"), [("fp32", 6, FP32), ("bf16", 1, BF16)])
 def test_what_a_script_does_not_repeat_by_itself_widens_every_budget(precision, factor, rounding):
     losses, moved = (2.0, 4.0, 8.0 * (1 + SMALL)), {"u": 3.0, "v": 4.0 + 5 * SMALL}
     repeat = like(gradients={"u": 1 + SMALL, "v": 1 - SMALL}, losses=losses, moved=moved)

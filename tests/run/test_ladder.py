@@ -10,6 +10,7 @@ from tests.run import planted
 from tests.run.forked import forked_runs  # noqa: F401
 from tests.run.measuring import SCRIPTS, alone, line_of
 from trainstep.run.ladder import Ladder
+from trainstep.run.log import log_path, read_log
 from trainstep.run.patch import patch_of
 from trainstep.run.rungs import RUNGS, Rung
 from trainstep.run.single import Script
@@ -40,6 +41,11 @@ def test_a_script_that_repeats_itself_is_the_baseline(climbed):
     assert (row.verdict, row.kept, row.gradient_error, row.moved_error) == ("baseline", True, 0.0, 0.0)
     assert len(row.samples["training_loss"]) == STEPS
     assert 0 < row.error_budget < 1e-4, "what rounding does in float32 was measured"
+
+
+def test_what_a_judged_run_copies_is_no_wait_of_the_script(climbed):
+    log = read_log(log_path(climbed.ladder.first.folder, 0))
+    assert not log.lines, "the script reads nothing; copies are ours"
 
 
 @pytest.mark.parametrize("name", ["scaled_gradient", "dropped_mask", "faster_updates"])

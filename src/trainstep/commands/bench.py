@@ -22,6 +22,7 @@ from trainstep.bench.cases import (
     fused_cases,
     grid_cases,
     listed_cases,
+    named_grid,
 )
 from trainstep.commands.options import (
     Common,
@@ -173,7 +174,10 @@ class BenchAttention(Common):
         from trainstep.bench.attention import run_cases
 
         axes = axes_of({**(GRIDS[self.grid] if self.grid else {}), **self.axes}, AttentionCase())
-        cases = listed_cases(self.case, axes["impl"], axes["dtype"]) if self.case else grid_cases(axes)
+        if self.case:
+            cases = listed_cases(self.case, axes["impl"], axes["dtype"])
+        else:
+            cases = named_grid(self.grid, self.axes) if self.grid else grid_cases(axes)
         times = {"warmup": self.warmup, "passes": self.passes, "rounds": self.rounds}
         records = run_cases(cases, device=self.device, **times)
         return run_and_report(records, self.out, "bench attention", total=len(cases))

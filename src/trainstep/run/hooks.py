@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Hooks:
         self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: dict[str, int] = {}
         self._searched = False
-        self.is_reading = False  # whether a read of a tensor is under way, which is timed
+        self.is_reading = False  # whether a read of a tensor is under way, which is timed, or one of our own
         self._undo = ExitStack()
 
     @property
@@ -92,6 +92,15 @@ class Hooks:
     def remove(self) -> None:
         """Put everything back as it was."""
         self._undo.close()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is waited for or moved while entered is our doing, and told of no line of the script's."""
+        before, self.is_reading = self.is_reading, True
+        try:
+            yield
+        finally:
+            self.is_reading = before
 
     def search_models(self) -> None:
         """Look for the models, once; where they are on a GPU, say so."""
@@ -304,13 +313,12 @@ class Hooks:
         return functools.wraps(original)(moving)
 
     def _timed(self, call: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.is_reading = True
         start = time.perf_counter()
         try:
-            return original(*args, **kwargs)
+            with self.aside():
+                return original(*args, **kwargs)
         finally:
             ms = (time.perf_counter() - start) * 1e3
-            self.is_reading = False  # whether a read of a tensor is under way, which is timed
             self.finder.waited(self.lines.number(call, 3), ms)
 
     def _wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

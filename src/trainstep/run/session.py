@@ -176,13 +176,12 @@ class Session:
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
         if not self._knows_device:
-            self._knows_device = self.hooks.is_reading = True  # what this waits for is no wait of the script's
+            self._knows_device = True
             try:
-                self._know_the_device(optimizer)
+                with self.hooks.aside():
+                    self._know_the_device(optimizer)
             except Exception as error:  # a script trains without us too
                 self._write_found(f"what is known of the machine is not all: {type(error).__name__}: {error}")
-            finally:
-                self.hooks.is_reading = False
         if self._instruments is not None:
             self._instruments.before_optimizer()
 

@@ -37,6 +37,7 @@ class Trial:
         self._outermost: Any = None
         self._settings: Any = None
         self._finder: Any = None
+        self._hooks: Any = None
         self._entered: Any = None
         self._updates = 0
         self.on_first_call: list[Callable[[Any], object]] = []
@@ -81,16 +82,17 @@ class Trial:
 
     def attach(self, session: Any) -> None:
         """The session's hooks are there."""
-        self._finder, hooks = session.finder, session.hooks
-        hooks.before_update = self._update_begins
-        hooks.on_loss = self._see_loss
+        self._finder, self._hooks = session.finder, session.hooks
+        self._hooks.before_update = self._update_begins
+        self._hooks.on_loss = self._see_loss
 
     def finish(self) -> None:
         """The script ends."""
         if self._capture is not None and self._finder is not None:
             self._outermost.remove()
             self._settings.remove()
-            self._capture.finish(self._finder.ended)
+            with self._hooks.aside():
+                self._capture.finish(self._finder.ended)
             self._log.write("facts", {"places": self.places})
 
     def _see_loss(self, tensors: Any) -> None:
@@ -99,7 +101,9 @@ class Trial:
             self._settings.see_loss(tensors)
 
     def _update_begins(self, optimizer: Any) -> None:
-        if self._capture.before_optimizer(optimizer):
+        with self._hooks.aside():
+            is_first = self._capture.before_optimizer(optimizer)
+        if is_first:
             self._log.write("facts", {"settings": self._settings.found(self._capture.optimizers)})
         self._updates += 1
         if self._updates > WATCHED * len(self._capture.optimizers):

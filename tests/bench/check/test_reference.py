@@ -272,9 +272,9 @@ def test_narrow_weights_are_those_of_their_place():
         assert 0 < rounding.relative(start) < 0.02
 
 
-def test_float32_may_lose_two_bits_on_tensor_cores():
+def test_float32_may_lose_on_tensor_cores_what_was_measured_there():
     reference = Reference(source_of(lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))), CPU)
     found = gradients_at(build_step(reference.source, CPU), reference.places[0].batch)
     measured = reference._measure("fp32", False)[0].most
-    four = compare(found, reference.places[0].gradients, measured.times(4), one_rounding("fp32"))
-    assert reference.compare(found, 0, "fp32").gradient_allowed == four.gradient_allowed > one_rounding("fp32")
+    six = compare(found, reference.places[0].gradients, measured.times(6), one_rounding("fp32"))
+    assert reference.compare(found, 0, "fp32").gradient_allowed == six.gradient_allowed > one_rounding("fp32")
