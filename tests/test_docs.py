@@ -92,7 +92,7 @@ def test_the_headlines_say_what_is_not_ours():
     assert beside[-1].startswith("1.97× [1.79–2.1"), beside
     shapes = {tuple(each.case.items()) for each in results("h200-attention-peers", AttentionRow) if each.impl == "flex"}
     assert len(attention.rows) == len(shapes) == 8
-    assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn"}
+    assert {texts[-1] for texts in attention.texts()} == {"sdpa-cudnn", "flash-triton"}
 
 
 @pytest.mark.parametrize("name", ["attention-peers", "attention-naive", "parallel-ratios", "fused", "fused-dropped"])
