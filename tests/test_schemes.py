@@ -4,10 +4,6 @@ import math
 from pathlib import Path
 from typing import get_args
 
-import pytest
-
-from trainstep.config import StepConfig
-from trainstep.errors import UnsupportedError
 from trainstep.hardware import require_device
 from trainstep.plan.machine import machine_of
 from trainstep.plan.measured import checked
@@ -76,11 +72,3 @@ def test_a_peer_is_tuned_over_as_many_settings_as_ours():
         if each.peer is not None:
             assert SCHEMES[each.peer].wrapper == each.wrapper
             assert SCHEMES[each.peer].narrow_reduce == each.narrow_reduce
-
-
-@pytest.mark.parametrize("name", ["fsdp", "fsdp-collectives", "torch-fsdp2"])
-def test_sharded_weights_do_not_go_with_the_chunked_loss(name):
-    SCHEMES[name].check(StepConfig())
-    with pytest.raises(UnsupportedError, match="use --loss dense"):
-        SCHEMES[name].check(StepConfig(loss="chunked"))
-    SCHEMES["bucketed-25"].check(StepConfig(loss="chunked"))

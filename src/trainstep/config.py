@@ -116,9 +116,11 @@ SIZES: Mapping[str, ModelConfig] = {
     "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
     "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
     "2.7B": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "8B": ModelConfig(vocab_size=151_936, d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
     "10B": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
 }
-"""The named sizes. small, medium and large have GPT-2's shapes; xl, 2.7B and 10B those of CS336's assignment 2."""
+"""The named sizes. small, medium and large have GPT-2's shapes; xl, 2.7B and 10B those of CS336's assignment 2, 8B
+that of its leaderboard of 2026."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ def build(
     gradient, as for `DistributedDataParallel`.
 
     Raises:
-        UnsupportedError: sharded weights with the chunked loss, or ranks that make no replicas.
+        UnsupportedError: the ranks make no replicas.
     """
-    scheme.check(config, process.world_size)
+    scheme.check(process.world_size)
     group, dtype = process.group, autocast_dtype(config.precision)
     match scheme.wrapper:
         case "none":

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError
 
 DataParallel = Literal["ddp", "sharded optimizer", "zero-2", "fsdp", "hsdp"]
@@ -83,9 +82,8 @@ class Scheme:
         """Of these numbers of replicas, those it is to be tried with; None: the usual one."""
         return tuple(dict.fromkeys(replicas)) if self.is_hybrid and replicas else (None,)
 
-    def check(self, step: StepConfig, ranks: int = 1) -> None:
-        """Raise `UnsupportedError` where a step reads weights outside of the modules that have them, or where the ranks
-        make no replicas."""
+    def check(self, ranks: int = 1) -> None:
+        """Raise `UnsupportedError` where the ranks make no replicas."""
         if self.is_hybrid and self.replicas is None:
             raise UnsupportedError(
                 f"{ranks} rank{'s' if ranks > 1 else ''} cannot be laid out as replicas of several ranks each: start 4 "
@@ -93,10 +91,6 @@ class Scheme:
             )
         if self.replicas is not None and ranks % self.replicas:
             raise UnsupportedError(f"{ranks} ranks do not divide into {self.replicas} replicas; choose --replicas anew")
-        if self.shards_weights and step.loss != "dense":
-            raise UnsupportedError(
-                f"the {step.loss} loss reads the head's weight outside of the model: use --loss dense"
-            )
 
 
 def usual_replicas(ranks: int, hosts: int) -> int | None:

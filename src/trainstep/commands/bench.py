@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, subcommand
 
 from trainstep.bench.cases import (
-    COLLECTIVE_AXES,
     FUSED_AXES,
     GRIDS,
     AttentionCase,
-    CollectiveCase,
     FusedCase,
     GridName,
     ListName,
-    collective_cases,
     fused_cases,
     grid_cases,
     listed_cases,
     named_grid,
 )
+from trainstep.commands.bench_ranks import BenchCollectives, BenchParallel, BenchStep8b
 from trainstep.commands.options import (
     Common,
     OneModel,
@@ -38,11 +35,6 @@ from trainstep.commands.options import (
 from trainstep.commands.output import run_and_report
 from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
-from trainstep.schemes import BENCH_SCHEMES, SCHEMES, Scheme
-
-if TYPE_CHECKING:
-    from trainstep.parallel.process import Process
-    from trainstep.records import Row, SoFar
 
 _OF_GRIDS = {
     name: "; ".join([shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items())])
@@ -50,7 +42,6 @@ _OF_GRIDS = {
 }
 AttentionGrid: Any = flags_of(AttentionCase, several=True, defaults=_OF_GRIDS)
 FusedGrid: Any = flags_of(FusedCase, several=True, defaults=FUSED_AXES)
-CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +49,8 @@ class _StepCases(Common):
     """Flags that say which steps."""
 
     size: commas(str) = ()  # type: ignore[valid-type]
-    """Named sizes (tiny, small, medium, large, xl, 2.7B, 10B) or .toml files with a [model] table; by default tiny."""
+    """Named sizes (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or .toml files with a [model] table; by default
+    tiny."""
     workload: str | None = None
     """Your own model instead: package.module:factory, a function returning a trainstep.Workload."""
     data: Path | None = None
@@ -212,96 +204,6 @@ class BenchFused(Common):
         return run_and_report(run_cases(cases, device=self.device, **times), self.out, "bench fused", total=len(cases))
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchCollectives(Common):
-    """Time collectives over a grid, started by torchrun: every flag with commas is an axis. Checked before timed."""
-
-    axes: CollectiveGrid = field(default_factory=dict)
-    """The cases; every combination of the values is one."""
-    warmup: int = 5
-    """Calls before the timed ones."""
-    steps: int = 20
-    """Timed calls per case."""
-    device: str = "auto"
-    """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
-    timeout: float = 600.0
-    """Seconds that a rank waits for the others before it is an error."""
-    out: Path = Path("results/bench-collectives")
-    """Folder for results.jsonl, tables/ and report.html."""
-
-    def run(self) -> int:
-        from trainstep.bench.collectives import run_cases
-        from trainstep.parallel.process import join_group
-
-        axes = axes_of({**COLLECTIVE_AXES, **self.axes}, CollectiveCase())
-        with join_group(self.device, timeout_s=self.timeout) as process:
-            cases = collective_cases(axes, process.world_size)
-            records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
-            return _first_rank_reports(process, records, self.out, "bench collectives", len(cases))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchParallel(OneModel):
-    """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed.
-
-    Ranks talk over NCCL between GPUs, and over Gloo between CPUs.
-    """
-
-    scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
-    """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""
-    replicas: commas(int) = ()  # type: ignore[valid-type]
-    """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
-    a single one. Several numbers are measured beside each other."""
-    rounds: int = 3
-    """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
-    one sample from 3 up."""
-    trace: FlagCreatePairsOff[bool] = False
-    """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
-    the other, and says how much communication is hidden behind computation."""
-    warmup: int = 5
-    """Steps before the timed ones, in each round."""
-    timeout: float = 600.0
-    """Seconds that a rank waits for the others before it is an error."""
-    out: Path = Path("results/bench-parallel")
-    """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
-
-    def run(self) -> int:
-        from trainstep.bench.parallel import ParallelCase
-        from trainstep.bench.parallel.run import run_cases
-        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
-
-        with join_group(self.step_config().device, timeout_s=self.timeout) as process:
-            try:
-                source = on_all_ranks(process, self.source)
-                config = on_all_ranks(process, lambda: self.own_step(source))
-                schemes = on_all_ranks(process, lambda: self.schemes(process))
-                cases = [ParallelCase(source, config, each, self.warmup, self.steps) for each in schemes]
-                records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
-                return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
-            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
-                mistake = error
-        if process.rank == 0:
-            raise mistake
-        return 0  # torchrun ends the first rank before it has spoken when another fails
-
-    def schemes(self, process: Process) -> list[Scheme]:
-        """Those named, a hybrid one with each number of replicas."""
-        if few := [each for each in self.replicas if each < 1]:
-            raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
-        named = [SCHEMES[name] for name in self.scheme]
-        ranks, hosts = process.world_size, process.hosts
-        return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
-
-
-def _first_rank_reports(process: Process, records: Iterable[Row | SoFar], out: Path, title: str, total: int) -> int:
-    """Measure on all ranks; the first one prints and writes."""
-    if process.rank == 0:
-        return run_and_report(records, out, title, total=total)
-    for _ in records:
-        raise AssertionError("only rank 0 gets records")
-    return 0
-
-
 @dataclass(frozen=True)
 class Bench:
     """Run an experiment over a grid of cases."""
@@ -314,4 +216,5 @@ class Bench:
         | Annotated[BenchFused, subcommand("fused")]
         | Annotated[BenchCollectives, subcommand("collectives")]
         | Annotated[BenchParallel, subcommand("parallel")]
+        | Annotated[BenchStep8b, subcommand("step8b")]
     )

@@ -148,8 +148,8 @@ class BuiltinModel(Common):
     """Commands that take one of our models."""
 
     size: str | None = None
-    """Named size (tiny, small, medium, large, xl, 2.7B, 10B) or a .toml file with a [model] table; by default tiny, or
-    small where there is a GPU. The model's own flags change it further."""
+    """Named size (tiny, small, medium, large, xl, 2.7B, 8B, 10B) or a .toml file with a [model] table; by default tiny,
+    or small where there is a GPU. The model's own flags change it further."""
     config: Path | None = None
     """TOML file with [model] and [step] tables (train reads [train] too), as defaults for the flags."""
     data: Path | None = None

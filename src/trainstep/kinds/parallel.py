@@ -75,6 +75,7 @@ class ParallelRow(SchemeSettings, GpuState, Timed, kind="parallel"):
     after_step_optimizer_state_gib: float | None = None
     after_step_gib: float | None = None
     peak_gib: float | None = None
+    peak_reserved_gib: float | None = None  # by torch's allocator, which holds what is free between its blocks too
     predicted_start_gib: float | None = None
     predicted_before_step_gib: float | None = None
     predicted_after_step_gib: float | None = None

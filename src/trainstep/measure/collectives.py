@@ -43,6 +43,8 @@ def recorded_collectives() -> Iterator[list[Collective]]:
 
 
 class _Recorder(TorchDispatchMode):
+    supports_higher_order_operators = True  # compiled code that computes attention again has some
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
@@ -53,7 +55,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
+        if getattr(func, "namespace", None) in ("c10d", "_c10d_functional", "trainstep_peer_copies"):
             operator = func._schema.name.partition("::")[2]
             if not operator.startswith(_NO_CALLS):
                 self.calls.append(_collective(operator, args))

@@ -126,6 +126,10 @@ def best_bucket_bytes(gradient_bytes: float, world_size: int, link: Link, backwa
     return gradient_bytes / max(calls, 1.0)
 
 
+OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
+"""Most that `parallel.fsdp.transport` stages of a group that is gathered, and of gradients."""
+
+
 @dataclass(frozen=True)
 class RankBytes:
     """What a scheme keeps on one rank, and sends in a step."""
@@ -212,10 +216,10 @@ def rank_bytes(
         # Weights: the group in use and two ahead. Gradients: a group's being collected, and one's sent and received.
         # Between replicas one group's part is on its way besides.
         group = largest_group * gathered
-        outbox = -(-group // n) if peer_copies and n > 1 else 0
-        inbox = group if outbox and on_the_way < gradients else 0  # one of the two that are sent and received
+        outbox = min(-(-group // n), OUTBOX_BYTES) if peer_copies and n > 1 else 0
+        inbox = min(group, INBOX_BYTES) if outbox and on_the_way < gradients else 0
         moved = sent("reduce-scatter", 2 * num_parameters * gathered)
-        buffers = group * (3 + 1 + 2) + outbox
+        buffers = group * (3 + 1 + 1) + (inbox or group) + outbox
         if replicas > 1:
             buffers += -(-largest_group * bytes_per_parameter // n)
             moved += bytes_sent("all-reduce", gradient_share, replicas) // replicas

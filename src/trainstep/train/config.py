@@ -168,7 +168,7 @@ class RunConfig:
 
         Raises:
             UsageError: the batch does not divide, the context is too long, or the scheme is for one process.
-            UnsupportedError: fp16, the chunked loss with sharded weights, or ranks that make no replicas.
+            UnsupportedError: fp16, or ranks that make no replicas.
         """
         if self.model is not None:
             self._check_sizes(self.model, world_size)
@@ -182,7 +182,7 @@ class RunConfig:
                 f"train does not take {self.step.precision}: its loss scaler skips steps, so that runs could not be "
                 "resumed and compared step by step; use --precision bf16, which needs no scaler"
             )
-        self.scheme(world_size, hosts).check(self.step, world_size)
+        self.scheme(world_size, hosts).check(world_size)
 
     def _check_sizes(self, model: ModelConfig, world_size: int) -> None:
         sizes = {"parameters": model.num_parameters, "tokens of an update": self.tokens_per_update}

@@ -242,3 +242,9 @@ def test_whole_numbers_stay_whole(precision):
     assert torch.equal(copied.long(), chosen)
     assert counts.tolist() == [50] * 4
     assert all(torch.equal(each, each.round()) for each in whole)
+
+
+def test_a_model_can_be_built_inside_without_values_at_first():
+    with RandomRounding("fp32", 0):
+        empty = torch.empty(3, device="meta")
+        assert (empty * 2).is_meta

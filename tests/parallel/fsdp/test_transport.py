@@ -2,6 +2,7 @@
 
 import os
 import platform
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.parallel.nets import build, train_alone
 from trainstep.errors import UsageError
 from trainstep.measure.collectives import recorded_collectives
 from trainstep.parallel import FullyShardedDataParallel
+from trainstep.parallel.fsdp import transport
 from trainstep.parallel.fsdp.transport import Collectives, PeerCopies, PeerMemory, choose_transport, obstacle_to_sharing
 
 pytestmark = pytest.mark.distributed
@@ -31,10 +33,10 @@ def test_every_rank_sees_every_buffer(four):
 
 def _held(process):
     sizes = {"collectives": None, "peer-copies": None}
-    for transport in sizes:
-        sharded = FullyShardedDataParallel(build(inner=1024), compute_dtype=torch.bfloat16, transport=transport)
+    for name in sizes:
+        sharded = FullyShardedDataParallel(build(inner=1024), compute_dtype=torch.bfloat16, transport=name)
         groups = sharded._schedule.groups
-        sizes[transport] = sharded.uncounted_bytes
+        sizes[name] = sharded.uncounted_bytes
     largest = max(group.full_bytes for group in groups)
     return sizes, largest
 
@@ -46,47 +48,55 @@ def test_buffers_are_as_large_as_the_largest_group_needs(two):
         assert sizes["peer-copies"] == pytest.approx(1.5 * largest, rel=0.05)
 
 
-def _both(process, sizes, dtype):
+def _both(process, sizes, dtype, room):
     """Results of two calls in a row by either transport."""
     ranks = process.world_size
-    copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
+    with mock.patch.multiple(transport, OUTBOX_BYTES=room, INBOX_BYTES=room):
+        copies = PeerCopies(process.group, process.device, slice_bytes=8192, exchange_bytes=8192)
+    assert copies.uncounted_bytes == 2 * room
     found = []
-    for transport in (Collectives(process.group), copies):
+    for each in (Collectives(process.group), copies):
         for call in range(2):
             generator = torch.Generator().manual_seed(10 * process.rank + call)
             whole = [torch.randn(ranks * size, generator=generator).to(dtype) for size in sizes]
-            gather = transport.gather_of([tensor.view(torch.uint8) for tensor in whole])()
+            gather = each.gather_of([tensor.view(torch.uint8) for tensor in whole])()
             if gather is not None:
                 gather.wait()
             send = torch.randn(ranks, sizes[0], generator=generator).to(dtype)
-            receive = transport.receive_buffer(send)
-            exchange = transport.exchange(receive, send)
-            if exchange is not None:
-                exchange.wait()
-            found.append([*whole, receive.clone()])
+            mean = torch.empty(sizes[0])
+            exchange, after = each.exchange_of(send, mean)
+            work = exchange()
+            if work is not None:
+                work.wait()
+            if after is not None:
+                after()
+            found.append([*whole, mean])
     return found[:2], found[2:]
 
 
+@pytest.mark.parametrize("room", [8192, 256])
 @pytest.mark.parametrize(("sizes", "dtype"), [([3, 128, 1], torch.float32), ([65], torch.bfloat16)])
-def test_copies_do_what_collectives_do(four, sizes, dtype):
-    for by_collectives, by_copies in four.run(_both, sizes, dtype):
+def test_copies_do_what_collectives_do_at_once_or_in_rounds(four, sizes, dtype, room):
+    for by_collectives, by_copies in four.run(_both, sizes, dtype, room):
         for call, other in zip(by_collectives, by_copies, strict=True):
             for expected, value in zip(call, other, strict=True):
                 assert expected.unique().numel() > 1 or expected.numel() < 8
                 assert torch.equal(value, expected)
 
 
-def _train_by_copies(process, names):
+def _train_by_copies(process, names, room=2**28):
     found = []
     for name in names:
         options, how, dtype = CASES[name]
-        found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
+        with mock.patch.multiple(transport, OUTBOX_BYTES=room, INBOX_BYTES=room):
+            found.append(_train(process, options, how, 4, dtype, transport="peer-copies"))
     return found
 
 
-def test_two_ranks_train_as_one_process_bit_for_bit(two):
+@pytest.mark.parametrize("room", [2**28, 512])
+def test_two_ranks_train_as_one_process_bit_for_bit(two, room):
     names = ["frozen", "bfloat16", "float16"]
-    for name, found in zip(names, two.run(_train_by_copies, names)[1], strict=True):
+    for name, found in zip(names, two.run(_train_by_copies, names, room)[1], strict=True):
         options, how, dtype = CASES[name]
         assert_same(found, train_alone(options, how, 4, ranks=2, dtype=dtype), name)
 
@@ -97,11 +107,11 @@ def test_four_ranks_train_as_one_process_bit_for_bit(four):
 
 
 def _announced(process):
-    transport = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
+    copies = PeerCopies(process.group, process.device, slice_bytes=4096, exchange_bytes=4096)
     with recorded_collectives() as calls:
-        transport.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
+        copies.gather_of([torch.zeros(512, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)])()
         send = torch.zeros(2, 100)
-        transport.exchange(transport.receive_buffer(send), send)
+        copies.exchange_of(send, torch.empty(100))[0]()
     return [(call.name, call.tensors, call.bytes) for call in calls if call.name != "barrier"]
 
 

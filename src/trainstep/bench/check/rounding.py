@@ -116,6 +116,8 @@ class RandomRounding(TorchDispatchMode):
     def _round(self, tensor: Tensor) -> None:
         if tensor.dtype != self._dtype or tensor.layout != torch.strided or not tensor.numel() or 0 in tensor.stride():
             return
+        if tensor.is_meta:  # a model that is built inside has no values yet
+            return
         bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)  # one more is one unit more
         bits.add_(self._moves(tensor).where((tensor != 0) & tensor.isfinite(), 0))
 

@@ -23,6 +23,18 @@ from trainstep.workload import Workload, WorkloadSource
 
 
 @dataclass(frozen=True)
+class DoBench:
+    """How often a step is taken by the rules of `triton.testing.do_bench`: by milliseconds, not by counts."""
+
+    warmup_ms: float
+    rep_ms: float
+
+    def counts(self, step_ms: float) -> tuple[int, int]:
+        """Steps of warm-up, and timed ones, of a step that takes so long: as many as fit, at least one of each."""
+        return max(1, int(self.warmup_ms / step_ms)), max(1, int(self.rep_ms / step_ms))
+
+
+@dataclass(frozen=True)
 class ParallelCase:
     """One scheme."""
 
@@ -32,6 +44,10 @@ class ParallelCase:
     scheme: Scheme
     warmup: int = 5
     steps: int = 10
+    do_bench: DoBench | None = None
+    """In place of `warmup` and `steps`, which count."""
+    float32: StepConfig | None = None
+    """How the step is taken where it is judged in float32, which not all attention has; None: as it is otherwise."""
     allow_unused: bool = False
     """Whether parameters may get no gradient on some rank, as one process found; it costs a collective and a wait."""
 

@@ -173,12 +173,9 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
     Raises:
         AgreedError: the workload cannot be trained for a reason that its author can mend.
     """
-    wanted, allow_unused = _expected_on_first_rank(cases[0], process)
+    wanted, allow_unused = expected_on_first_rank(cases[0], process)
     if isinstance(wanted, Failure):
-        said = "one process could not train on the whole batch, to compare with: "
-        reason = wanted.reason if wanted.status == "unsupported" else said + wanted.reason
-        failed = dataclasses.replace(wanted, reason=reason)
-        return Comparison(dict.fromkeys((case.scheme for case in cases), failed), 0, 0, allow_unused)
+        return Comparison(dict.fromkeys((case.scheme for case in cases), wanted), 0, 0, allow_unused)
     schemes: dict[Scheme, Agreement | Failure | None] = {}
     for case in cases:
         if not case.scheme.communicates:
@@ -193,9 +190,13 @@ def compare_with_one_process(cases: Sequence[ParallelCase], process: Process) ->
     return Comparison(schemes, count, wanted.trained.frozen, allow_unused, wanted.share_difference)
 
 
-def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:
-    """What one process computes, on rank 0, and None elsewhere; on all, why it could not, or whether it left parameters
-    unused."""
+def expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expected | Failure | None, bool]:
+    """What one process computes, on rank 0, and None elsewhere; on all, why it could not, and whether it left
+    parameters unused. All ranks call it.
+
+    Raises:
+        AgreedError: the workload cannot be trained for a reason that its author can mend.
+    """
     found: Expected | Failure | None = None
     mistake: str | None = None
     if process.rank == 0:
@@ -205,6 +206,9 @@ def _expected_on_first_rank(case: ParallelCase, process: Process) -> tuple[Expec
         except UsageError as error:  # the others wait for what is sent to them
             mistake = str(error)
     failure = found if isinstance(found, Failure) else None
+    if failure is not None and failure.status != "unsupported":
+        said = "one process could not train on the whole batch, to compare with: "
+        failure = dataclasses.replace(failure, reason=said + failure.reason)
     known: list[Any] = [mistake, failure, isinstance(found, Expected) and found.trained.unused]
     dist.broadcast_object_list(known, group=process.group, group_src=0)
     mistake, failure, allow_unused = known
@@ -249,7 +253,8 @@ class _Trial:
         unfused = (
             StepConfig().optimizer
         )  # a fused SGD, which has no sharding strategy for FSDP2's DTensors, shows no more
-        config = dataclasses.replace(self.case.config, precision=precision, optimizer=unfused)
+        form = (precision == "fp32" and self.case.float32) or self.case.config
+        config = dataclasses.replace(form, precision=precision, optimizer=unfused)
         case, narrow = dataclasses.replace(self.case, config=config), self.case.scheme.shards_weights
         found = []
         for place, (count, passes) in enumerate(zip(BATCHES, (1, most), strict=True)):
@@ -276,7 +281,9 @@ class _Trial:
         """Of the workload's optimizer, from equal gradients; None but on rank 0."""
         config = self.case.config
         seeds = itertools.count(self.process.rank, self.process.world_size)
-        step = self._build(self.case, lambda workload: ready_to_fill(seeded(workload, seeds), config))
+        uncompiled = dataclasses.replace(config, compile="off")  # what backward computes is filled over
+        case = dataclasses.replace(self.case, config=uncompiled)
+        step = self._build(case, lambda workload: ready_to_fill(seeded(workload, seeds), config))
         fill_gradients(step, FILLED)
         for batch in batches(step, 2, len(FILLED)):
             _loss_of(step, batch)

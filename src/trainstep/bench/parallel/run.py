@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainstep.batches import count_tokens
@@ -133,7 +134,8 @@ class RankMeasurement:
     timing: Timing
     memory: Mapping[str, int]
     """Bytes, at the moments start, before_step and after_step: `MOMENT_weights`, `MOMENT_gradients` and
-    `MOMENT_optimizer_state`; on a GPU also `MOMENT`, all that is allocated, and `peak`, the most of it in a step."""
+    `MOMENT_optimizer_state`; on a GPU also `MOMENT`, all that is allocated, `peak`, the most of it in a step, and
+    `peak_reserved`, the most that torch's allocator held."""
     collectives: Sequence[Collective]
     """Of one step."""
     tokens: int | None
@@ -163,8 +165,15 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     memory = _held("start", step, process.device)
     batch = step.next_batch()
     warmup = max(case.warmup, 1)  # the optimizer's state is there from the second step on
-    clock = device_clock(process.device)
-    timing = time_steps(lambda phase: step(batch, phase=phase), device=clock, warmup=warmup, steps=case.steps)
+    take = partial(time_steps, lambda phase: step(batch, phase=phase), device=device_clock(process.device))
+    if case.do_bench is None:
+        timing = take(warmup=warmup, steps=case.steps)
+    else:
+        estimate = take(warmup=1, steps=1).samples[0].wall_ms
+        slowest: list[float] = [estimate] * process.world_size
+        dist.all_gather_object(slowest, estimate, group=process.group)
+        warmup, steps = case.do_bench.counts(max(slowest))
+        timing = take(warmup=warmup - 1, steps=steps)  # the estimate was the first
     gpu = gpu_state(process.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)
@@ -178,6 +187,7 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
         hook.remove()
     if on_gpu:
         memory["peak"] = torch.cuda.max_memory_allocated(process.device) + uncounted_bytes(step.replica)
+        memory["peak_reserved"] = torch.cuda.max_memory_reserved(process.device) + uncounted_bytes(step.replica)
     return RankMeasurement(timing, memory, collectives, count_tokens(batch), gpu)
 
 
@@ -221,7 +231,7 @@ def parallel_row(
         return make_row(
             ParallelRow, columns, values, status=status, reason=said or result.not_told, environment=environment
         )
-    slowest = [max(ranks, key=_step_ms) for ranks in result.rounds]
+    slowest = [max(ranks, key=step_ms) for ranks in result.rounds]
     samples: dict[str, list[float]] = {}
     for rank in slowest:
         for name, milliseconds in phase_samples(rank.timing).items():
@@ -256,7 +266,8 @@ def parallel_row(
     return ParallelRow(**columns, times=times, **measured, samples=samples, environment=environment)
 
 
-def _step_ms(rank: RankMeasurement) -> float:
+def step_ms(rank: RankMeasurement) -> float:
+    """The median of its steps, by the host's clock."""
     return summarize([step.wall_ms for step in rank.timing.samples]).median
 
 

@@ -244,9 +244,8 @@ class GradientBuffer:
             group, own = self._process_group, slice_of(send, self._process_group.rank(), self._ranks)
             pending = stream.run(lambda: reduce_scatter_mean([send], group), after=lambda: result.copy_(own))
         else:
-            exchange, receive, dtype = self.transport.exchange, self.transport.receive_buffer(send), self._dtype
-            add_up = partial(torch.mean, receive, dim=0, dtype=dtype, out=result)
-            pending = stream.run(lambda: exchange(receive, send), after=add_up)
+            exchange, add_up = self.transport.exchange_of(send, result)
+            pending = stream.run(exchange, after=add_up)
         starts = [(each, each.shard, place.start) for each, place in self._places.items()]
         rows = [(each, result.as_strided(shard.shape, shard.stride(), start)) for each, shard, start in starts]
         return Sending(rows, written, result, pending, self._replicate, between)

@@ -3,7 +3,9 @@
 A collective is a kernel: while it runs, its thread blocks take multiprocessors and memory bandwidth from the
 computation beside it. Copies between GPUs of one host are done by copy engines instead. On two H200s a matrix product
 slows down by 14 % beside copies and by 45 % beside the same bytes in a collective, and the copies are twice as fast
-beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging buffer there.
+beside it (docs/lab-log.md). Copies need all ranks on one host, and a staging buffer there, as large as the largest
+group needs, up to `OUTBOX_BYTES` and `INBOX_BYTES`: the embedding of a large vocabulary is several times a block, and
+nothing else can use the buffer. What does not fit goes in several rounds.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from itertools import accumulate
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ from trainstep.parallel.collectives import Waitable, all_gather_slices, all_to_a
 
 TransportName = Literal["auto", "collectives", "peer-copies"]
 """auto: peer-copies between GPUs of one host that can read each other's memory, else collectives."""
+
+OUTBOX_BYTES, INBOX_BYTES = 2**28, 2**29
+"""Most that a rank stages at a time: of its slices, and of gradients that it gets. A copy of that takes so much longer
+than the barriers around it that rounds cost nothing to speak of."""
 
 _GATHER, _EXCHANGE = 0, 1
 """Channels of barriers: gathers and exchanges run on streams of their own."""
@@ -60,13 +65,15 @@ class Collectives:
         rank has there. The tensors' storage may come and go in between."""
         return lambda: all_gather_slices(tensors, self._group)
 
-    def receive_buffer(self, send: Tensor) -> Tensor:
-        """Where `exchange` puts what it receives: of the shape and dtype of `send`. Valid until the next exchange."""
-        return torch.empty_like(send)
+    def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
+        """An exchange to be started once, and what is to be done after it: then `result` (elements) has the mean over
+        all ranks of what they have in send[this rank]; `send` is (ranks, elements), the mean in the dtype of `result`.
 
-    def exchange(self, receive: Tensor, send: Tensor) -> Waitable:
-        """receive[i] becomes what rank i has in send[this rank]; both are (ranks, elements)."""
-        return all_to_all(receive, send, self._group)
+        Its memory is that of the current stream.
+        """
+        receive = torch.empty_like(send)
+        mean = partial(torch.mean, receive, dim=0, dtype=result.dtype, out=result)
+        return lambda: all_to_all(receive, send, self._group), mean
 
 
 class PeerMemory:
@@ -134,50 +141,77 @@ class PeerCopies:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slice_bytes: int, exchange_bytes: int) -> None:
         self._rank, self._ranks = group.rank(), group.size()
-        self._slice_bytes = padded(slice_bytes)
-        self._memory = PeerMemory(max(self._slice_bytes + exchange_bytes, 1), group, device)  # outbox, inbox
+        self._slice_bytes = min(padded(slice_bytes), OUTBOX_BYTES)
+        self._exchange_bytes = min(exchange_bytes, INBOX_BYTES)
+        self._memory = PeerMemory(max(self._slice_bytes + self._exchange_bytes, 1), group, device)  # outbox, inbox
         self.uncounted_bytes = self._memory.uncounted
         self._others = [(self._rank + distance) % self._ranks for distance in range(1, self._ranks)]
         """In another order on every rank, so that no two read from one at a time."""
 
     def gather_of(self, tensors: Sequence[Tensor]) -> Start:
-        sizes = [tensor.numel() // self._ranks for tensor in tensors]
-        ends = list(accumulate(map(padded, sizes), initial=0))
-        places = [slice(end, end + size) for end, size in zip(ends, sizes, strict=False)]
+        rounds = list(_rounds([tensor.numel() // self._ranks for tensor in tensors], self._slice_bytes))
 
         @cache  # made once, as the host has a copy to start every few microseconds; and late, when there is storage
-        def pairs(rank: int) -> list[tuple[Tensor, Tensor]]:
-            """Of every tensor: the rank's slice in its outbox, and here in its place."""
+        def pairs(number: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+            """Of a round: the rank's pieces in its outbox, and here in their places."""
             outbox = self._memory.buffers[rank]
-            slices = [slice_of(tensor, rank, self._ranks) for tensor in tensors]
-            return list(zip([outbox[place] for place in places], slices, strict=True))
+            return [
+                (outbox[start : start + part.stop - part.start], slice_of(tensors[index], rank, self._ranks)[part])
+                for index, part, start in rounds[number]
+            ]
 
         def start() -> None:
             torch.ops.trainstep_peer_copies.all_gather(tensors, self._ranks)
-            for outbox, mine in pairs(self._rank):
-                outbox.copy_(mine)
-            self._memory.barrier(_GATHER)
-            for rank in self._others:
-                for outbox, theirs in pairs(rank):
-                    theirs.copy_(outbox)
-            self._memory.barrier(_GATHER)
+            for number in range(len(rounds)):
+                for outbox, mine in pairs(number, self._rank):
+                    outbox.copy_(mine)
+                self._memory.barrier(_GATHER)
+                for rank in self._others:
+                    for outbox, theirs in pairs(number, rank):
+                        theirs.copy_(outbox)
+                self._memory.barrier(_GATHER)
 
         return start
 
-    def receive_buffer(self, send: Tensor) -> Tensor:
-        return self._inbox_of(self._rank, send)
+    def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
+        at_once = max(self._exchange_bytes // (self._ranks * send.element_size()), 1)
 
-    def exchange(self, receive: Tensor, send: Tensor) -> None:
-        torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
-        self._memory.barrier(_EXCHANGE)
-        receive[self._rank].copy_(send[self._rank])
-        for rank in self._others:
-            self._inbox_of(rank, send)[self._rank].copy_(send[rank])
-        self._memory.barrier(_EXCHANGE)
+        def start() -> None:
+            torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
+            for first in range(0, send.shape[1], at_once):
+                part = send[:, first : first + at_once]
+                received = self._inbox_of(self._rank, part)
+                self._memory.barrier(_EXCHANGE)
+                received[self._rank].copy_(part[self._rank])
+                for rank in self._others:
+                    self._inbox_of(rank, part)[self._rank].copy_(part[rank])
+                self._memory.barrier(_EXCHANGE)
+                torch.mean(received, dim=0, dtype=result.dtype, out=result[first : first + at_once])
+
+        return start, None
 
     def _inbox_of(self, rank: int, like: Tensor) -> Tensor:
         inbox = self._memory.buffers[rank][self._slice_bytes :]
         return inbox[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _rounds(sizes: Sequence[int], room: int) -> Iterator[list[tuple[int, slice, int]]]:
+    """Slices of these bytes, cut to pieces that fit a buffer of `room` bytes (a multiple of 256): of each round, (index
+    of the slice, piece of it, where the piece starts in the buffer)."""
+    taken: list[tuple[int, slice, int]] = []
+    end = 0
+    for index, size in enumerate(sizes):
+        done = 0
+        while done < size:
+            if end == room:
+                yield taken
+                taken, end = [], 0
+            stop = min(size, done + room - end)
+            taken.append((index, slice(done, stop), end))
+            end += padded(stop - done)
+            done = stop
+    if taken:
+        yield taken
 
 
 Transport = Collectives | PeerCopies

@@ -133,6 +133,7 @@ _COLUMNS = (
         )
     ),
     columns.value("peak (GiB)", "peak_gib"),
+    columns.value("reserved (GiB)", "peak_reserved_gib", brief=False),
     *columns.values({"gradients off by": "gradient_error", "allowed": "gradient_allowed"}, brief=False),
     *columns.values({"in float32": "float32_error", "allowed": "float32_allowed"}, brief=False),
     *columns.values({"optimizer off by": "optimizer_error", "allowed": "optimizer_allowed"}, brief=False),

@@ -1,0 +1,222 @@
+"""`trainstep bench` over ranks that torchrun starts: collectives, schemes of data parallel training, step8b."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff
+
+from trainstep.bench.cases import COLLECTIVE_AXES, CollectiveCase, collective_cases
+from trainstep.commands.options import Common, OneModel, axes_of, commas, flags_of, short_name
+from trainstep.commands.output import OnPart, run_and_report
+from trainstep.config import AttentionImpl, CompileMode, FusedParts, LossImpl, StepConfig, resolve_size
+from trainstep.errors import UsageError
+from trainstep.schemes import BENCH_SCHEMES, SCHEMES, Scheme
+
+if TYPE_CHECKING:
+    from trainstep.bench.parallel import ParallelCase
+    from trainstep.parallel.process import Process
+    from trainstep.records import Row, SoFar
+
+CollectiveGrid: Any = flags_of(CollectiveCase, several=True, defaults=COLLECTIVE_AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCollectives(Common):
+    """Time collectives over a grid, started by torchrun: every flag with commas is an axis. Checked before timed."""
+
+    axes: CollectiveGrid = field(default_factory=dict)
+    """The cases; every combination of the values is one."""
+    warmup: int = 5
+    """Calls before the timed ones."""
+    steps: int = 20
+    """Timed calls per case."""
+    device: str = "auto"
+    """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-collectives")
+    """Folder for results.jsonl, tables/ and report.html."""
+
+    def run(self) -> int:
+        from trainstep.bench.collectives import run_cases
+        from trainstep.parallel.process import join_group
+
+        axes = axes_of({**COLLECTIVE_AXES, **self.axes}, CollectiveCase())
+        with join_group(self.device, timeout_s=self.timeout) as process:
+            cases = collective_cases(axes, process.world_size)
+            records = run_cases(cases, process, warmup=self.warmup, steps=self.steps)
+            return _first_rank_reports(process, records, self.out, "bench collectives", len(cases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchParallel(OneModel):
+    """Time one workload under schemes of data parallel training, started by torchrun. Checked before timed.
+
+    Ranks talk over NCCL between GPUs, and over Gloo between CPUs.
+    """
+
+    scheme: commas(Literal[BENCH_SCHEMES]) = BENCH_SCHEMES  # type: ignore[valid-type]
+    """The schemes; single is the step without communication that the others are held against, torch-* are PyTorch's."""
+    replicas: commas(int) = ()  # type: ignore[valid-type]
+    """Of hybrid schemes (hsdp, torch-hsdp), each sharded over consecutive ranks; by default one on each host, or two on
+    a single one. Several numbers are measured beside each other."""
+    rounds: int = 3
+    """How often each is built and timed, in turns, in an order drawn anew each time; ratios to torch's count a round as
+    one sample from 3 up."""
+    trace: FlagCreatePairsOff[bool] = False
+    """When all are timed, also record one step of each scheme with the profiler: the report then draws them one below
+    the other, and says how much communication is hidden behind computation."""
+    warmup: int = 5
+    """Steps before the timed ones, in each round."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-parallel")
+    """Folder for results.jsonl, tables/, report.html and traces (ui.perfetto.dev opens them)."""
+
+    def run(self) -> int:
+        from trainstep.bench.parallel import ParallelCase
+        from trainstep.bench.parallel.run import run_cases
+        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
+
+        with join_group(self.step_config().device, timeout_s=self.timeout) as process:
+            try:
+                source = on_all_ranks(process, self.source)
+                config = on_all_ranks(process, lambda: self.own_step(source))
+                schemes = on_all_ranks(process, lambda: self.schemes(process))
+                cases = [ParallelCase(source, config, each, self.warmup, self.steps) for each in schemes]
+                records = run_cases(cases, process, self.out if self.trace else None, rounds=self.rounds)
+                return _first_rank_reports(process, records, self.out, "bench parallel", len(cases) * (1 + self.trace))
+            except AgreedError as error:  # all ranks have it, so they leave the group in order, and one says it
+                mistake = error
+        if process.rank == 0:
+            raise mistake
+        return 0  # torchrun ends the first rank before it has spoken when another fails
+
+    def schemes(self, process: Process) -> list[Scheme]:
+        """Those named, a hybrid one with each number of replicas."""
+        if few := [each for each in self.replicas if each < 1]:
+            raise UsageError(f"--replicas is {few[0]}; expected 1 or more")
+        named = [SCHEMES[name] for name in self.scheme]
+        ranks, hosts = process.world_size, process.hosts
+        return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStep8b(Common):
+    """CS336's leaderboard of 2026: a step of an 8 B model at context 32,768, ours and torch's, started by torchrun.
+
+    The arms are every combination of scheme and checkpointed blocks. Each is judged on a reduced model before it is
+    timed at full size; one that runs out of memory is a row that says so.
+    """
+
+    scheme: commas(Literal[BENCH_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
+    """The schemes, in this order."""
+    checkpoint_blocks: commas(int) = (12, 18)  # type: ignore[valid-type]
+    """How many blocks are computed again in backward, the first ones: few take less time, and more memory. All schemes
+    are timed with a number before the next."""
+    attention: AttentionImpl = "flash-triton"
+    """Of our schemes."""
+    loss: commas(LossImpl) = ("fused",)  # type: ignore[valid-type]
+    """Of our schemes: fused or chunked; each is an arm."""
+    fused: commas(FusedParts) = ("none",)  # type: ignore[valid-type]
+    """Of our schemes: none or rope; each is an arm."""
+    peer_attention: AttentionImpl = "sdpa-cudnn"
+    """Of torch's schemes, whose loss is chunked."""
+    size: str = "8B"
+    """Another named size or .toml file, to try the command on a smaller machine."""
+    context: int = 32_768
+    """Tokens per sequence; one sequence on each rank."""
+    compile: CompileMode = "blocks"
+    """Of all arms: off, blocks or model."""
+    warmup: float = 10_000.0
+    """Milliseconds of steps before the timed ones, as do_bench takes it; the first step, which compiles, is before."""
+    rep: float = 30_000.0
+    """Milliseconds of timed steps, as many as fit; six steps or more have a 95 % interval."""
+    trace: FlagCreatePairsOff[bool] = False
+    """When all are timed, also record one step of our fastest arm with the profiler."""
+    device: str = "auto"
+    """auto (the GPU of the local rank where there are GPUs, with NCCL), cpu (with Gloo) or cuda."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others before it is an error."""
+    out: Path = Path("results/bench-step8b")
+    """Folder for results.jsonl, tables/, report.html, policies of checkpointing and the trace."""
+
+    def run(self) -> int:
+        from trainstep.bench.parallel.step8b import leaderboard_lines, run_arms
+        from trainstep.kinds import ParallelRow
+        from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
+        from trainstep.records import of_kind
+
+        if not (self.warmup >= 0 and self.rep > 0):
+            raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
+        _allocate_in_expandable_segments()
+        rows: list[ParallelRow] = []
+
+        def records(on_part: OnPart) -> Iterator[Row]:
+            for row in run_arms(arms, process, self.out, trace=self.trace, on_part=on_part):
+                rows.extend(of_kind([row], ParallelRow))
+                yield row
+
+        with join_group(self.device, timeout_s=self.timeout) as process:
+            try:
+                arms = on_all_ranks(process, self.arms)
+                code = _first_rank_reports(process, records, self.out, "bench step8b", len(arms) + self.trace)
+                for line in leaderboard_lines(rows):
+                    print(line)
+                return code
+            except AgreedError as error:
+                mistake = error
+        if process.rank == 0:
+            raise mistake
+        return 0
+
+    def arms(self) -> list[ParallelCase]:
+        """What is timed, in order."""
+        from trainstep.bench.parallel import DoBench, ParallelCase
+        from trainstep.bench.parallel.step8b import checkpointing_of, source_of
+
+        model, rules = resolve_size(self.size), DoBench(self.warmup, self.rep)
+        source, arms = source_of(short_name(self.size), model), []
+        shared = StepConfig(batch=1, context=self.context, precision="bf16", compile=self.compile, device=self.device)
+        for first, name in itertools.product(self.checkpoint_blocks, self.scheme):
+            scheme, checkpointing = SCHEMES[name], checkpointing_of(first, model.num_layers, self.out)
+            step = dataclasses.replace(shared, optimizer="adamw-fused", checkpointing=checkpointing)
+            if scheme.peer is None:
+                step = dataclasses.replace(step, attention=self.attention)
+                steps = [dataclasses.replace(step, loss=a, fused=b) for a in self.loss for b in self.fused]
+            else:
+                steps = [dataclasses.replace(step, attention=self.peer_attention, loss="chunked")]
+            arms += [ParallelCase(source, each, scheme, do_bench=rules) for each in steps]
+        return arms
+
+
+def _allocate_in_expandable_segments() -> None:
+    """Of all arms alike, as torchtitan trains: what lies free between blocks can be had then, which a step that nearly
+    fills a GPU needs. What the environment says of the allocator stays."""
+    import torch
+
+    said = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if torch.cuda.is_available() and not said:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def _first_rank_reports(
+    process: Process,
+    records: Iterable[Row | SoFar] | Callable[[OnPart], Iterable[Row | SoFar]],
+    out: Path,
+    title: str,
+    total: int,
+) -> int:
+    """Measure on all ranks; the first one prints and writes."""
+    if process.rank == 0:
+        return run_and_report(records, out, title, total=total)
+    for _ in records(lambda part: None) if callable(records) else records:
+        raise AssertionError("only rank 0 gets records")
+    return 0
