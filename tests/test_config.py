@@ -12,7 +12,8 @@ def test_gpt2_and_cs336_shapes():
     assert shapes["xl"] == (1600, 6400, 48, 25)
     assert shapes["2.7B"] == (2560, 10240, 32, 32)
     assert shapes["10B"] == (4608, 12288, 50, 36)
-    assert {config.vocab_size for config in SIZES.values()} == {10_000}
+    assert shapes["8B"] == (4096, 11008, 34, 32)
+    assert {name: config.vocab_size for name, config in SIZES.items() if config.vocab_size != 10_000} == {"8B": 151_936}
     assert (StepConfig().batch, StepConfig().context) == (4, 512)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._prims.rng_prims import run_and_save_rng_state
 
 from trainstep.measure.collectives import recorded_collectives
 
@@ -59,3 +60,10 @@ def _in_backward(process):
 
 def test_calls_in_backward_are_recorded(two):
     assert two.run(_in_backward) == [[12, 36]] * 2
+
+
+def test_operators_that_hold_others_as_compiled_code_has_them_run_as_they_are():
+    with recorded_collectives() as calls:
+        _, drawn = run_and_save_rng_state(torch.ops.aten.rand.default, [3], device=torch.device("cpu"))
+    assert drawn.shape == (3,)
+    assert calls == []

@@ -211,7 +211,7 @@ def test_a_verdict_says_what_is_wrong_and_nothing_else(wrong, said):
 BY_PRECISION = pytest.mark.parametrize(
     ("own", "factor", "rounding"), [("fp32", 6, FP32), ("bf16", 1, BF16), ("tf32", 1, 2.0**-10)]
 )
-"""Two bits are lost where tensor cores multiply float32."""
+"""Tensor cores lose more of float32, as was measured."""
 
 
 @BY_PRECISION

@@ -23,7 +23,7 @@ def main():
         ).sum()
         loss.backward()
 '''
-LOADER = {"line": 13, "num_workers": 0, "pin_memory": False}
+LOADER = {"line": 13, "num_workers": 0, "pin_memory": False, "is_iterable": False}
 OPTIMIZER = {"class": "AdamW", "line": 9, "fused": False, "foreach": False, "names": ["model"]}
 MODEL = {"line": 15, "device": "cuda"}
 
@@ -56,6 +56,15 @@ def test_arguments_go_behind_the_last_one(patched):
 def test_arguments_that_are_there_get_the_new_value(patched):
     _, lines = patched("pinned memory", text=TEXT.replace("num_workers=0", "pin_memory=False"))
     assert lines[1] == "+    loader = DataLoader(range(10), batch_size=2, pin_memory=True)"
+
+
+def test_a_loader_with_few_workers_gets_more_and_one_that_would_repeat_itself_gets_none(patched, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    text = TEXT.replace("num_workers=0", "num_workers=1")
+    _, lines = patched("loader workers", text=text, loader={"num_workers": 1})
+    assert lines[1].startswith("+    loader = DataLoader(range(10), batch_size=2, num_workers=4")
+    found, lines = patched("loader workers", text=text, loader={"num_workers": 1, "is_iterable": True})
+    assert (lines, found.left) == ([], ["loader workers"])
 
 
 def test_changes_together_find_their_places(patched):

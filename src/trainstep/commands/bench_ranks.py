@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -108,6 +109,9 @@ class BenchParallel(OneModel):
         return [scheme.on(ranks, hosts, each) for scheme in named for each in scheme.choices(self.replicas)]
 
 
+_FLAT_SCHEMES = tuple(name for name in BENCH_SCHEMES if SCHEMES[name].communicates and not SCHEMES[name].is_hybrid)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchStep8b(Common):
     """CS336's leaderboard of 2026: a step of an 8 B model at context 32,768, ours and torch's, started by torchrun.
@@ -116,7 +120,7 @@ class BenchStep8b(Common):
     timed at full size; one that runs out of memory is a row that says so.
     """
 
-    scheme: commas(Literal[BENCH_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
+    scheme: commas(Literal[_FLAT_SCHEMES]) = ("torch-fsdp2", "fsdp")  # type: ignore[valid-type]
     """The schemes, in this order."""
     checkpoint_blocks: commas(int) = (12, 18)  # type: ignore[valid-type]
     """How many blocks are computed again in backward, the first ones: few take less time, and more memory. All schemes
@@ -154,8 +158,6 @@ class BenchStep8b(Common):
         from trainstep.parallel.process import AgreedError, join_group, on_all_ranks
         from trainstep.records import of_kind
 
-        if not (self.warmup >= 0 and self.rep > 0):
-            raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
         _allocate_in_expandable_segments()
         rows: list[ParallelRow] = []
 
@@ -182,6 +184,8 @@ class BenchStep8b(Common):
         from trainstep.bench.parallel import DoBench, ParallelCase
         from trainstep.bench.parallel.step8b import checkpointing_of, source_of
 
+        if not (0 <= self.warmup < math.inf and 0 < self.rep < math.inf):
+            raise UsageError(f"warmup is {self.warmup:g} ms, rep {self.rep:g}; expected 0 or more, and more than 0")
         model, rules = resolve_size(self.size), DoBench(self.warmup, self.rep)
         source, arms = source_of(short_name(self.size), model), []
         shared = StepConfig(batch=1, context=self.context, precision="bf16", compile=self.compile, device=self.device)

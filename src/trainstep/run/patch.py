@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstep.run.lines import owner_of
-from trainstep.run.reasons import workers_here
+from trainstep.run.reasons import with_few_workers, workers_here
 
 Settings = Mapping[str, Any]
 
@@ -80,9 +80,10 @@ def _places(name: str, script: Path, settings: Settings) -> Iterator[Mapping[str
     found: list[Mapping[str, Any]] = []
     if name == "TF32 matmuls":
         found = [{"file": str(script.resolve()), "line": 0}]
-    elif name in ("loader workers", "pinned memory"):
-        own = "num_workers" if name == "loader workers" else "pin_memory"
-        found = [each for each in settings["loaders"] if not each[own]]
+    elif name == "loader workers":
+        found = with_few_workers(settings)
+    elif name == "pinned memory":
+        found = [each for each in settings["loaders"] if not each["pin_memory"]]
     elif name == "bf16 autocast":
         found = list(settings["models"])
     else:

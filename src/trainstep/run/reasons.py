@@ -25,6 +25,11 @@ def workers_here() -> int:
     return max(1, min(WORKERS, os.cpu_count() or 1))
 
 
+def with_few_workers(settings: Settings) -> list[Mapping[str, Any]]:
+    """The loaders that are given more; an IterableDataset that does not divide itself would be repeated by each."""
+    return [each for each in settings["loaders"] if each["num_workers"] < workers_here() and not each["is_iterable"]]
+
+
 def seen_of(log: RankLog) -> dict[str, Any]:
     """What a whole run shows beside its settings: whether numbers are read, why code is compiled again, and how much
     of its steps waits for data."""
@@ -138,10 +143,9 @@ def of_workers(settings: Settings) -> str:
     """Of loaders' workers."""
     if not settings["loaders"]:
         return "the script makes no DataLoader"
-    few = [loader for loader in settings["loaders"] if loader["num_workers"] < workers_here()]
-    if not few:
+    if all(loader["num_workers"] >= workers_here() for loader in settings["loaders"]):
         return "the script sets it itself: its loaders have workers"
-    if all(loader["is_iterable"] for loader in few):
+    if not with_few_workers(settings):
         return "workers would repeat an IterableDataset that does not divide itself"
     waiting = settings["waiting"]
     if waiting is not None and waiting < LEAST_WAIT:
@@ -174,7 +178,7 @@ def of_buckets(settings: Settings) -> str:
     sizes = {each["bucket_cap_mb"] for each in settings["ddp"]}
     if None not in sizes:
         return f"the script sets it itself: bucket_cap_mb={' and '.join(map(str, sorted(sizes)))}"
-    most = max(each["gradients_mib"] for each in settings["ddp"])
+    most = max(each["gradients_mib"] for each in settings["ddp"] if each["bucket_cap_mb"] is None)
     return "" if most > ONE_BUCKET_MIB else f"its gradients are {most:.2g} MiB, which are sent at once anyway"
 
 

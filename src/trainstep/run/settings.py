@@ -98,9 +98,8 @@ class Settings:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            self._is_opaque |= isinstance(
-                node, torch.autograd.function.BackwardCFunction
-            )  # somebody's own, or compiled
+            own = isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name()
+            self._is_opaque |= own  # somebody's, or compiled
             drops = bool(getattr(node, "_saved_dropout_p", 0.0)) and ATTENTION in node.name()
             self._operators.add(f"{node.name()}{DROPPING if drops else ''}")
             nodes += [each for each, _ in node.next_functions]
@@ -123,7 +122,7 @@ class Settings:
             "models": self._models,
             "ddp": self._ddp,
             "checkpoints": self._checkpoints,
-            "operators": None if self._is_opaque else sorted(self._operators),
+            "operators": None if self._is_opaque or not self._operators else sorted(self._operators),
             "on_gpu": any(model["device"] == "cuda" for model in self._models),
         }
 

@@ -97,7 +97,7 @@ class Trial:
 
     def _see_loss(self, tensors: Any) -> None:
         self._capture.see_loss(tensors)
-        if not self._updates:
+        if self._updates <= WATCHED * len(self._capture.optimizers):
             self._settings.see_loss(tensors)
 
     def _update_begins(self, optimizer: Any) -> None:

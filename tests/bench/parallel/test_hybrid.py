@@ -103,7 +103,7 @@ def test_there_are_as_many_replicas_as_hosts_or_two():
     }  # fmt: skip
     assert SCHEMES["fsdp"].on(8, 2) is SCHEMES["fsdp"]
     with pytest.raises(UnsupportedError, match="1 rank cannot be laid out"):
-        SCHEMES["hsdp"].on(1, 1).check(CONFIG, 1)
+        SCHEMES["hsdp"].on(1, 1).check(1)
 
 
 def test_a_peer_stands_beside_ours_with_as_many_replicas():

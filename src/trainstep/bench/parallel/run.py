@@ -169,11 +169,11 @@ def measure(case: ParallelCase, process: Process) -> RankMeasurement:
     if case.do_bench is None:
         timing = take(warmup=warmup, steps=case.steps)
     else:
-        estimate = take(warmup=1, steps=1).samples[0].wall_ms
+        estimate = min(sample.wall_ms for sample in take(warmup=1, steps=2).samples)  # one may compile once more
         slowest: list[float] = [estimate] * process.world_size
         dist.all_gather_object(slowest, estimate, group=process.group)
         warmup, steps = case.do_bench.counts(max(slowest))
-        timing = take(warmup=warmup - 1, steps=steps)  # the estimate was the first
+        timing = take(warmup=max(warmup - 2, 0), steps=steps)  # the estimate was the first two
     gpu = gpu_state(process.device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(process.device)

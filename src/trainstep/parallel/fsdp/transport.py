@@ -174,7 +174,8 @@ class PeerCopies:
         return start
 
     def exchange_of(self, send: Tensor, result: Tensor) -> tuple[Start, Callable[[], object] | None]:
-        at_once = max(self._exchange_bytes // (self._ranks * send.element_size()), 1)
+        fit = self._exchange_bytes // (self._ranks * send.element_size())
+        at_once = fit if fit >= send.shape[1] else max(fit // 128 * 128, 1)  # rows that begin at whole cache lines
 
         def start() -> None:
             torch.ops.trainstep_peer_copies.all_to_all([send], self._ranks)
