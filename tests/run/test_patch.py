@@ -3,6 +3,7 @@
 import pytest
 
 from trainstep.run.patch import patch_of
+from trainstep.run.reasons import workers_here
 
 TEXT = '''"""A script."""
 import torch
@@ -58,12 +59,12 @@ def test_arguments_that_are_there_get_the_new_value(patched):
     assert lines[1] == "+    loader = DataLoader(range(10), batch_size=2, pin_memory=True)"
 
 
-def test_a_loader_with_few_workers_gets_more_and_one_that_would_repeat_itself_gets_none(patched, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    text = TEXT.replace("num_workers=0", "num_workers=1")
-    _, lines = patched("loader workers", text=text, loader={"num_workers": 1})
-    assert lines[1].startswith("+    loader = DataLoader(range(10), batch_size=2, num_workers=4")
-    found, lines = patched("loader workers", text=text, loader={"num_workers": 1, "is_iterable": True})
+def test_a_loader_with_few_workers_gets_more_and_one_that_would_repeat_itself_gets_none(patched):
+    few = workers_here() - 1
+    text = TEXT.replace("num_workers=0", f"num_workers={few}")
+    _, lines = patched("loader workers", text=text, loader={"num_workers": few})
+    assert lines[1].startswith(f"+    loader = DataLoader(range(10), batch_size=2, num_workers={few + 1}")
+    found, lines = patched("loader workers", text=text, loader={"num_workers": few, "is_iterable": True})
     assert (lines, found.left) == ([], ["loader workers"])
 
 

@@ -98,8 +98,10 @@ class Settings:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            own = isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name()
-            self._is_opaque |= own  # somebody's, or compiled
+            self._is_opaque |= "CppNode" in node.name()  # somebody's own
+            self._is_opaque |= isinstance(
+                node, torch.autograd.function.BackwardCFunction
+            )  # somebody's own in Python, or compiled
             drops = bool(getattr(node, "_saved_dropout_p", 0.0)) and ATTENTION in node.name()
             self._operators.add(f"{node.name()}{DROPPING if drops else ''}")
             nodes += [each for each, _ in node.next_functions]

@@ -82,7 +82,7 @@ def test_schemes_agree_with_one_process_and_are_timed(two, precision):
             continue
         for part in ("update", "gradient", "float32", "optimizer"):
             assert values[f"{part}_error"] <= values[f"{part}_allowed"], (case["scheme"], part)
-        assert values["float32_allowed"] < 3e-6
+        assert values["float32_allowed"] < 4.5e-6
         assert values["exposed_ms"] == pytest.approx(values["step_ms"] - found["single"]["step_ms"])
     assert found["flat"]["update_error"] == 0, "two halves add up exactly"
     assert found["flat"]["collectives"] == 1

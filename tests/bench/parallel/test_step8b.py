@@ -197,7 +197,7 @@ def test_a_line_of_the_leaderboard_has_the_mean_as_do_bench_and_the_fastest_is_f
     assert lines == [f"| trainstep: fsdp, {said} | 4000 ms | |", f"| trainstep: torch-fsdp2, {said} | 5150 ms | |"]
 
 
-@pytest.mark.parametrize("flags", [{"warmup": -1.0}, {"rep": 0.0}])
+@pytest.mark.parametrize("flags", [{"warmup": -1.0}, {"rep": 0.0}, {"rep": float("inf")}])
 def test_times_that_make_no_steps(flags):
     with pytest.raises(UsageError, match="expected 0 or more, and more than 0"):
-        BenchStep8b(**flags).run()
+        BenchStep8b(**flags).arms()
