@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from trainstep.kinds import ScriptRow, WaitRow
+from trainstep.kinds import RecompilationRow, ScriptRow, WaitRow
 from trainstep.records import of_kind
 from trainstep.report.page import render
 from trainstep.report.subjects import run as subject
 from trainstep.run.lines import shown_line
 from trainstep.run.log import RankLog, log_path, read_log
+from trainstep.run.reasons import seen_of
 from trainstep.run.rows import how_it_ended, script_records
 
 ITEM = {"file": "train.py", "line": 31, "function": "main", "call": "item"}
@@ -123,6 +124,21 @@ def test_an_evaluation_that_most_steps_have_is_a_part_of_them():
     (row,) = of_kind(rows, ScriptRow)
     assert (row.evaluated, row.n) == (0, 17)
     assert row.times["evaluation"].median == 9
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [((1, 1, 1), False), ((1, 1, 2), True)])
+def test_what_the_first_step_alone_compiles_several_times_is_no_finding(steps, is_said):
+    why = "2/2: dim == -2          # v = g.mean(dim)  # optim.py:165 in step\nUser stack trace:\n  File ..."
+    log = gpu_log()
+    each = {"function": "step", "called": ["optim.py", 9, "main"], "user": [None, None], "seconds": 1.0}
+    log.recompilations += [{**each, "reason": why if n else None, "step": step} for n, step in enumerate(steps)]
+    rows = script_records([log], "train.py", 0)
+    (again,) = of_kind(rows, RecompilationRow)
+    assert (again.compilations, again.reasons, again.why) == (3, 1, "dim == -2")
+    said = [finding.sentence for finding in subject.compiled_again(rows)]
+    assert len(said) == is_said
+    assert all("compiled 3 times" in each and each.endswith("because: dim == -2") for each in said)
+    assert seen_of(log)["recompiles"] is is_said
 
 
 def test_the_page_shows_all_of_it():

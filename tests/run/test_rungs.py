@@ -228,7 +228,7 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("loader workers", {"loaders": [{"num_workers": 4}]}, "its loaders have workers"),
         ("loader workers", {"loaders": [{"num_workers": 0, "is_iterable": True}]}, "repeat an IterableDataset"),
         ("loader workers", {"waiting": 0.004}, "its steps wait for data for 0.4% of their time"),
-        ("compiled for any size", {"recompiles": False}, "nothing is compiled again"),
+        ("compiled for any size", {"recompiles": False}, "nothing is compiled again after the first step"),
         ("checkpointed blocks", {"checkpoints": True}, "sets it itself"),
         ("checkpointed blocks", {"models": [{"blocks": 0}]}, "no repeated blocks"),
         ("larger batch", {"loaders": []}, "makes no DataLoader: its batches are its own"),

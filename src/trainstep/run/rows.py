@@ -3,6 +3,7 @@ kernels in the trace of the steps that the profiler recorded."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -226,10 +227,16 @@ def _recompilation_rows(log: RankLog, own: Mapping[str, Any]) -> Iterator[Recomp
             from_line=shown_line(user, user_line) if user else None,
             compilations=len(times),
             last_step=times[-1]["step"],
-            why=reasons[-1],
+            why=_shortened(reasons[-1]),
             reasons=len(set(reasons)),
             seconds=sum(each["seconds"] or 0.0 for each in times),
         )
+
+
+def _shortened(reason: str) -> str:
+    """Dynamo's reason without its number, the code that it cites and the stack."""
+    line = reason.split("\n", 1)[0].split("  #", 1)[0]
+    return re.sub(r"^\d+/\d+: ", "", line).strip()
 
 
 def how_it_ended(log: RankLog, code: int | None) -> str:

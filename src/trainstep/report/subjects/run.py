@@ -208,9 +208,9 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def compiled_again(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Calls that are compiled again and again."""
+    """Calls that are compiled again while the script trains; what the first step alone compiles is its start."""
     for row in of_kind(rows, RecompilationRow):
-        if not row.rank:
+        if not row.rank and (row.last_step or 0) > 1:
             from_line = f" (called from {row.from_line})" if row.from_line else ""
             said = (
                 f"What {{line}}{from_line} calls was compiled {{compilations:n}} times, the last time in step "
