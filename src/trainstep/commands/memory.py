@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,8 @@ class Memory(OneModel):
     fit: _Fit = None
     """Make the step fit this much memory (130GiB, 500MiB, or 65% of the plain peak; by default what the GPU has) at the
     least added time: choose for each block which activations to keep, compute again or send to host memory, then apply
-    and measure it. --checkpointing @OUT/fit.json repeats the choice elsewhere."""
+    and measure it. --checkpointing @OUT/fit.json repeats the choice elsewhere. Several, divided by commas, share what
+    is measured before the choice: fit-1.json and so on."""
     compare: FlagCreatePairsOff[bool] = False
     """With --fit: measure the policies that treat all blocks alike, too."""
     host_gib: float | None = None
@@ -106,11 +108,13 @@ class Memory(OneModel):
         if self.fit is not None:
             from trainstep.bench.fit.search import Budget, fit_records
 
-            budget = Budget.parse(self.fit)
-            for number, config in enumerate(plain, start=1):
-                file = self.out / ("fit.json" if len(plain) == 1 else f"fit-{number}.json")
+            budgets = Budget.parse_all(self.fit)
+            files = itertools.count(1)
+            for config in plain:
+                names = ["fit.json" if len(plain) * len(budgets) == 1 else f"fit-{next(files)}.json" for _ in budgets]
+                wanted = {budget: self.out / name for budget, name in zip(budgets, names, strict=True)}
                 yield from fit_records(
-                    source, config, budget, file, host_gib=self.host_gib, compare=self.compare, steps=self.steps
+                    source, config, wanted, host_gib=self.host_gib, compare=self.compare, steps=self.steps
                 )
 
     def _configs(self, source: WorkloadSource, policies: Sequence[str] = ()) -> list[StepConfig]:

@@ -1,5 +1,7 @@
 """A step is made to fit its budget, as predicted, with the gradients of the plain one; and what cannot fit is said."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,7 +20,13 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     file = tmp_path_factory.mktemp("fit") / "fit.json"
-    return list(fit_records(SOURCE, CONFIG, Budget.parse("60%"), file, compare=True, steps=2)), file
+    beyond = Budget.parse("0.1MiB")  # not the only one: it is a row
+    wanted = {
+        Budget.parse("60%"): file,
+        beyond: file.with_name("beyond.json"),
+        Budget.parse("90%"): file.with_name("90"),
+    }
+    return list(fit_records(SOURCE, CONFIG, wanted, compare=True, steps=2)), file
 
 
 def test_the_step_fits_as_predicted(rows):
@@ -35,9 +43,22 @@ def test_the_step_fits_as_predicted(rows):
     assert fit.gradient_error <= fit.error_budget
 
 
+def test_several_budgets_share_what_comes_before_the_choice(rows):
+    fit, beyond, roomy = (each for each in rows[0] if each.form == "fit")
+    assert [each.form for each in rows[0][:3]] == ["all again", "plain", "fit"]
+    assert roomy.status == "ok"
+    assert roomy.budget_gib == pytest.approx(1.5 * fit.budget_gib)
+    assert roomy.blocks_kept > fit.blocks_kept
+    assert beyond.status == "unsupported"
+    assert "MiB at least" in beyond.reason
+    assert beyond.budget_gib == pytest.approx(0.1 / 1024, rel=1e-4)
+    assert not Path(beyond.checkpointing[1:]).exists()
+
+
 def test_policies_of_all_blocks_stand_beside_it(rows):
-    assert [each.form for each in rows[0][3:]] == ["every-1", "every-2", "every-4", "selective", "recursive"]
-    assert all(each.peak_gib and each.predicted_gib is None for each in rows[0][3:])
+    alike = rows[0][5:]
+    assert [each.form for each in alike] == ["every-1", "every-2", "every-4", "selective", "recursive"]
+    assert all(each.peak_gib and each.predicted_gib is None for each in alike)
 
 
 def test_the_file_repeats_it(rows):
@@ -58,13 +79,14 @@ def test_the_file_repeats_it(rows):
 
 def test_a_budget_below_what_weights_need(tmp_path):
     with pytest.raises(UsageError, match=r"it needs \d+\.\d\d MiB at least"):
-        list(fit_records(SOURCE, CONFIG, Budget.parse("0.1MiB"), tmp_path / "fit.json", steps=1))
+        list(fit_records(SOURCE, CONFIG, {Budget.parse("0.1MiB"): tmp_path / "fit.json"}, steps=1))
 
 
 def test_budgets():
     assert Budget.parse("1.5GiB").of(0, torch.device("cpu")) == 1.5 * GIB
     assert Budget.parse("512MiB").of(0, torch.device("cpu")) == GIB / 2
     assert Budget.parse("65%").of(1000, torch.device("cpu")) == 650
+    assert Budget.parse_all("65%,1GiB,65%") == [Budget(share=0.65), Budget(bytes=GIB)]
     for text in ("130", "GiB", "-1GiB", "0%", "much", "nanGiB"):
         with pytest.raises(UsageError, match="expected 130GiB"):
             Budget.parse(text)

@@ -9,7 +9,7 @@ from trainstep.kinds import FitRow
 from trainstep.kinds.row import Times
 from trainstep.plan.fit import ENOUGH
 from trainstep.report.page import render
-from trainstep.report.subjects.fit import PROVEN, fit_findings, form_of
+from trainstep.report.subjects.fit import PROVEN, fit, fit_findings, form_of
 
 CASE = {"workload": "m", "context": 128, "precision": "fp32"}
 SAMPLES = [100.0 + step / 10 for step in range(10)]
@@ -67,6 +67,20 @@ def test_a_choice_that_was_not_shown_to_be_the_best():
     assert said.sentence == (
         "It was not shown to be the best: by prediction another choice may save up to 4.2% of the added time."
     )
+
+
+def test_each_budget_is_told_of():
+    roomy = replace(FIT, budget_gib=9.0, peak_gib=8.5, checkpointing="@fit-2.json", policy="fit-2.json")
+    corrected = [replace(FIT, peak_gib=7.1), replace(FIT, round=2), roomy]
+    said = [found.sentence for found in fit_findings(corrected) if found.id == "fit.fits"]
+    assert [each.split(":")[0] for each in said] == ["The step fits 7.00 GiB", "The step fits 9.00 GiB"]
+    peaks, times = fit(corrected).blocks[0].charts
+    names = ["9.00 GiB", "7.00 GiB, corrected 1×", "7.00 GiB"]
+    drawn = {each.text for each in peaks.plot().yaxis[0].major_label_overrides.values()}
+    assert drawn == set(names)
+    assert peaks.caption == "", "no budget is drawn where there are several"
+    assert [meaning for _, meaning in times.legend] == ["chosen for a budget"]
+    assert "Time by peak of memory" in render(corrected)
 
 
 def test_the_fastest_policy_that_fits_stands_beside_it():

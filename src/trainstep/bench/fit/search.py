@@ -17,7 +17,7 @@ from trainstep.bench.fit.copies import copy_rates
 from trainstep.bench.fit.costs import block_costs
 from trainstep.bench.fit.moments import HEAD, LOSS, OTHER, measure_moments
 from trainstep.bench.memory import UNFOLLOWED, default_policies
-from trainstep.bench.outcome import Failure, attempt, failed_row
+from trainstep.bench.outcome import Failure, attempt, failed_row, one_line
 from trainstep.bench.step import StepMeasurement, case_columns, measure_step, measure_training_step
 from trainstep.config import StepConfig
 from trainstep.errors import UnsupportedError, UsageError
@@ -66,6 +66,11 @@ class Budget:
             return Budget(share=value / 100)
         return Budget(bytes=int(value * units[unit])) if text else Budget()
 
+    @staticmethod
+    def parse_all(text: str) -> list[Budget]:
+        """Several, divided by commas; each once."""
+        return list(dict.fromkeys(map(Budget.parse, text.split(","))))
+
     def of(self, plain_bytes: int, device: torch.device) -> int:
         """In bytes.
 
@@ -84,27 +89,28 @@ class Budget:
 def fit_records(
     source: WorkloadSource,
     config: StepConfig,
-    budget: Budget,
-    file: Path,
+    wanted: Mapping[Budget, Path],
     *,
     host_gib: float | None = None,
     compare: bool = False,
     warmup: int = 2,
     steps: int = 10,
 ) -> Iterator[FitRow]:
-    """A row for the step with everything computed again, one for the plain step, one for each choice that was tried,
-    and with `compare` one for each policy that all blocks share.
+    """A row for the step with everything computed again, one for the plain step, one for each choice that was tried
+    for a budget, and with `compare` one for each policy that all blocks share.
 
     Args:
-        file: where the chosen policy is written.
+        wanted: budgets, and where the policy that was chosen for each is written. What they share is measured once.
         host_gib: page-locked memory that activations may take; None: a quarter of what is free, as torch rounds
             buffers up to powers of two. On a CPU none is taken.
 
     Raises:
-        UsageError: no budget on a CPU, or one below what the step needs; the message says how much that is.
+        UsageError: no budget on a CPU, or the only one is below what the step needs; the message says how much that
+            is. Of several, such a one is a row.
     """
     device = resolve_device(config.device)
-    budget.of(0, device)  # so that a wrong one costs no run
+    for budget in wanted:
+        budget.of(0, device)  # so that a wrong one costs no run
     run = _Run(source, dataclasses.replace(config, checkpointing="none"), warmup, steps)
     base = attempt(partial(_measure_base, source, run.under(BASE), warmup, steps))
     if isinstance(base, Failure):
@@ -119,23 +125,40 @@ def fit_records(
     found = attempt(partial(measure_step, source, run.config, "step", warmup, steps))
     yield run.row("plain", run.config, found, costs, plain)
     measured = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else peak_of(costs, plain)
-    limit = budget.of(measured, device)
+    check = StepCheck(source, run.under(BASE))  # whose reference serves every budget
+    for budget, file in wanted.items():
+        limit = budget.of(measured, device)
+        try:
+            yield from _fitted(run, costs, limit, file, check)
+        except UsageError as error:
+            if len(wanted) == 1:
+                raise
+            too_small = Failure("unsupported", one_line(error))
+            yield run.failed("fit", run.under(f"@{file}"), too_small, budget_gib=limit / GIB)
+    for name in default_policies(source, run.config)[1:] if compare else ():  # the first is none
+        found = attempt(partial(measure_step, source, run.under(name), "step", warmup, steps))
+        yield run.row(name, run.under(name), found, costs, None)
+
+
+def _fitted(run: _Run, costs: StepCost, limit: int, file: Path, check: StepCheck) -> Iterator[FitRow]:
+    """What is chosen for one budget, until it fits.
+
+    Raises:
+        UsageError: nothing fits; the message says how much it takes at least.
+    """
     for number in range(1, ROUNDS + 1):
         chosen = choose(costs, limit)
         policy_of(costs, chosen.choices).save(file)
         fitted = run.under(f"@{file}")
-        found = attempt(partial(measure_step, source, fitted, "step", warmup, steps))
+        found = attempt(partial(measure_step, run.source, fitted, "step", run.warmup, run.steps))
         peak = found.memory.peak if isinstance(found, StepMeasurement) and found.memory else None
         fits = peak is not None and peak <= limit
-        verdict = attempt(partial(StepCheck(source, run.under(BASE)).judge, fitted)) if fits else None
+        verdict = attempt(partial(check.judge, fitted)) if fits else None
         more: dict[str, Any] = {"round": number, "budget_gib": limit / GIB, "gap": chosen.gap, "policy": str(file)}
         yield run.row("fit", fitted, found, costs, chosen.choices, verdict, **more, **_told(costs, chosen))
         if peak is None or fits:
             break
         costs = with_budget_error(costs, peak, chosen.peak_bytes)
-    for name in default_policies(source, run.config)[1:] if compare else ():  # the first is none
-        found = attempt(partial(measure_step, source, run.under(name), "step", warmup, steps))
-        yield run.row(name, run.under(name), found, costs, None, budget_gib=limit / GIB)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from trainstep.kinds import FitRow
 from trainstep.records import Row, by_case, of_kind
 from trainstep.report import columns
 from trainstep.report.blocks import Block, Chart, Charts, Finding, Section, found, listed, literal
+from trainstep.report.charts.lines import Series, key_of, lines
 from trainstep.report.charts.rows import Bar, bars
 from trainstep.report.columns import Column
 from trainstep.report.numbers import gib, number, unit_of
@@ -53,8 +54,9 @@ def _studies(records: Sequence[Row]) -> list[list[FitRow]]:
     return [list(study) for study in by_case(of_kind(records, FitRow), *_FORM)]
 
 
-def _last_fit(study: Sequence[FitRow]) -> FitRow | None:
-    return next((row for row in reversed(study) if row.form == "fit"), None)
+def _last_fits(study: Sequence[FitRow]) -> list[FitRow]:
+    """What was chosen last for each budget."""
+    return list({row.budget_gib: row for row in study if row.form == "fit"}.values())
 
 
 def fit(records: Sequence[Row]) -> Section | None:
@@ -63,7 +65,7 @@ def fit(records: Sequence[Row]) -> Section | None:
     if not rows:
         return None
     studies = _studies(records)
-    charts = [_peaks(study, place) for place, study in enumerate(studies)]
+    charts = [chart for place, study in enumerate(studies) for chart in (_peaks(study, place), _times(study, place))]
     blocks: list[Block] = [Charts(charts), make_table(FITS, rows, "page")]
     lead = (
         "For each block it was chosen which activations are kept, computed again or sent to host memory, so that the "
@@ -75,7 +77,7 @@ def fit(records: Sequence[Row]) -> Section | None:
 def _peaks(study: Sequence[FitRow], place: int) -> Chart:
     largest = max((peak for row in study for peak in (row.peak_gib, row.predicted_gib) if peak is not None), default=0)
     unit, scale = unit_of(largest)
-    drawn = []
+    drawn, fits = [], _last_fits(study)
     for row in study:
         peak, predicted = row.peak_gib, row.predicted_gib
         time = f"{number(row.times['step'].median)} ms per step" if "step" in row.times else row.reason
@@ -83,9 +85,11 @@ def _peaks(study: Sequence[FitRow], place: int) -> Chart:
         tip = "\n".join([said, time, *(row.choices or ())])
         ends = [None if size is None else size * scale for size in (peak, predicted)]
         label = row.status if peak is None else f"{number(peak * scale)} {unit}"
-        drawn.append(Bar(form_of(row), ends[0], label, tip, second=ends[1]))
-    last = _last_fit(study)
-    limit = last.budget_gib * scale if last is not None and last.budget_gib is not None else None
+        name = form_of(row)
+        if row.form == "fit" and len(fits) > 1:
+            name = name.replace("fit", gib(row.budget_gib), 1)
+        drawn.append(Bar(name, ends[0], label, tip, second=ends[1]))
+    limit = fits[0].budget_gib * scale if len(fits) == 1 and fits[0].budget_gib is not None else None
     caption = "The dashed line is the budget." if limit is not None else ""
     legend = [("accent", "measured"), ("neutral", "predicted")]
     return Chart(
@@ -93,14 +97,32 @@ def _peaks(study: Sequence[FitRow], place: int) -> Chart:
     )
 
 
+def _times(study: Sequence[FitRow], place: int) -> Chart:
+    """What memory costs: the more is given, the less is computed again."""
+    rows = sorted((row for row in study if row.peak_gib and "step" in row.times), key=lambda row: row.peak_gib or 0)
+    _, scale = unit = unit_of(max((row.peak_gib or 0 for row in rows), default=0))
+    series = []
+    for name, role, forms in (
+        ("chosen for a budget", "accent", ("fit",)),
+        ("all blocks kept, or all computed again", "neutral", ("plain", "all again")),
+        ("one policy for all blocks", "kind-2", ()),
+    ):
+        own = [row for row in rows if (row.form in forms if forms else row.form not in ("fit", "plain", "all again"))]
+        x, y = [scale * (row.peak_gib or 0) for row in own], [row.times["step"].median for row in own]
+        texts = [f"{form_of(row)}, {number(row.times['step'].median)} ms" for row in own]
+        series += [Series(name, x, y, role, markers=True, line=False, texts=texts)] * bool(own)
+    drawn = partial(lines, series, f"peak ({unit[0]})", "step (ms)")
+    return Chart(f"fit-times-{place}", "Time by peak of memory", "", drawn, key_of(series))
+
+
 def fit_findings(records: Sequence[Row]) -> list[Finding]:
     """What the choice came to, study by study."""
-    return [finding for study in _studies(records) for finding in _found(study)]
+    studies = _studies(records)
+    return [finding for study in studies for row in _last_fits(study) for finding in _found(study, row)]
 
 
-def _found(study: Sequence[FitRow]) -> Iterator[Finding]:
-    row = _last_fit(study)
-    if row is None or row.peak_gib is None or row.budget_gib is None or "step" not in row.times:
+def _found(study: Sequence[FitRow], row: FitRow) -> Iterator[Finding]:
+    if row.peak_gib is None or row.budget_gib is None or "step" not in row.times:
         return
     figures = {
         **{name: getattr(row, name) for name in ("budget_gib", "peak_gib", "predicted_gib", "predicted_ms")},
