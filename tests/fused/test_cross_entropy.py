@@ -26,9 +26,11 @@ class Head(nn.Module):
         self.__dict__["weight"] = weight  # no parameter, so that it stays the leaf it is
 
 
-def fused(chunk_tokens, ignore_index=-100):
+def fused(chunk_tokens, ignore_index=-100, reduction="mean"):
     def loss(hidden, weight, targets):
-        return linear_cross_entropy(hidden, Head(weight), targets, chunk_tokens=chunk_tokens, ignore_index=ignore_index)
+        return linear_cross_entropy(
+            *(hidden, Head(weight), targets), chunk_tokens=chunk_tokens, ignore_index=ignore_index, reduction=reduction
+        )
 
     return loss
 
@@ -49,28 +51,46 @@ def test_loss_and_gradients(shape, n_vocab, chunk, dtype) -> None:
     assert budget.within, str(budget)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("ignored", [-100, 7, -1])
-def test_ignored_targets_count_for_nothing(ignored) -> None:
+def test_ignored_targets_count_for_nothing(ignored, reduction) -> None:
     hidden, weight, targets = draw(12, 8, seed=1), draw(30, 8, seed=2), ids(12, n_vocab=30)
     targets[[0, 4, 5]] = ignored
 
     def oracle(*inputs):
-        return eager.linear_cross_entropy(*inputs, ignore_index=ignored)
+        return eager.linear_cross_entropy(*inputs, ignore_index=ignored, reduction=reduction)
 
-    budget = check(fused(5, ignored), oracle, (hidden, weight, targets), NAMES)
+    own = fused(5, ignored, reduction)
+    budget = check(own, oracle, (hidden, weight, targets), NAMES)
     assert budget.within, str(budget)
-    dhidden, _ = torch.autograd.grad(fused(5, ignored)(hidden, weight, targets), (hidden, weight))
+    dhidden, _ = torch.autograd.grad(own(hidden, weight, targets), (hidden, weight))
     assert not dhidden[[0, 4, 5]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_that_is_divided_by_a_number_of_its_own(dtype) -> None:
+    """As transformers divides it by the targets of all micro-batches."""
+    hidden, weight, targets = draw(9, 8, dtype=dtype, seed=1), draw(30, 8, dtype=dtype, seed=2), ids(9, n_vocab=30)
+
+    def divided(loss):
+        return lambda *inputs: loss(*inputs) / torch.tensor(31, device=DEVICE)
+
+    def oracle(*inputs):
+        return eager.linear_cross_entropy(*inputs, reduction="sum")
+
+    budget = check(divided(fused(4, reduction="sum")), divided(oracle), (hidden, weight, targets), NAMES)
+    assert budget.within, str(budget)
 
 
 def test_all_ignored_is_as_in_torch() -> None:
     hidden, weight = draw(4, 8, seed=1), draw(30, 8, seed=2)
     targets = torch.full((4,), -100, device=DEVICE)
-    for function in (fused(3), eager.linear_cross_entropy):
+    for function in (fused(3), fused(3, reduction="sum"), eager.linear_cross_entropy):
         loss = function(hidden, weight, targets)
         gradients = torch.autograd.grad(loss, (hidden, weight))
-        assert loss.isnan()
         assert not any(bool(each.any()) for each in gradients)
+    assert fused(3)(hidden, weight, targets).isnan()
+    assert fused(3, reduction="sum")(hidden, weight, targets) == 0
 
 
 def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
@@ -220,6 +240,12 @@ def test_backward_a_second_time_is_an_error_not_a_wrong_gradient() -> None:
         loss.backward()
 
 
+def test_gradients_of_gradients_are_an_error() -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+    with pytest.raises(UnsupportedError, match="no gradients of its gradients"):
+        torch.autograd.grad(fused(4)(hidden, weight, targets), hidden, create_graph=True)
+
+
 def test_the_weight_is_read_in_the_heads_own_forward() -> None:
     """As FSDP needs it: before it the weight is not there, and what comes out goes through the hooks."""
     head = nn.Linear(8, 30, bias=False, device=DEVICE)
@@ -269,6 +295,8 @@ def test_bad_inputs() -> None:
         linear_cross_entropy(hidden, nn.Identity(), targets)
     with pytest.raises(UsageError, match="chunk_tokens is 0"):
         linear_cross_entropy(hidden, head, targets, chunk_tokens=0)
+    with pytest.raises(UsageError, match='reduction is \'none\'; the fused loss has "mean" and "sum"'):
+        linear_cross_entropy(hidden, head, targets, reduction="none")
     for states, wanted in ((hidden[:, :7], targets), (hidden, targets[:5]), (hidden[:0], targets[:0])):
         with pytest.raises(UsageError, match="a target for each row of hidden, none empty: got hidden"):
             linear_cross_entropy(states, head, wanted)
