@@ -23,14 +23,18 @@ SETTINGS = {
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
     "models": [
-        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
+        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
+        | {"is_whole_compiled": False},
     ],
     "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
     "reads": True,
     "recompiles": True,
     "waiting": 0.3,
-    "operators": ["LogSoftmaxBackward0", "ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"],
+    "operators": [
+        *("LogSoftmaxBackward0", "NllLossBackward0"),
+        *("ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"),
+    ],
 }
 
 
@@ -242,6 +246,8 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
         ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
         ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
+        ("fused loss", {"models": [{"is_whole_compiled": True}]}, "head and loss left to the compiler"),
+        ("fused loss", {"operators": ["MseLossBackward0"]}, "no head of a model whose logits go straight into"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("late reads", {"reads": False}, "no line of the script calls item()"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
@@ -283,6 +289,31 @@ def counting(counts):
         return graph.forward
 
     return backend
+
+
+def test_a_loss_that_may_be_there_is_tried():
+    for own in (None, ["NllLoss2DBackward0"], ["NllLossBackward0"]):
+        assert BY_NAME["fused loss"].why_not({**SETTINGS, "operators": own}) == ""
+    models = [{"is_whole_compiled": True}, {"is_whole_compiled": False}]
+    assert BY_NAME["fused loss"].why_not({**SETTINGS, "models": models}) == ""
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_model_that_is_compiled_is_told_from_its_blocks(is_wrapped):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    settings = Settings()
+    for compile_of in (lambda model: None, lambda model: model.blocks[0].compile(), lambda model: model.compile()):
+        model = Dropping()
+        compile_of(model)
+        settings.see_model(Wrapper(model) if is_wrapped else model)
+    settings.see_model(torch.compile(Dropping()))
+    found = settings.found([])["models"]
+    assert [each["is_compiled"] for each in found] == [False, True, True, True]
+    assert [each["is_whole_compiled"] for each in found] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])

@@ -103,6 +103,14 @@ def fused_attention(trial: Trial) -> None:
     register_optimizer_step_post_hook(finder.updated)
 
 
+def fused_loss(trial: Trial) -> None:
+    """A head whose logits go into `F.cross_entropy` is joined with it; where it is compiled, that is the compiler's."""
+    from trainstep.run.head_loss import HeadLoss
+
+    joined = HeadLoss(trial.places.setdefault("fused loss", {}).__setitem__)
+    trial.on_first_call.append(joined.see_model)
+
+
 def compiled_models(trial: Trial) -> None:
     """Every model that is called in training is compiled in place."""
     trial.on_first_call.append(lambda module: module.compile())
@@ -300,9 +308,10 @@ RUNGS = (
         nothing=reasons.NOT_WRITTEN_OUT,
     ),
     _rung("our FlashAttention", our_attention, reasons.of_our_attention),
+    _rung("fused loss", fused_loss, reasons.of_loss, nothing=reasons.NO_HEAD_LOSS),
     _rung("channels last", channels_last, reasons.of_channels),
     _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
-    _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks",)),
+    _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks", "fused loss")),
     _rung("compiled for any size", any_sizes, reasons.of_sizes),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),
