@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainstep.errors import UnsupportedError
+from trainstep.model.transformer import chunked_cross_entropy
 from trainstep.run.head_loss import HeadLoss
 from trainstep.run.logits import COMPUTED_TOO, Logits
 
@@ -35,8 +36,9 @@ class Model(nn.Module):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Looks for heads; what is noted, as texts."""
+    """Looks for heads; what is noted, as texts. Losses take several chunks, the last one smaller."""
     monkeypatch.setattr(F, "linear", F.linear)
+    monkeypatch.setitem(chunked_cross_entropy.__kwdefaults__, "chunk_tokens", 5)
     notes = []
     finder = HeadLoss(lambda line, how: notes.append(how))
     finder.notes = notes

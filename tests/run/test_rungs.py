@@ -316,6 +316,48 @@ def test_a_model_that_is_compiled_is_told_from_its_blocks(is_wrapped):
     assert [each["is_whole_compiled"] for each in found] == [False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options", "is_ours"),
+    [
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((2, 4, 6, 8), (2, 2, 6, 8)), {"is_causal": True, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 1, 9, 8)), {"scale": 0.3, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 4, 9, 8)), {}, True),
+        (((2, 4, 9, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((3, 2, 4, 6, 8), (3, 2, 2, 6, 8)), {"enable_gqa": True}, True),
+        (((4, 6, 8), (4, 7, 8)), {}, True),
+        (((6, 8), (7, 8)), {}, True),
+        (((2, 4, 6, 8), (1, 4, 6, 8)), {}, False),  # a batch of one for many
+        (((2, 4, 6, 8), (2, 1, 6, 8)), {}, False),  # a head of one for many
+        (((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)), {}, False),
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}, False),
+    ],
+)
+def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, trial, monkeypatch):
+    """On a CPU, with the plain formula in the kernels' place."""
+    from trainstep.attention import api
+
+    seen = []
+
+    def plain(q, k, v, is_causal, scale):
+        seen.append(tuple(k.shape))
+        return api.attention_eager(q, k, v, is_causal, scale)
+
+    monkeypatch.setitem(api._BY_NAME, "flash-triton", plain)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    shapes = (*shapes, shapes[1]) if len(shapes) == 2 else shapes
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = F.scaled_dot_product_attention(*leaves, **options)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    rungs.our_attention(trial)
+    found = F.scaled_dot_product_attention(*leaves, **options)
+    assert seen == ([shapes[1]] if is_ours else []), "and keys are not expanded"
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])
 def test_attention_that_may_be_there_is_tried(name):
     for own in (None, ["SoftmaxBackward0"], ["SafeSoftmaxBackward0"]):

@@ -245,7 +245,8 @@ def larger_batch(trial: Trial) -> None:
 
 
 def our_attention(trial: Trial) -> None:
-    """Attention without a mask of its own and without dropout, as our kernels compute it."""
+    """Attention without a mask of its own and without dropout, as our kernels compute it: also of grouped heads, which
+    are not expanded for it, and of more or fewer keys than queries."""
     import torch.nn.functional as F
 
     from trainstep.attention.api import attention
@@ -263,13 +264,23 @@ def our_attention(trial: Trial) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        alike = query.is_cuda and query.shape == key.shape == value.shape
-        if not alike or attn_mask is not None or dropout_p or enable_gqa:
+        if attn_mask is not None or dropout_p or not _kernels_take(query, key, value, enable_gqa):
             more = {"enable_gqa": True} if enable_gqa else {}
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
         return attention(query, key, value, is_causal=is_causal, scale=scale, impl="flash-triton")
 
     F.scaled_dot_product_attention = ours
+
+
+def _kernels_take(query: Any, key: Any, value: Any, is_grouped: bool) -> bool:
+    """Whether shapes are those that our attention takes; torch's also takes batches of one for many, and values of
+    another width than keys."""
+    if not query.is_cuda or query.dim() != key.dim() or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        return False
+    if query.shape[:-2] == key.shape[:-2]:
+        return True
+    fits = query.dim() >= 4 and query.shape[:-3] == key.shape[:-3] and key.shape[-3] > 0
+    return is_grouped and fits and query.shape[-3] % key.shape[-3] == 0
 
 
 def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], arguments_of: Any) -> None:
