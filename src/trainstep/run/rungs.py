@@ -111,6 +111,17 @@ def fused_loss(trial: Trial) -> None:
     trial.on_first_call.append(joined.see_model)
 
 
+def fused_rope(trial: Trial) -> None:
+    """Rotary positions that are written out are our kernel's; code that is compiled is left to the compiler."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from trainstep.run.rotary import Rotary
+
+    rotary = Rotary(trial.places.setdefault("fused RoPE", {}).__setitem__)
+    trial.on_first_call.append(rotary.see_model)
+    register_optimizer_step_post_hook(rotary.updated)
+
+
 def compiled_models(trial: Trial) -> None:
     """Every model that is called in training is compiled in place."""
     trial.on_first_call.append(lambda module: module.compile())
@@ -320,9 +331,15 @@ RUNGS = (
     ),
     _rung("our FlashAttention", our_attention, reasons.of_our_attention),
     _rung("fused loss", fused_loss, reasons.of_loss, nothing=reasons.NO_HEAD_LOSS),
+    _rung("fused RoPE", fused_rope, reasons.of_rope, nothing=reasons.NO_ROPE),
     _rung("channels last", channels_last, reasons.of_channels),
-    _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
-    _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks", "fused loss")),
+    _rung("compiled blocks", compiled_blocks, reasons.of_blocks, instead_of=("fused RoPE",)),
+    _rung(
+        "compiled model",
+        compiled_models,
+        reasons.of_compile,
+        instead_of=("compiled blocks", "fused loss", "fused RoPE"),
+    ),
     _rung("compiled for any size", any_sizes, reasons.of_sizes),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),
