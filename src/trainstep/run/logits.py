@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainstep.errors import UnsupportedError
@@ -154,7 +155,8 @@ class Logits(Uncomputed):
         """Below autograd, where `_Node` has the gradients."""
         if func._schema.is_mutable:
             raise UnsupportedError(f"{func} is to change logits in place that are not computed, past torch's functions")
-        args, kwargs = tree_map_only(Logits, lambda each: each.as_written().detach(), (args, kwargs or {}))
+        with enable_reentrant_dispatch():  # or the values would be without their graph for whoever uses them next
+            args, kwargs = tree_map_only(Logits, lambda each: each.as_written().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def as_written(self) -> Tensor:
