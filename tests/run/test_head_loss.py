@@ -349,6 +349,17 @@ def test_hooks_of_modules_and_checkpoints_have_their_gradients(found):
         found.notes.clear()
 
 
+def test_a_layer_that_is_last_is_a_head_of_tokens_and_no_classifier(found):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 7))
+    found.see_model(model)
+    assert type(model(torch.randn(9, WIDTH))) is torch.Tensor
+    logits = model(torch.randn(2, 9, WIDTH))
+    assert isinstance(logits, Logits)
+    F.cross_entropy(logits.view(-1, 7), torch.arange(18) % 7).backward()
+    assert found.notes == ["in chunks, by torch"]
+    assert type(model[0](torch.randn(2, 9, WIDTH))) is torch.Tensor
+
+
 def test_sharded_weights_are_left_alone(found):
     class FSDPModule:
         pass

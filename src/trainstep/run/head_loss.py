@@ -48,8 +48,8 @@ class HeadLoss:
         parts = list(module.modules())
         if any(kind.__name__ in _SHARDED for part in parts for kind in type(part).__mro__):
             return
-        for weight in _weights_of_heads(parts):
-            self._heads[id(weight)] = Head(weight)
+        for weight, least_dims in _weights_of_heads(parts):
+            self._heads[id(weight)] = Head(weight, least_dims)
         if self._heads and not self._is_installed:
             self._is_installed = True
             self._install()
@@ -67,7 +67,8 @@ class HeadLoss:
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         head = self._heads[id(weight)]
-        if head.is_left or head.weight() is not weight or not _may_be_logits(hidden, weight, bias):
+        is_head = not head.is_left and head.weight() is weight
+        if not is_head or not _may_be_logits(hidden, weight, bias) or hidden.dim() < head.least_dims:
             return self.linear(hidden, weight, bias)
         given = (hidden, weight) if bias is None else (hidden, weight, bias)
         dtype = self._dtypes.of(self.linear, given, {})
@@ -142,14 +143,19 @@ class HeadLoss:
         )
 
 
-def _weights_of_heads(parts: list[nn.Module]) -> Iterator[nn.Parameter]:
-    """Those of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves."""
+def _weights_of_heads(parts: list[nn.Module]) -> Iterator[tuple[nn.Parameter, int]]:
+    """Those of linear layers as wide as an embedding has rows, of the last one, and of embeddings themselves; each with
+    how many dimensions its input has at least. A last one that is as wide as nothing may be a classifier's, whose
+    logits are few: its input has to have tokens."""
     embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
     linears = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     rows = {each.num_embeddings for each in embeddings}
-    for part in (*embeddings, *linears[-1:], *(each for each in linears if each.out_features in rows)):
+    for part in (*linears[-1:], *embeddings, *linears):
         if type(weight := part._parameters.get("weight")) is nn.Parameter and not hasattr(weight, "ds_id"):
-            yield weight
+            if part in embeddings or part.out_features in rows:
+                yield weight, 2
+            elif part is linears[-1]:
+                yield weight, 3
 
 
 def _may_be_logits(hidden: Any, weight: Tensor, bias: Any) -> bool:
@@ -162,7 +168,6 @@ def _may_be_logits(hidden: Any, weight: Tensor, bias: Any) -> bool:
     return (
         torch.is_grad_enabled()
         and any(each.requires_grad for each in tensors)
-        and hidden.dim() >= 2
         and hidden.shape[-1] == weight.shape[-1]
         and hidden.numel() > 0
         and hidden.device == weight.device

@@ -33,10 +33,10 @@ class Finder(Protocol):
 
 
 class Head:
-    """A weight whose products may be logits."""
+    """A weight whose products may be logits, of hidden states with as many dimensions at least."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weakref.ref(weight)
+    def __init__(self, weight: Tensor, least_dims: int) -> None:
+        self.weight, self.least_dims = weakref.ref(weight), least_dims
         self.is_left = False  # its products were looked at before they reached a loss
 
 
