@@ -6,7 +6,7 @@ weight. Backward multiplies both by the gradient of the loss, of a mean over the
 three products with the head, as the plain one does and the chunked one, which computes its logits twice, does not.
 
 Kept from forward to backward: the gradient of the hidden states, and that of the weight in float32, in which the
-chunks' parts are added up.
+chunks' parts are added up. Where one chunk has all tokens, `one_piece` keeps what the kernel wrote instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.fused.one_piece import NO_SECOND, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.cross_entropy import launch_loss
 
@@ -38,7 +39,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients; once.
+    """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients.
 
     The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so. Under autocast hidden
     states and weight are cast as products' operands are; the gradient of a weight in float32 stays in float32. NaN in
@@ -126,8 +127,11 @@ def weight_cross_entropy(
     else:
         raise TypeError(f"the fused loss takes hidden and weight of one dtype: got {described(**given)}")
     chunk = chunk_tokens or tokens_at_once(len(states), len(weight), dtype.itemsize)
+    is_mean = reduction == "mean"
     with torch.autocast(kind, enabled=False):
-        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, reduction == "mean"))  # type: ignore[no-untyped-call]
+        if chunk >= len(states) and torch.is_grad_enabled():
+            return cast(Tensor, LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean))  # type: ignore[no-untyped-call]
 
 
 def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
@@ -161,9 +165,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; without this what is computed of them would lack a part
-            raise UnsupportedError(
-                "the fused loss has no gradients of its gradients (create_graph=True); use eager.linear_cross_entropy"
-            )
+            raise UnsupportedError(NO_SECOND)
         # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
         d_states, d_weight, count = ctx.saved_tensors
         factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN
