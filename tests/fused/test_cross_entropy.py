@@ -11,7 +11,7 @@ from tests.fused.places import DEVICE, DTYPES, HERE, draw
 from trainstep.bench.check.fused import check
 from trainstep.errors import UnsupportedError, UsageError
 from trainstep.fused import cross_entropy as module
-from trainstep.fused import eager, linear_cross_entropy
+from trainstep.fused import eager, linear_cross_entropy, one_piece
 from trainstep.fused.cross_entropy import LOGITS_BYTES, MULTIPLE, launch_loss, loss_op, tokens_at_once
 
 pytestmark = HERE
@@ -26,9 +26,11 @@ class Head(nn.Module):
         self.__dict__["weight"] = weight  # no parameter, so that it stays the leaf it is
 
 
-def fused(chunk_tokens, ignore_index=-100):
+def fused(chunk_tokens, ignore_index=-100, reduction="mean"):
     def loss(hidden, weight, targets):
-        return linear_cross_entropy(hidden, Head(weight), targets, chunk_tokens=chunk_tokens, ignore_index=ignore_index)
+        return linear_cross_entropy(
+            *(hidden, Head(weight), targets), chunk_tokens=chunk_tokens, ignore_index=ignore_index, reduction=reduction
+        )
 
     return loss
 
@@ -49,28 +51,49 @@ def test_loss_and_gradients(shape, n_vocab, chunk, dtype) -> None:
     assert budget.within, str(budget)
 
 
+@pytest.mark.parametrize("chunk", [5, 12])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("ignored", [-100, 7, -1])
-def test_ignored_targets_count_for_nothing(ignored) -> None:
+def test_ignored_targets_count_for_nothing(ignored, reduction, chunk) -> None:
     hidden, weight, targets = draw(12, 8, seed=1), draw(30, 8, seed=2), ids(12, n_vocab=30)
     targets[[0, 4, 5]] = ignored
 
     def oracle(*inputs):
-        return eager.linear_cross_entropy(*inputs, ignore_index=ignored)
+        return eager.linear_cross_entropy(*inputs, ignore_index=ignored, reduction=reduction)
 
-    budget = check(fused(5, ignored), oracle, (hidden, weight, targets), NAMES)
+    own = fused(chunk, ignored, reduction)
+    budget = check(own, oracle, (hidden, weight, targets), NAMES)
     assert budget.within, str(budget)
-    dhidden, _ = torch.autograd.grad(fused(5, ignored)(hidden, weight, targets), (hidden, weight))
+    dhidden, _ = torch.autograd.grad(own(hidden, weight, targets), (hidden, weight))
     assert not dhidden[[0, 4, 5]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_that_is_divided_by_a_number_of_its_own(dtype) -> None:
+    """As transformers divides it by the targets of all micro-batches."""
+    hidden, weight, targets = draw(9, 8, dtype=dtype, seed=1), draw(30, 8, dtype=dtype, seed=2), ids(9, n_vocab=30)
+
+    def divided(loss):
+        return lambda *inputs: loss(*inputs) / torch.tensor(31, device=DEVICE)
+
+    def oracle(*inputs):
+        return eager.linear_cross_entropy(*inputs, reduction="sum")
+
+    for chunk in (4, 9):
+        budget = check(divided(fused(chunk, reduction="sum")), divided(oracle), (hidden, weight, targets), NAMES)
+        assert budget.within, str(budget)
 
 
 def test_all_ignored_is_as_in_torch() -> None:
     hidden, weight = draw(4, 8, seed=1), draw(30, 8, seed=2)
     targets = torch.full((4,), -100, device=DEVICE)
-    for function in (fused(3), eager.linear_cross_entropy):
+    for function in (fused(3), fused(4), fused(3, reduction="sum"), eager.linear_cross_entropy):
         loss = function(hidden, weight, targets)
         gradients = torch.autograd.grad(loss, (hidden, weight))
-        assert loss.isnan()
         assert not any(bool(each.any()) for each in gradients)
+    assert fused(3)(hidden, weight, targets).isnan()
+    assert fused(4)(hidden, weight, targets).isnan()
+    assert fused(3, reduction="sum")(hidden, weight, targets) == 0
 
 
 def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
@@ -78,10 +101,11 @@ def test_nan_and_infinity_make_the_loss_what_torch_makes_of_them() -> None:
     for bad in (float("nan"), float("inf")):
         hidden = draw(4, 8, seed=1, grad=False)
         hidden[2, 3] = bad
-        loss = fused(3)(hidden, weight, targets)
-        assert loss.isnan()
-        (dweight,) = torch.autograd.grad(loss, weight)
-        assert dweight.isnan().any()
+        for chunk in (3, 4):
+            loss = fused(chunk)(hidden, weight, targets)
+            assert loss.isnan()
+            (dweight,) = torch.autograd.grad(loss, weight)
+            assert dweight.isnan().any()
     hidden = draw(4, 8, seed=1, grad=False).abs()
     with torch.no_grad():
         weight[5] = float("-inf")  # a token that cannot be
@@ -131,8 +155,8 @@ def test_no_gradient_that_is_not_wanted_is_computed() -> None:
     torch.testing.assert_close(total / 6, plain)
 
 
-def test_logits_never_exist_in_full() -> None:
-    """The largest products have a chunk's rows, and there are three of them for each chunk."""
+def test_logits_of_several_chunks_never_exist_in_full() -> None:
+    """The largest products have a chunk's rows, and there are three of them for each chunk; of one chunk three, too."""
     hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
     products = []
 
@@ -150,6 +174,11 @@ def test_logits_never_exist_in_full() -> None:
     with Seen():
         loss.backward()
     assert len(products) == 9, "backward multiplies nothing"
+    loss = fused(12)(hidden, weight, targets)
+    products.clear()
+    with Seen():
+        loss.backward()
+    assert sorted(products) == [(12, 8), (40, 8)]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +221,7 @@ def test_unless_it_is_given(monkeypatch, tokens, rows, dtype) -> None:
     monkeypatch.setattr(module, "MULTIPLE", 2)
     monkeypatch.setattr(module, "LOGITS_BYTES", (9 if rows == [tokens] else 5) * 23 * dtype.itemsize + 1)
     monkeypatch.setattr(module, "launch_loss", seen)
+    monkeypatch.setattr(one_piece, "launch_loss", seen)
     hidden, weight, targets = (
         draw(tokens, 8, dtype=dtype, seed=1),
         draw(23, 8, dtype=dtype, seed=2),
@@ -218,6 +248,33 @@ def test_backward_a_second_time_is_an_error_not_a_wrong_gradient() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_in_one_piece_it_may_be_differentiated_again() -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+    loss = fused(6)(hidden, weight, targets)
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_sums_over_many_tokens_stay_within_float16() -> None:
+    """A gradient of the weight, before it is divided by the number of targets, goes beyond 65,504."""
+    hidden, weight = (
+        draw(4096, 8, dtype=torch.float16, seed=1, grad=False) + 40,
+        draw(9, 8, dtype=torch.float16, seed=2),
+    )
+    targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
+    budget = check(fused(None), eager.linear_cross_entropy, (hidden.requires_grad_(), weight, targets), NAMES)
+    assert budget.within, str(budget)
+    (dweight,) = torch.autograd.grad(fused(None)(hidden, weight, targets), weight)
+    assert 4096 * dweight.float().abs().max() > 65_504
+
+
+def test_gradients_of_gradients_are_an_error() -> None:
+    hidden, weight, targets = draw(6, 8, seed=1), draw(30, 8, seed=2), ids(6, n_vocab=30)
+    for chunk in (4, 6):
+        with pytest.raises(UnsupportedError, match="no gradients of its gradients"):
+            torch.autograd.grad(fused(chunk)(hidden, weight, targets), hidden, create_graph=True)
 
 
 def test_the_weight_is_read_in_the_heads_own_forward() -> None:
@@ -269,6 +326,8 @@ def test_bad_inputs() -> None:
         linear_cross_entropy(hidden, nn.Identity(), targets)
     with pytest.raises(UsageError, match="chunk_tokens is 0"):
         linear_cross_entropy(hidden, head, targets, chunk_tokens=0)
+    with pytest.raises(UsageError, match='reduction is \'none\'; the fused loss has "mean" and "sum"'):
+        linear_cross_entropy(hidden, head, targets, reduction="none")
     for states, wanted in ((hidden[:, :7], targets), (hidden, targets[:5]), (hidden[:0], targets[:0])):
         with pytest.raises(UsageError, match="a target for each row of hidden, none empty: got hidden"):
             linear_cross_entropy(states, head, wanted)
@@ -281,20 +340,22 @@ def test_bad_inputs() -> None:
 class Net(nn.Module):
     """A loss computed within forward, as sharded weights need it."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens) -> None:
         super().__init__()
+        self.chunk_tokens = chunk_tokens
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 30, bias=False)
 
     def forward(self, hidden, targets):
-        return linear_cross_entropy(self.body(hidden), self.head, targets, chunk_tokens=4)
+        return linear_cross_entropy(self.body(hidden), self.head, targets, chunk_tokens=self.chunk_tokens)
 
 
-def test_under_torchs_fsdp2() -> None:
+@pytest.mark.parametrize("chunk_tokens", [4, 6])
+def test_under_torchs_fsdp2(chunk_tokens) -> None:
     """Whose hooks hold the head's weight as a DTensor outside of the head's forward."""
     dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
-        net, hidden, targets = Net().to(DEVICE), draw(6, 8), ids(6, n_vocab=30)
+        net, hidden, targets = Net(chunk_tokens).to(DEVICE), draw(6, 8), ids(6, n_vocab=30)
         expected = F.cross_entropy(net.head(net.body(hidden)), targets)
         gradients = torch.autograd.grad(expected, list(net.parameters()))
         mesh = dist.init_device_mesh(DEVICE, (1,))

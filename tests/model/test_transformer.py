@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainstep.config import SIZES, ModelConfig
@@ -159,6 +160,20 @@ def test_chunked_equals_dense_with_gradients(chunk):
     assert float(loss) == pytest.approx(float(cross_entropy(head(hidden), targets)), rel=1e-6)
     torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(head.weight.grad, expected[1], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("ignored", [-100, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_chunked_leaves_out_what_is_ignored(reduction, ignored):
+    hidden, head, targets = loss_case()
+    targets.view(-1)[:40] = ignored
+    for of in (targets, torch.full_like(targets, ignored)):
+        plain = F.cross_entropy(head(hidden).flatten(0, 1), of.flatten(), reduction=reduction, ignore_index=ignored)
+        expected = torch.autograd.grad(plain, (hidden, head.weight))
+        loss = chunked_cross_entropy(hidden, head, of, chunk_tokens=32, reduction=reduction, ignore_index=ignored)
+        torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0, equal_nan=True)
+        torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head.weight)), expected, rtol=1e-10, atol=1e-14)
+    assert loss.isnan() if reduction == "mean" else loss == 0
 
 
 def test_chunked_never_holds_the_logits():

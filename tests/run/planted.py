@@ -22,6 +22,17 @@ def dropped_mask(trial):
     F.scaled_dot_product_attention = unmasked
 
 
+def lost_token(trial):
+    """The loss that is joined with its head lacks the last token."""
+    from trainstep.run.head_loss import HeadLoss
+
+    class Losing(HeadLoss):
+        def _loss(self, product, states, ids, options):
+            return super()._loss(product, states[:-1], ids[:-1], options)
+
+    trial.on_first_call.append(Losing(lambda line, how: None).see_model)
+
+
 def faster_updates(trial):
     """A learning rate that is a twentieth larger."""
     import torch

@@ -18,6 +18,8 @@ from trainstep.run.single import Script
 STEPS = 8
 FUSED = next(rung for rung in RUNGS if rung.name == "fused optimizer")
 ATTENTION = next(rung for rung in RUNGS if rung.name == "fused attention")
+LOSS = next(rung for rung in RUNGS if rung.name == "fused loss")
+WRONG = ("scaled_gradient", "dropped_mask", "lost_token", "faster_updates")
 TRADES = [rung for rung in RUNGS if rung.trades]
 
 
@@ -30,7 +32,7 @@ class Climbed:
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "climbing.py")]), tmp_path_factory.mktemp("runs"), STEPS)
-    wrong = [Rung(name, getattr(planted, name), "") for name in ("scaled_gradient", "dropped_mask", "faster_updates")]
+    wrong = [Rung(name, getattr(planted, name), "") for name in WRONG]
     tf32 = next(rung for rung in RUNGS if rung.name == "TF32 matmuls")
     ladder = Ladder(script, [*wrong, tf32, ATTENTION, FUSED, *TRADES], rounds=1, are_named=True)
     return Climbed(ladder, {row.rung: row for row in ladder.climb()})
@@ -48,7 +50,7 @@ def test_what_a_judged_run_copies_is_no_wait_of_the_script(climbed):
     assert not log.lines, "the script reads nothing; copies are ours"
 
 
-@pytest.mark.parametrize("name", ["scaled_gradient", "dropped_mask", "faster_updates"])
+@pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_never_gets_a_time(climbed, name):
     row = climbed.rows[name]
     assert (row.status, row.verdict, row.kept) == ("wrong", "wrong", False)
@@ -104,13 +106,15 @@ def test_what_finds_no_place_for_itself_is_not_tried(climbed):
     assert "no attention that is written out" in row.reason
 
 
-def test_attention_that_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  # noqa: F811
+def test_what_a_script_writes_out_is_fused_and_judged(tmp_path, forked_runs):  # noqa: F811
     script = Script(alone([str(SCRIPTS / "pretrain.py"), "6", "16", "16"]), tmp_path, 5)
-    baseline, row = Ladder(script, [ATTENTION], rounds=1).climb()
-    assert (baseline.verdict, row.status) == ("baseline", "ok"), row.reason
+    baseline, row, loss = list(Ladder(script, [ATTENTION, LOSS], rounds=1).climb())[:3]
+    assert (baseline.verdict, row.status, loss.status) == ("baseline", "ok", "ok"), (row.reason, loss.reason)
     assert 0 < row.gradient_error < row.error_budget < 1e-4, "other roundings"
     assert row.lines.endswith(f"({line_of('pretrain.py', 'ATTENTION')}: is_causal=True)")
-    assert row.runs == 2
+    assert (row.runs, loss.runs) == (2, 2)
+    assert loss.gradient_error < loss.error_budget < 1e-4
+    assert loss.lines.endswith(f"({line_of('pretrain.py', 'LOSS')}: in chunks, by torch)")
 
 
 def test_the_script_tells_where_it_makes_what(climbed):

@@ -200,10 +200,10 @@ def test_what_cannot_be_in_a_script_costs_no_run(monkeypatch):
     monkeypatch.setitem(FOUND, "operators", ["LogSoftmaxBackward0", "MmBackward0"])
     script = Given()
     before = len(script.asked)
-    names = ("fused attention", "our FlashAttention", "late reads")
+    names = ("fused attention", "our FlashAttention", "fused loss", "late reads")
     ladder, rows = climbed(script, *(BY_NAME[name] for name in names))
     assert not any(script.asked[before:]), "no run with a change"
-    assert [rows[name].verdict for name in names] == ["not tried"] * 3
+    assert [rows[name].verdict for name in names] == ["not tried"] * 4
     assert not ladder.settings["reads"], "the first run saw none"
 
 

@@ -23,14 +23,18 @@ SETTINGS = {
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "batch_size": 2}],
     "optimizers": [{"fused": False, "foreach": False, "file": "train.py"}],
     "models": [
-        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False},
+        {"dtypes": ["float32"], "is_compiled": False, "blocks": 2, "convolutions": 1, "is_channels_last": False}
+        | {"is_whole_compiled": False},
     ],
     "ddp": [{"gradient_as_bucket_view": False, "static_graph": False, "bucket_cap_mb": None, "gradients_mib": 9.0}],
     "checkpoints": False,
     "reads": True,
     "recompiles": True,
     "waiting": 0.3,
-    "operators": ["LogSoftmaxBackward0", "ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"],
+    "operators": [
+        *("LogSoftmaxBackward0", "NllLossBackward0"),
+        *("ScaledDotProductEfficientAttentionBackward0", "SoftmaxBackward0"),
+    ],
 }
 
 
@@ -242,6 +246,10 @@ def test_every_rung_is_worth_a_try_for_a_plain_script_on_a_gpu(rung):
         ("our FlashAttention", {"operators": ["LogSoftmaxBackward0"]}, "call no scaled_dot_product_attention"),
         ("our FlashAttention", {"operators": ["ScaledDotProductX, dropping"]}, "its attention drops probabilities"),
         ("fused attention", {"operators": ["LogSoftmaxBackward0", "MmBackward0"]}, "no attention that is written out"),
+        ("fused loss", {"models": [{"is_whole_compiled": True}]}, "head and loss left to the compiler"),
+        ("fused loss", {"operators": ["MseLossBackward0"]}, "no head of a model whose logits go straight into"),
+        ("fused RoPE", {"models": [{"is_whole_compiled": True}]}, "rotary positions left to the compiler"),
+        ("fused RoPE", {"on_gpu": False}, "it needs a GPU"),
         ("late reads", {"on_gpu": False}, "on a CPU nothing waits"),
         ("late reads", {"reads": False}, "no line of the script calls item()"),
         ("DDP's static graph", {"ddp": []}, "makes no DistributedDataParallel"),
@@ -283,6 +291,73 @@ def counting(counts):
         return graph.forward
 
     return backend
+
+
+def test_a_loss_that_may_be_there_is_tried():
+    for own in (None, ["NllLoss2DBackward0"], ["NllLossBackward0"]):
+        assert BY_NAME["fused loss"].why_not({**SETTINGS, "operators": own}) == ""
+    models = [{"is_whole_compiled": True}, {"is_whole_compiled": False}]
+    assert BY_NAME["fused loss"].why_not({**SETTINGS, "models": models}) == ""
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_model_that_is_compiled_is_told_from_its_blocks(is_wrapped):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    settings = Settings()
+    for compile_of in (lambda model: None, lambda model: model.blocks[0].compile(), lambda model: model.compile()):
+        model = Dropping()
+        compile_of(model)
+        settings.see_model(Wrapper(model) if is_wrapped else model)
+    settings.see_model(torch.compile(Dropping()))
+    found = settings.found([])["models"]
+    assert [each["is_compiled"] for each in found] == [False, True, True, True]
+    assert [each["is_whole_compiled"] for each in found] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "is_ours"),
+    [
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((2, 4, 6, 8), (2, 2, 6, 8)), {"is_causal": True, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 1, 9, 8)), {"scale": 0.3, "enable_gqa": True}, True),
+        (((2, 4, 6, 8), (2, 4, 9, 8)), {}, True),
+        (((2, 4, 9, 8), (2, 4, 6, 8)), {"is_causal": True}, True),
+        (((3, 2, 4, 6, 8), (3, 2, 2, 6, 8)), {"enable_gqa": True}, True),
+        (((4, 6, 8), (4, 7, 8)), {}, True),
+        (((6, 8), (7, 8)), {}, True),
+        (((2, 4, 6, 8), (1, 4, 6, 8)), {}, False),  # a batch of one for many
+        (((2, 4, 6, 8), (2, 1, 6, 8)), {}, False),  # a head of one for many
+        (((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)), {}, False),
+        (((2, 4, 6, 8), (2, 4, 6, 8)), {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}, False),
+    ],
+)
+def test_our_attention_takes_what_the_kernels_take(shapes, options, is_ours, trial, monkeypatch):
+    """On a CPU, with the plain formula in the kernels' place."""
+    from trainstep.attention import api
+
+    seen = []
+
+    def plain(q, k, v, is_causal, scale):
+        seen.append(tuple(k.shape))
+        return api.attention_eager(q, k, v, is_causal, scale)
+
+    monkeypatch.setitem(api._BY_NAME, "flash-triton", plain)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    shapes = (*shapes, shapes[1]) if len(shapes) == 2 else shapes
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = F.scaled_dot_product_attention(*leaves, **options)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    rungs.our_attention(trial)
+    found = F.scaled_dot_product_attention(*leaves, **options)
+    assert seen == ([shapes[1]] if is_ours else []), "and keys are not expanded"
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("name", ["our FlashAttention", "fused attention"])

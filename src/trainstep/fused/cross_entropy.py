@@ -2,24 +2,26 @@
 
 Forward computes a chunk's logits, their losses and, where gradients are wanted, at once the gradients: the kernel
 writes softmax - onehot over the logits, and two products take that to the gradients of the hidden states and of the
-weight. Backward multiplies both by the gradient of the loss over the number of targets. So a step computes three
-products with the head, as the plain one does and the chunked one, which computes its logits twice, does not.
+weight. Backward multiplies both by the gradient of the loss, of a mean over the number of targets. So a step computes
+three products with the head, as the plain one does and the chunked one, which computes its logits twice, does not.
 
 Kept from forward to backward: the gradient of the hidden states, and that of the weight in float32, in which the
-chunks' parts are added up.
+chunks' parts are added up. Where one chunk has all tokens, `one_piece` keeps what the kernel wrote instead.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainstep.errors import UnsupportedError, UsageError
+from trainstep.fused.one_piece import NO_SECOND, LossInOnePiece
 from trainstep.fused.operators import described, operator, require
 from trainstep.fused.triton.cross_entropy import launch_loss
 
+Reduction = Literal["mean", "sum"]
 LOGITS_BYTES = 5 * 2**28
 """Most that the logits of a chunk take: 1.25 GiB, 4,352 tokens with a vocabulary of 151,936 in 16 bits. Each chunk
 reads and writes the sum of the weight's gradient, float32, and has smaller products; so small vocabularies go in one.
@@ -29,13 +31,19 @@ MULTIPLE = 128
 
 
 def linear_cross_entropy(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, ignore_index: int = -100, chunk_tokens: int | None = None
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    chunk_tokens: int | None = None,
 ) -> Tensor:
-    """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients; once.
+    """`eager.linear_cross_entropy` of hidden (..., D), the head's weight and ids (...), and its gradients.
 
     The weight is read in the head's own forward, so what gathers it there (FSDP's hooks) does so. Under autocast hidden
     states and weight are cast as products' operands are; the gradient of a weight in float32 stays in float32. NaN in
-    either makes the loss NaN. Where all targets are `ignore_index`, the loss is NaN and every gradient 0, as torch's.
+    either makes the loss NaN. Where all targets are `ignore_index`, the mean is NaN and every gradient 0, as torch's.
 
     Ids that are out of range raise a UsageError on a CPU. On a GPU, where asking would make the host wait, they fail a
     device-side assertion as in torch's own loss, and make the loss NaN.
@@ -45,16 +53,15 @@ def linear_cross_entropy(
         head: an `nn.Linear` without bias, or a module that has such a weight (V, D) and computes as one.
         targets: int64, one for each row of hidden.
         ignore_index: targets that count for nothing.
+        reduction: "mean" of the other targets' losses, or their "sum".
         chunk_tokens: tokens whose logits exist at once; None for as few chunks, as equal in size, as `LOGITS_BYTES`
             and a `MULTIPLE` allow.
 
     Raises:
         TypeError: dtypes.
-        UsageError: shapes, a chunk of no tokens, ids out of range on a CPU.
+        UsageError: shapes, another reduction, a chunk of no tokens, ids out of range on a CPU.
         UnsupportedError: a head with a bias or without a weight, another device.
     """
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise UsageError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
     if getattr(head, "bias", None) is not None or not isinstance(getattr(head, "weight", None), Tensor):
         raise UnsupportedError(
             f"the fused loss takes a head that multiplies by its weight alone, an nn.Linear without bias; got {head}"
@@ -62,7 +69,9 @@ def linear_cross_entropy(
 
     def loss_in_head(states: Tensor) -> Tensor:
         weight = cast(Tensor, head.weight)  # in the module's forward, where it is whole
-        return _mean_loss(states, weight, targets, ignore_index, chunk_tokens)
+        return weight_cross_entropy(
+            states, weight, targets, ignore_index=ignore_index, reduction=reduction, chunk_tokens=chunk_tokens
+        )
 
     forward = vars(head).get("forward")
     head.forward = loss_in_head  # hooks stand around it
@@ -85,7 +94,20 @@ def tokens_at_once(tokens: int, n_vocab: int, item_bytes: int) -> int:
     return -(-equal // MULTIPLE) * MULTIPLE
 
 
-def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_tokens: int | None) -> Tensor:
+def weight_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` of a head's weight (V, D) that is whole where this is called."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens is {chunk_tokens}; expected at least 1")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f'reduction is {reduction!r}; the fused loss has "mean" and "sum"')
     given = {"hidden": hidden, "weight": weight}
     require("the fused loss", **given)
     if targets.dtype != torch.int64 or targets.device != hidden.device:
@@ -105,8 +127,11 @@ def _mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: in
     else:
         raise TypeError(f"the fused loss takes hidden and weight of one dtype: got {described(**given)}")
     chunk = chunk_tokens or tokens_at_once(len(states), len(weight), dtype.itemsize)
+    is_mean = reduction == "mean"
     with torch.autocast(kind, enabled=False):
-        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk))  # type: ignore[no-untyped-call]
+        if chunk >= len(states) and torch.is_grad_enabled():
+            return cast(Tensor, LossInOnePiece.apply(states, weight, ids, dtype, ignore_index, is_mean))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Loss.apply(states, weight, ids, dtype, ignore_index, chunk, is_mean))  # type: ignore[no-untyped-call]
 
 
 def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
@@ -121,23 +146,32 @@ def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype, ignore_index: int, chunk: int
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        dtype: torch.dtype,
+        ignore_index: int,
+        chunk: int,
+        is_mean: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:2]
         total, d_states, d_weight = loss_op(states.to(dtype), weight.to(dtype), ids, ignore_index, chunk, *wanted)
-        count = (ids != ignore_index).sum()
+        count = (ids != ignore_index).sum() if is_mean else torch.ones_like(total)
         ctx.save_for_backward(d_states, d_weight, count)
         ctx.dtypes = states.dtype, weight.dtype
         return total / count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; without this what is computed of them would lack a part
+            raise UnsupportedError(NO_SECOND)
         # In place, as the weight's gradient is large. Asked for it a second time, autograd notices and raises.
         d_states, d_weight, count = ctx.saved_tensors
         factor = grads[0] / count.clamp(min=1)  # without targets the gradients are 0, not NaN
         scaled = (each.mul_(factor) if each.numel() else None for each in (d_states, d_weight))
         given = [None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return *given, None, None, None, None
+        return *given, None, None, None, None, None
 
 
 def _loss(

@@ -25,13 +25,15 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean cross-entropy of hidden (..., D) times the transposed weight (V, D) against ids (...), the logits widened.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Cross-entropy of hidden (..., D) times the transposed weight (V, D) against ids (...), the logits widened.
 
-    The mean is over the targets that are not `ignore_index`: NaN, with gradients of 0, where all are.
+    Its "mean" over the targets that are not `ignore_index` (NaN, with gradients of 0, where all are), or its "sum".
     """
     logits = hidden.flatten(0, -2) @ weight.T
-    return F.cross_entropy(_wide(logits), targets.flatten(), ignore_index=ignore_index)
+    return F.cross_entropy(_wide(logits), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -150,9 +150,9 @@ def _formulas(written_out: _WrittenOut, is_lower: Callable[[torch.Tensor], bool]
         ours = getattr(torch.ops.trainstep, f"flash_attention{suffix or '_forward'}", None)
         if ours is not None:  # there once our kernels were used
             formulas[ours] = _of_arguments(ours, attention, times)
-    loss = getattr(torch.ops.trainstep, "linear_cross_entropy", None)
-    if loss is not None:  # likewise
-        formulas[loss] = _of_arguments(loss, _loss_flops)
+    for name in ("linear_cross_entropy", "linear_cross_entropy_errors"):
+        if (loss := getattr(torch.ops.trainstep, name, None)) is not None:  # likewise
+            formulas[loss] = _of_arguments(loss, _loss_flops)
     formulas[aten.convolution_backward] = _of_arguments(aten.convolution_backward, _convolution_backward_flops)
     if hasattr(aten, "_grouped_mm"):
         formulas[aten._grouped_mm] = _of_arguments(
@@ -196,8 +196,8 @@ def _attention_flops(is_lower: Callable[[torch.Tensor], bool], given: Mapping[st
 
 
 def _loss_flops(given: Mapping[str, Any]) -> int:
-    """Of the head joined with its loss: the product, and one more for each gradient that is asked for."""
-    products = 1 + given["of_states"] + given["of_weight"]
+    """Of the head joined with its loss: the product, and one more for each gradient that is asked for of it."""
+    products = 1 + given.get("of_states", 0) + given.get("of_weight", 0)
     return products * 2 * math.prod(given["states"].shape) * len(given["weight"])
 
 

@@ -6,6 +6,8 @@ here knows of devices, precision or ranks; autocast, compilation and parallelism
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -187,18 +189,27 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, head: nn.Module, targets: Tensor, *, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+    reduction: str = "mean",
 ) -> Tensor:
-    """The same loss from hidden states (B, S, D), applying `head` to slices of tokens.
+    """The same loss from hidden states (B, S, D), applying `head` to slices of tokens; or its "sum" over tokens.
 
     Only one slice's logits (chunk_tokens × V) exist at a time; backward computes them again. That costs one more head
-    product (2·N·D·V FLOPs) and saves the N × V logits and their gradient.
+    product (2·N·D·V FLOPs) and saves the N × V logits and their gradient. Targets that are `ignore_index` count for
+    nothing: where all are, the mean is NaN, with gradients of 0. Logits of float64 stay so.
     """
 
     def slice_sum(hidden_slice: Tensor, target_slice: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden_slice).float(), target_slice, reduction="sum")
+        logits = head(hidden_slice)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, target_slice, reduction="sum", ignore_index=ignore_index)
 
     states, ids = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N,)
     slices = zip(states.split(chunk_tokens), ids.split(chunk_tokens), strict=True)
     total = sum(checkpoint(slice_sum, *pair, use_reentrant=False, preserve_rng_state=False) for pair in slices)
-    return total / ids.numel()
+    return total / (ids != ignore_index).sum() if reduction == "mean" else total

@@ -28,6 +28,7 @@ from trainstep.measure.memory import GIB
 from trainstep.measure.profile.ranges import WARMUP, announce, modules_announced, profiler_of_steps
 from trainstep.records import Row
 from trainstep.run.hooks import Hooks
+from trainstep.run.settings import is_compiled
 from trainstep.run.steps import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepFinder
 from trainstep.run.syncs import synchronisations
 
@@ -143,7 +144,7 @@ class Instruments:
         if root is None or optimizer is None:
             self._write("no model was called that updates could be told of, so no allocations are recorded")
             return
-        if is_compiled(root) and self._device.type == "cpu":
+        if _has_compiled(root) and self._device.type == "cpu":
             self._write("allocations of compiled code cannot be followed on a CPU")
             return
         self._recording = _Recording(
@@ -270,7 +271,7 @@ class _Recording:
         self._finder, self._hooks, self._own = finder, hooks, own
         self.dtypes: list[Row] = []
         self._phase: AbstractContextManager[Any] | None = None
-        sees_modules, on_gpu = not is_compiled(root), device.type == "cuda"
+        sees_modules, on_gpu = not _has_compiled(root), device.type == "cuda"
         self._watch = StepWatch(root, optimizer, sees_modules=sees_modules, hidden=str(Path(__file__).parent))
         self._dtypes = DtypeWatch(root) if sees_modules else None
         with ExitStack() as stack:
@@ -316,9 +317,8 @@ def _modes() -> tuple[int, int]:
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether some of a module's calls are compiled code."""
-    return any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules())
+def _has_compiled(module: nn.Module) -> bool:
+    return any(map(is_compiled, module.modules()))
 
 
 def _peak_row(timeline: Timeline, own: dict[str, Any]) -> PeakRow:

@@ -17,6 +17,8 @@ LEAST_WAIT = 0.01
 """Where steps wait for data for less of their time, workers that load it earlier cannot gain what runs tell apart."""
 NO_READS = "no line of the script calls item() of a tensor on a GPU"
 NOT_WRITTEN_OUT = "no attention that is written out as softmax(scale · q kᵀ + mask) v was recognised"
+NO_HEAD_LOSS = "no head of a model whose logits go straight into F.cross_entropy was recognised"
+NO_ROPE = "no function of (q, k, cos, sin) that turns q and k by q · cos + rotate_half(q) · sin was recognised"
 NO_DDP = "the script makes no DistributedDataParallel of torch"
 
 
@@ -73,6 +75,25 @@ def of_our_attention(settings: Settings) -> str:
     if found:
         return "its attention drops probabilities" if all("dropping" in each for each in found) else ""
     return "its models call no scaled_dot_product_attention" if of_attention(settings) else ""
+
+
+def of_loss(settings: Settings) -> str:
+    """Of a head joined with its loss."""
+    if _compiles_all(settings):
+        return "its models are compiled, and head and loss left to the compiler"
+    found = _operators(settings, "NllLoss")
+    return NO_HEAD_LOSS if found is not None and not found else ""
+
+
+def of_rope(settings: Settings) -> str:
+    """Of rotary positions by our kernel."""
+    if not settings["on_gpu"]:
+        return of_gpu(settings)
+    return "its models are compiled, and rotary positions left to the compiler" if _compiles_all(settings) else ""
+
+
+def _compiles_all(settings: Settings) -> bool:
+    return bool(settings["models"]) and all(model["is_whole_compiled"] for model in settings["models"])
 
 
 def of_tf32(settings: Settings) -> str:

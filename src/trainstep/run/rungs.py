@@ -103,6 +103,25 @@ def fused_attention(trial: Trial) -> None:
     register_optimizer_step_post_hook(finder.updated)
 
 
+def fused_loss(trial: Trial) -> None:
+    """A head whose logits go into `F.cross_entropy` is joined with it; where it is compiled, that is the compiler's."""
+    from trainstep.run.head_loss import HeadLoss
+
+    joined = HeadLoss(trial.places.setdefault("fused loss", {}).__setitem__)
+    trial.on_first_call.append(joined.see_model)
+
+
+def fused_rope(trial: Trial) -> None:
+    """Rotary positions that are written out are our kernel's; code that is compiled is left to the compiler."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from trainstep.run.rotary import Rotary
+
+    rotary = Rotary(trial.places.setdefault("fused RoPE", {}).__setitem__)
+    trial.on_first_call.append(rotary.see_model)
+    register_optimizer_step_post_hook(rotary.updated)
+
+
 def compiled_models(trial: Trial) -> None:
     """Every model that is called in training is compiled in place."""
     trial.on_first_call.append(lambda module: module.compile())
@@ -237,7 +256,8 @@ def larger_batch(trial: Trial) -> None:
 
 
 def our_attention(trial: Trial) -> None:
-    """Attention without a mask of its own and without dropout, as our kernels compute it."""
+    """Attention without a mask of its own and without dropout, as our kernels compute it: also of grouped heads, which
+    are not expanded for it, and of more or fewer keys than queries."""
     import torch.nn.functional as F
 
     from trainstep.attention.api import attention
@@ -255,13 +275,23 @@ def our_attention(trial: Trial) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        alike = query.is_cuda and query.shape == key.shape == value.shape
-        if not alike or attn_mask is not None or dropout_p or enable_gqa:
+        if attn_mask is not None or dropout_p or not _kernels_take(query, key, value, enable_gqa):
             more = {"enable_gqa": True} if enable_gqa else {}
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
         return attention(query, key, value, is_causal=is_causal, scale=scale, impl="flash-triton")
 
     F.scaled_dot_product_attention = ours
+
+
+def _kernels_take(query: Any, key: Any, value: Any, is_grouped: bool) -> bool:
+    """Whether shapes are those that our attention takes; torch's also takes batches of one for many, and values of
+    another width than keys."""
+    if not query.is_cuda or query.dim() != key.dim() or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        return False
+    if query.shape[:-2] == key.shape[:-2]:
+        return True
+    fits = query.dim() >= 4 and query.shape[:-3] == key.shape[:-3] and key.shape[-3] > 0
+    return is_grouped and fits and query.shape[-3] % key.shape[-3] == 0
 
 
 def _replace(kind: Any, more: Callable[[dict[str, Any]], dict[str, Any]], arguments_of: Any) -> None:
@@ -300,9 +330,16 @@ RUNGS = (
         nothing=reasons.NOT_WRITTEN_OUT,
     ),
     _rung("our FlashAttention", our_attention, reasons.of_our_attention),
+    _rung("fused loss", fused_loss, reasons.of_loss, nothing=reasons.NO_HEAD_LOSS),
+    _rung("fused RoPE", fused_rope, reasons.of_rope, nothing=reasons.NO_ROPE),
     _rung("channels last", channels_last, reasons.of_channels),
-    _rung("compiled blocks", compiled_blocks, reasons.of_blocks),
-    _rung("compiled model", compiled_models, reasons.of_compile, instead_of=("compiled blocks",)),
+    _rung("compiled blocks", compiled_blocks, reasons.of_blocks, instead_of=("fused RoPE",)),
+    _rung(
+        "compiled model",
+        compiled_models,
+        reasons.of_compile,
+        instead_of=("compiled blocks", "fused loss", "fused RoPE"),
+    ),
     _rung("compiled for any size", any_sizes, reasons.of_sizes),
     _rung("pinned memory", pinned_memory, reasons.of_pinning),
     _rung("loader workers", workers, reasons.of_workers),

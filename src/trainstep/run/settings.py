@@ -76,9 +76,8 @@ class Settings:
                 "line": place.line,
                 "device": weights[0].device.type,
                 "dtypes": sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}),
-                "is_compiled": any(
-                    each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in parts
-                ),
+                "is_compiled": any(map(is_compiled, parts)),
+                "is_whole_compiled": any(map(is_compiled, (module, getattr(module, "module", None)))),
                 "drops": any(map(_drops, parts)),
                 "blocks": len(find_blocks(module)),
                 "convolutions": len(convolutions),
@@ -204,6 +203,11 @@ def batch_size_of(given: Mapping[str, Any]) -> int | None:
     size = given.get("batch_size", 1)
     is_other = given.get("batch_sampler") is not None or isinstance(given.get("dataset"), IterableDataset)
     return size if isinstance(size, int) and not is_other and given else None
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a call of it, if it is a module, is compiled code."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def _drops(module: nn.Module) -> bool:

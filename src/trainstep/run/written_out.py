@@ -21,6 +21,20 @@ from torch import Tensor
 from trainstep.errors import UnsupportedError
 from trainstep.run.lines import line_of_call
 from trainstep.run.masks import Mask, Masks, is_number, mask_of
+from trainstep.run.uncomputed import (
+    CASTS,
+    KNOWN,
+    SELF,
+    Call,
+    Dtypes,
+    State,
+    Uncomputed,
+    after,
+    as_written,
+    cast_to,
+    known,
+    state_of,
+)
 
 Note = Callable[[str, str], object]
 
@@ -31,8 +45,8 @@ class _Chain:
 
     query: Tensor  # (…, L, E)
     key: Tensor  # (…, E, S)
-    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]  # `_SELF` stands for what came before
-    state: tuple[Any, ...]
+    steps: tuple[Call, ...]
+    state: State
     scale: float = 1.0
     masks: tuple[Mask, ...] = ()
     has_softmax: bool = False
@@ -47,10 +61,7 @@ class _Chain:
             raise UnsupportedError("attention that is written out changes q, k or a mask in place before it ends")
 
 
-_SELF = object()
-
-
-class Scores(Tensor):
+class Scores(Uncomputed):
     """Scores or probabilities of attention that are computed when something else than attention is done with them."""
 
     chain: _Chain
@@ -68,15 +79,14 @@ class Scores(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if func in KNOWN:
+            return known(func, args, kwargs)
         own = next((each for each in args if isinstance(each, Scores)), None)
         if own is not None and own.computed is None:
             further = own.finder.further(own, func, args, kwargs)
             if further is not None:
                 return further
-        return func(*_as_written(args), **_as_written(kwargs))
+        return func(*as_written(args), **as_written(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -87,31 +97,11 @@ class Scores(Tensor):
         if self.computed is None:
             chain = self.chain
             chain.check()
-            grad, autocast, dtype = chain.state
-            device = chain.query.device.type
-            with torch.set_grad_enabled(grad), torch.autocast(device, dtype, enabled=autocast):
-                value: Any = self.finder.product(chain.query, chain.key)
-                for func, args, kwargs in chain.steps:
-                    value = func(*(value if each is _SELF else each for each in args), **kwargs)
-            self.computed = value
+            with chain.state.entered():
+                self.computed = after(self.finder.product(chain.query, chain.key), chain.steps)
         return self.computed
 
 
-def _as_written(values: Any) -> Any:
-    """With every `Scores` replaced, in lists and tuples too."""
-    if isinstance(values, Scores):
-        return values.as_written()
-    if isinstance(values, dict):
-        return {name: _as_written(each) for name, each in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)(map(_as_written, values))
-    return values
-
-
-_KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")} | {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
-}
-"""What is known of scores that are not computed."""
 _SCALES = {"mul": 1, "multiply": 1, "__mul__": 1, "__rmul__": 1, "mul_": 1, "__imul__": 1} | {
     "div": -1,
     "divide": -1,
@@ -123,7 +113,6 @@ _SCALES = {"mul": 1, "multiply": 1, "__mul__": 1, "__rmul__": 1, "mul_": 1, "__i
 """Function → the power of its number by which scores are scaled."""
 _IN_PLACE = ("mul_", "__imul__", "div_", "__itruediv__", "add_", "__iadd__", "masked_fill_")
 _PRODUCTS = ("matmul", "__matmul__", "bmm")
-_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Finder:
@@ -136,7 +125,7 @@ class Finder:
     def __init__(self, note: Note) -> None:
         self._note = note
         self.masks = Masks()
-        self._dtypes: dict[tuple[Any, ...], torch.dtype | None] = {}
+        self._dtypes = Dtypes()
         self.product = torch.matmul
 
     def install(self) -> None:
@@ -155,10 +144,10 @@ class Finder:
             if torch.compiler.is_compiling() or kwargs or len(args) != 2 or not _may_be_scores(*args):
                 return original(*args, **kwargs)
             query, key = args
-            dtype = self._dtype_of(self.product, args, {})
+            dtype = self._dtypes.of(self.product, args, {})
             if dtype is None:
                 return original(query, key)
-            chain = _Chain(query, key, (), _state(query.device))
+            chain = _Chain(query, key, (), state_of(query.device))
             return Scores(self, chain, (*query.shape[:-1], key.shape[-1]), dtype)
 
         return product
@@ -166,12 +155,12 @@ class Finder:
     def further(self, own: Scores, func: Any, args: Any, kwargs: Any) -> Any:
         """What comes of another call, or None where that is none of attention's."""
         chain, name = own.chain, getattr(func, "__name__", "")
-        if _state(own.device) != chain.state:
+        if state_of(own.device) != chain.state:
             return None
         if name == "contiguous" or (name in ("dropout", "dropout_") and _drops_nothing(args, kwargs)):
             return own
-        if name in ("to", "type_as", *_CASTS):
-            dtype = _cast_to(name, args, kwargs)
+        if name in CASTS:
+            dtype = cast_to(name, args, kwargs)
             wider = dtype is not None and (chain.has_softmax or dtype == torch.float32)
             return self._then(own, chain, Tensor.to, (own, dtype), {}) if wider else None
         if chain.has_softmax:
@@ -188,35 +177,15 @@ class Finder:
     def _then(self, own: Scores, chain: _Chain, func: Any, args: Any, kwargs: dict[str, Any]) -> Scores | None:
         if sum(isinstance(each, Scores) for each in args) != 1:
             return None
-        dtype = self._dtype_of(func, args, kwargs)
+        dtype = self._dtypes.of(func, args, kwargs)
         if dtype is None:
             return None
-        steps = (*chain.steps, (func, tuple(_SELF if each is own else each for each in args), kwargs))
+        steps = (*chain.steps, (func, tuple(SELF if each is own else each for each in args), kwargs))
         made = Scores(self, replace(chain, steps=steps), own.shape, dtype)
         if func.__name__ not in _IN_PLACE:
             return made
         own.chain = made.chain
         return own
-
-    def _dtype_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Of a call's result, found by the same call on single numbers; None where it fails."""
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        device = tensors[0].device
-        words = [(each.dtype, each.dim()) if isinstance(each, Tensor) else repr(each) for each in args]
-        key = (func, *words, repr(kwargs), device, _state(device))
-        if key not in self._dtypes:
-            tiny = [
-                torch.zeros((1,) * each.dim(), dtype=each.dtype, device=each.device)
-                if isinstance(each, Tensor)
-                else each
-                for each in args
-            ]
-            try:
-                with torch.no_grad():
-                    self._dtypes[key] = func(*tiny, **kwargs).dtype
-            except (RuntimeError, TypeError):
-                self._dtypes[key] = None  # the script's own call will say what is wrong
-        return self._dtypes[key]
 
     def _attention(self, own: Scores, func: Any, args: Any) -> Tensor | None:
         """The product with the values, from q, k and v; None where shapes or dtypes are not attention's."""
@@ -225,9 +194,9 @@ class Finder:
         if type(value) is not Tensor or value.dim() != query.dim() or value.device != query.device:
             return None
         fits = value.shape[:-2] == query.shape[:-2] and value.shape[-2] == key.shape[-2]
-        _, autocast, narrow = chain.state
-        dtype = narrow if autocast and query.dtype != torch.float64 else query.dtype
-        expected = self._dtype_of(func, args, {})
+        autocast = chain.state.has_autocast
+        dtype = chain.state.narrow if autocast and query.dtype != torch.float64 else query.dtype
+        expected = self._dtypes.of(func, args, {})
         if not fits or expected is None or (not autocast and not query.dtype == key.dtype == value.dtype):
             return None
         chain.check()
@@ -264,26 +233,7 @@ def _may_be_scores(query: Any, key: Any) -> bool:
     )
 
 
-def _state(device: torch.device) -> tuple[Any, ...]:
-    """What a call's result depends on besides its arguments."""
-    kind = device.type
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
 def _drops_nothing(args: Any, kwargs: dict[str, Any]) -> bool:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     given["training"] = given.get("train", given.get("training", True))
     return not given["training"] or given.get("p") == 0
-
-
-def _cast_to(name: str, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The floating dtype that a cast is to; None where it is another call."""
-    if name in _CASTS:
-        return _CASTS[name] if len(args) == 1 and not kwargs else None
-    given = [*args[1:], *kwargs.values()]
-    if len(given) != 1 or (kwargs and "dtype" not in kwargs):
-        return None
-    dtype = given[0]
-    if isinstance(dtype, Tensor):
-        dtype = dtype.dtype if dtype.device == args[0].device else None
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None

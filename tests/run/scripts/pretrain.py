@@ -67,7 +67,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # LOSS
 
 
 text = np.random.default_rng(7).integers(0, VOCAB, 20_000)

@@ -26,7 +26,7 @@ FUSED_OPTIMIZER, FUSED_ATTENTION, CHUNKED_LOSS = "the fused optimizer", "a fused
 _TRIED = {
     FUSED_OPTIMIZER: ("fused optimizer",),
     FUSED_ATTENTION: ("fused attention", "our FlashAttention"),
-    CHUNKED_LOSS: ("chunked loss",),
+    CHUNKED_LOSS: ("chunked loss", "fused loss"),
 }
 """Advice → the rungs that try it, whose result then takes its place."""
 UNFUSED_OPTIMIZER = (None, "adamw-foreach")  # None: a user's own, whose form is not known
