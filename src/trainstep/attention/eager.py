@@ -17,14 +17,16 @@ PIECES = {"scores": "attention_scores", "softmax": "attention_weights", "weighte
 """Name of each piece of eager attention → the function of this module that computes it."""
 
 
-def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i.
+def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float, window: int | None = None) -> Tensor:
+    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i, or a window j ≤ i - window.
 
     q (..., heads, n_queries, head_dim), k (..., kv_heads, n_keys, head_dim) → (..., heads, n_queries, n_keys)
     """
     scores = q @ _per_query_head(k, q).mT * scale
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if window is not None:
+            visible = visible.triu(1 - window)
         scores = scores.masked_fill(~visible, float("-inf"))
     return scores
 
@@ -39,9 +41,11 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     return weights @ _per_query_head(v, weights)
 
 
-def attention_eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attention_eager(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None
+) -> Tensor:
     """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
-    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale)), v)
+    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale, window)), v)
 
 
 def _per_query_head(t: Tensor, q: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_inter
 """Name of the package → its module with `flash_attn_func`, the newest first."""
 
 
-def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attention_flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None
+) -> Tensor:
     """FlashAttention 4 or 3. UsageError: not on a GPU in 16 bits, neither package, causal with two lengths."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(
@@ -37,15 +39,27 @@ def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale
         raise UnsupportedError(
             f"impl='flash-attn' counts a causal mask from the end of the keys, not from the start: {describe(q, k, v)}"
         )
-    return in_its_layout(installed()[1], q, k, v, is_causal, scale)
+    return in_its_layout(installed()[1], q, k, v, is_causal, scale, window)
 
 
 def in_its_layout(
-    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """`function`, which takes (batch, length, heads, head_dim), on tensors with heads before length."""
+    """`function`, which takes (batch, length, heads, head_dim), on tensors with heads before length.
+
+    Its window_size says how many keys a query sees before and after its own, which is not counted.
+    """
     q4, k4, v4, _ = four_dims(q, k, v)
-    out = function(*(each.transpose(1, 2) for each in (q4, k4, v4)), softmax_scale=scale, causal=is_causal)
+    settings: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
+    if window is not None:
+        settings["window_size"] = (window - 1, 0)
+    out = function(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings)
     o: Tensor = out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp beside it
     return o.transpose(1, 2).reshape(q.shape)
 

@@ -53,9 +53,11 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sca
         raise
 
 
-def attention_eager_compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """The oracle through torch.compile, compiled for this shape."""
-    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale))
+def attention_eager_compiled(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None
+) -> Tensor:
+    """The oracle through torch.compile, compiled for this shape and window."""
+    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale, window))
 
 
 def call_compiled(function: Callable[..., Any], *arguments: Any, mode: str | None = None, **options: Any) -> Any:

@@ -53,8 +53,9 @@ class Compiled:
 
 
 def compile_portable(
-    kernel: str, tile: Tile, capability: int, dtype: str, head_dim: int, is_causal: bool, precision: str
-) -> Compiled:
+    kernel: str, tile: Tile, capability: int, dtype: str, head_dim: int, is_causal: bool, precision: str,
+    *, windowed: bool = False,
+) -> Compiled:  # fmt: skip
     """A portable kernel for sm_`capability`; dtype in Triton's names ("bf16"), head_dim a power of two from 16."""
     constants = {
         "IS_CAUSAL": is_causal,
@@ -64,6 +65,8 @@ def compile_portable(
         "BLOCK_K": tile.keys,
         "PRECISION": precision,
     }
+    if not windowed:
+        constants["window"] = None
     signature, attributes = _arguments(PORTABLE[kernel], constants, {}, dtype)
     source = ASTSource(PORTABLE[kernel], signature, constants, attributes)
     return compile_source(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})

@@ -32,14 +32,16 @@ CASES = [
 ]
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, tile: Tile) -> dict[str, Tensor]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, tile: Tile, window: int | None = None
+) -> dict[str, Tensor]:
     """All three kernels, writing into memory that was NaN."""
     o, dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, q, k, v))
     lse = torch.full(q.shape[:-1], float("nan"))
-    launch_forward((q, k, v, o, lse), is_causal, scale, tile)
+    launch_forward((q, k, v, o, lse), is_causal, scale, tile, window)
     delta = torch.full_like(lse, float("nan"))
-    launch_dq((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile)
-    launch_dkdv((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile)
+    launch_dq((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile, window)
+    launch_dkdv((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile, window)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -57,6 +59,46 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 def test_tiles_that_are_not_square(tile: Tile, is_causal: bool) -> None:
     q, k, v, do = Case(100, 90, 16).inputs(torch.float32)
     assert_within_budget(run(q, k, v, do, is_causal, 0.25, tile), q, k, v, do, is_causal, 0.25)
+
+
+@pytest.mark.parametrize("tile", [SQUARE, WIDE, TALL], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 70, 129])
+def test_windows(window: int, tile: Tile) -> None:
+    q, k, v, do = Case(130, 130, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    assert_within_budget(run(q, k, v, do, True, 0.25, tile, window), q, k, v, do, True, 0.25, window)
+
+
+@pytest.mark.parametrize("case", [Case(100, 70, 20), Case(60, 100, 16), Case(80, 80, 8, heads=4, kv_heads=2, batch=2)])
+def test_windows_of_grouped_heads_and_of_two_lengths(case: Case) -> None:
+    q, k, v, do = case.inputs(torch.float16)
+    assert_within_budget(run(q, k, v, do, True, 0.25, SQUARE, 37), q, k, v, do, True, 0.25, 37)
+
+
+@pytest.mark.parametrize("window", [1, 33, 50])
+def test_tiles_outside_of_the_window_are_not_visited(window: int) -> None:
+    """What is NaN there would be in a sum, if with a factor of 0."""
+    nan = float("nan")
+    q, k, v, do = Case(256, 256, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    before = (128 - window + 1) // 32 * 32  # the first tile of keys that the fifth tile of queries sees any of
+    visible = [tensor.clone() for tensor in (k, v)]
+    for tensor in visible:
+        tensor[..., :before, :] = tensor[..., 160:, :] = nan
+    o, lse, delta, dq = (torch.full_like(t, nan) for t in (q, q[..., 0], q[..., 0], q))
+    launch_forward((q, *visible, o, lse), True, 0.25, SQUARE, window)
+    launch_dq((q, *visible, o, do, lse, delta, dq), True, 0.25, SQUARE, window)
+    expected = run(q, k, v, do, True, 0.25, SQUARE, window)
+    assert torch.equal(o[..., 128:160, :], expected["o"][..., 128:160, :])
+    assert torch.equal(dq[..., 128:160, :], expected["dq"][..., 128:160, :])
+
+    after = -(-(159 + window) // 32) * 32  # past the last tile of queries that sees any of the fifth tile's keys
+    q, do = q.clone(), do.clone()
+    for tensor in (q, do):
+        tensor[..., :128, :] = tensor[..., after:, :] = nan
+    dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)
+    delta = (expected["o"] * do).sum(-1)
+    launch_dkdv((q, k, v, do, expected["lse"], delta, dk, dv), True, 0.25, SQUARE, window)
+    torch.testing.assert_close(dk[..., 128:160, :], expected["dk"][..., 128:160, :])
+    torch.testing.assert_close(dv[..., 128:160, :], expected["dv"][..., 128:160, :])
 
 
 def test_strides() -> None:

@@ -19,6 +19,7 @@ from trainstep.attention.tuned import Tile, block_of, multiply_precision
 # alignment decides how wide the loads can be.
 SIZES = [
     "tiles_per_head", "all_heads", "heads", "all_kv_heads", "kv_heads", "n_queries", "n_keys", "heads_per_section",
+    "window",
 ]  # fmt: skip
 
 LONGEST_SUM = tl.constexpr(64)
@@ -39,6 +40,37 @@ def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_L
     if LONGEST_LAST:
         tile = tiles_per_head - 1 - tile
     return tile, head
+
+
+@triton.jit
+def keys_of_tile(
+    first_row, n_queries, n_keys, window, IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The keys that the queries first_row, …, first_row + BLOCK_Q - 1 see, as two walks in steps of BLOCK_K.
+
+    row_first, row_limit [BLOCK_Q]: the first and the last key that each query sees. Every query sees all keys of
+    clear, …, whole - 1. The others, which some see, are cut, …, cut_end - 1, from `clear` on moved up by whole - clear.
+    """
+    rows = first_row + tl.arange(0, BLOCK_Q)
+    row_first = tl.zeros([BLOCK_Q], tl.int32)
+    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
+    clear = 0
+    whole = n_keys
+    cut_end = n_keys
+    if IS_CAUSAL:
+        row_limit = tl.minimum(row_limit, rows)
+        whole = tl.minimum(whole, first_row + 1)
+        cut_end = tl.minimum(cut_end, first_row + BLOCK_Q)
+    whole = whole // BLOCK_K * BLOCK_K
+    cut = whole
+    if window is not None:
+        last_row = tl.minimum(first_row + BLOCK_Q, n_queries) - 1
+        row_first = tl.minimum(rows, last_row) - window + 1  # a query past the end sees what the last one does
+        cut = tl.maximum(first_row - window + 1, 0) // BLOCK_K * BLOCK_K
+        clear = tl.cdiv(tl.maximum(last_row - window + 1, 0), BLOCK_K) * BLOCK_K
+        whole = tl.maximum(whole, clear)
+        cut_end += clear - whole
+    return row_first, row_limit, clear, whole, cut, cut_end
 
 
 @triton.jit
@@ -199,14 +231,17 @@ def _over(descriptor: Any, tensor: Tensor | None) -> Any:
     return copy
 
 
-def portable(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile) -> Launch:
-    """A launch of a portable kernel, with scale > 0.
+def portable(
+    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile, window: int | None = None
+) -> Launch:
+    """A launch of a portable kernel, with scale > 0; a window is below n_queries, and causal.
 
-    Tensors have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
+    Without one its argument is None, a constant to the compiler: the plain kernel does not know of windows. Tensors
+    have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
     """
     own_rows, (*_, head_dim) = tile.keys if owns_keys(kernel) else tile.queries, tensors["q"].shape
     return kernel_arguments(
         kernel, tensors, own_rows, is_causal, scale, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries,
         BLOCK_K=tile.keys, PRECISION=multiply_precision(tensors["q"].dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, window=window,
     )  # fmt: skip

@@ -13,24 +13,27 @@ most of them, are not.
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, Launcher, load_tile, multiply, portable, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, keys_of_tile, load_tile, multiply, portable, tile_and_head
 
 
 @triton.jit
 def _walk_keys(
     dq, q, do, lse_log2, delta,
     k_ptr, v_ptr, stride_kn, stride_vn,
-    first, last, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over the keys first, first + BLOCK_K, … < last; k_ptr and v_ptr point at key 0."""
+    """Add dS K over the keys first, first + BLOCK_K, … < last, as `forward._attend` walks over them."""
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[None, :] * stride_vn + dims[:, None]
     nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-    for start in tl.range(first, last, BLOCK_K):
+    for place in tl.range(first, last, BLOCK_K):
+        start = place
+        if MASKED and WINDOWED:
+            start = tl.where(place < gap, place, place + skip)
         start_long = tl.cast(start, tl.int64)
         mask = (dims < HEAD_DIM)[:, None]
         if MASKED:
@@ -41,6 +44,8 @@ def _walk_keys(
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
+            if WINDOWED:
+                scores = tl.where(keys[None, :] >= (row_first - start)[:, None], scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         dp = multiply(do, v_t, nothing, PRECISION)
         ds = p * (dp - delta[:, None])
@@ -57,7 +62,7 @@ def dq_kernel(
     stride_ob, stride_oh, stride_on,
     stride_dob, stride_doh, stride_don,
     stride_dqb, stride_dqh, stride_dqn,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -87,24 +92,20 @@ def dq_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
-    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
-    whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
-    visible = n_keys  # keys from here on are visible to none
-    if IS_CAUSAL:
-        row_limit = tl.minimum(row_limit, first_row + rows)
-        whole = tl.minimum(whole, first_row + 1)
-        visible = tl.minimum(visible, first_row + BLOCK_Q)
-    whole = whole // BLOCK_K * BLOCK_K
+    row_first, row_limit, clear, whole, cut, cut_end = keys_of_tile(
+        first_row, n_queries, n_keys, window, IS_CAUSAL, BLOCK_Q, BLOCK_K
+    )
+    WINDOWED: tl.constexpr = window is not None
 
     lse_log2 = lse * 1.4426950408889634  # log2(e)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
-        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
+        n_keys, scale_log2, False, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
-        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear, row_first,
+        row_limit, n_keys, scale_log2, True, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     dq_ptr += batch * stride_dqb + head * stride_dqh + first_row_long * stride_dqn
@@ -120,13 +121,14 @@ launch_dq = Launcher(dq_kernel, portable)
 def _walk_queries(
     dk, dv, k, v,
     q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
-    first, n_steps, gap, resume, keys, n_queries, scale_log2,
+    first, n_steps, gap, resume, keys, n_queries, window, scale_log2,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q to dk and Pᵀ dO to dv over n_steps tiles of one head's queries.
 
-    They start at first, first + BLOCK_Q, … < gap; if MASKED, one more may follow at `resume`. q_ptr … delta_ptr point
+    They start at first, first + BLOCK_Q, … < gap; if MASKED, one more may follow at `resume`, or with a window several.
+    q_ptr … delta_ptr point
     at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
     """
     rows = tl.arange(0, BLOCK_Q)
@@ -137,7 +139,7 @@ def _walk_queries(
     for step in tl.range(0, n_steps):
         start = first + step * BLOCK_Q
         if MASKED:
-            start = tl.where(start < gap, start, resume)
+            start = tl.where(start < gap, start, resume if window is None else start - gap + resume)
         start_long = tl.cast(start, tl.int64)
         row_mask = rows < n_queries - start
         mask = (dims < HEAD_DIM)[None, :]
@@ -154,6 +156,8 @@ def _walk_queries(
         scores_t = multiply(k, tl.trans(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
         if MASKED and IS_CAUSAL:
             scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
+            if window is not None:
+                scores_t = tl.where((keys - start + window)[:, None] > rows[None, :], scores_t, float("-inf"))
         p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
         dv = multiply(p_t.to(do.dtype), do, dv, PRECISION)
         dp_t = multiply(v, tl.trans(do), nothing, PRECISION)
@@ -171,7 +175,7 @@ def dkdv_kernel(
     stride_dob, stride_doh, stride_don,
     stride_dkb, stride_dkh, stride_dkn,
     stride_dvb, stride_dvh, stride_dvn,
-    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
+    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +196,8 @@ def dkdv_kernel(
     v = tl.load(v_ptr + keys[:, None] * stride_vn + dims[None, :], mask=tile_mask, other=0.0)
 
     # Queries below `first` see none of these keys; from `clear` on they see all of them; the last tile may be partial.
-    # Keys past n_keys get gradients too, from their zero rows, which are not stored.
+    # Through a window queries from `whole` on do not see all of them, and from `end` on none. Keys past n_keys get
+    # gradients too, from their zero rows, which are not stored.
     first = 0
     clear = 0
     whole = n_queries // BLOCK_Q * BLOCK_Q
@@ -200,7 +205,11 @@ def dkdv_kernel(
         first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, n_queries)
         clear = tl.minimum(tl.cdiv(first_key + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q, n_queries)
         whole = tl.maximum(whole, clear)
-    n_cut = tl.cdiv(clear - first, BLOCK_Q) + tl.cdiv(n_queries - whole, BLOCK_Q)
+    end = n_queries
+    if window is not None:
+        whole = tl.maximum(tl.minimum(whole, (first_key + window) // BLOCK_Q * BLOCK_Q), clear)
+        end = tl.maximum(tl.minimum(end, first_key + BLOCK_K - 1 + window), whole)
+    n_cut = tl.cdiv(clear - first, BLOCK_Q) + tl.cdiv(end - whole, BLOCK_Q)
     n_whole = (whole - clear) // BLOCK_Q
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
@@ -212,13 +221,13 @@ def dkdv_kernel(
         row_offset = (batch * kv_heads * group + head) * n_queries
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, first, n_cut, clear, whole, first_key + keys, n_queries, scale_log2,
-            True, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, first, n_cut, clear, whole, first_key + keys, n_queries, window,
+            scale_log2, True, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, clear, n_whole, whole, whole, first_key + keys, n_queries, scale_log2,
-            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, clear, n_whole, whole, whole, first_key + keys, n_queries, window,
+            scale_log2, False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
 
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn
