@@ -81,11 +81,11 @@ def test_a_window_as_long_as_the_sequence_is_none(impl: str) -> None:
 
 
 def test_windows_of_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(Q, Q, Q, True, window=3) == "eager"
+    assert choose(Q, Q, Q, True, is_banded=True) == "eager"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for q, expected in ((_OnHopper(1, 2, 64, 64), "flash-triton"), (_OnHopper(1, 2, 64, 512), "eager")):
         q.ndim = 4  # type: ignore[attr-defined]
-        assert choose(q, q, q, True, window=3) == expected  # type: ignore[arg-type]
+        assert choose(q, q, q, True, is_banded=True) == expected  # type: ignore[arg-type]
 
 
 def test_triton_is_refused_on_the_cpu() -> None:

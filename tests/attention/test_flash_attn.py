@@ -23,6 +23,11 @@ def in_bshd(
     return attention_eager(*(each.transpose(1, 2) for each in (q, k, v)), causal, softmax_scale, window).transpose(1, 2)
 
 
+def both(function: Any) -> flash_attn.Functions:
+    """A package with one function for all."""
+    return flash_attn.Functions(function, function)
+
+
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     flash_attn.installed.cache_clear()
@@ -36,7 +41,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
         name = module.replace("__", ".")
         made = None if function is None else ModuleType(name)
         if made is not None and function is not ...:
-            made.flash_attn_func = function  # type: ignore[attr-defined]
+            made.flash_attn_func = made.flash_attn_varlen_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
 
@@ -53,7 +58,7 @@ def test_layout_scale_mask_and_gradients(shape: tuple[int, ...], with_lse: bool,
         o = in_bshd(*tensors, **settings)
         return (o, None) if with_lse else o
 
-    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(function, *t, is_causal, 0.3), q, k, v, do)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(function), *t, is_causal, 0.3), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, is_causal, 0.3)
     heads = shape[-3] if len(shape) > 2 else 1
     assert shapes[0][1:] == (40, heads, 16), "batch, length, heads, head_dim"
@@ -61,7 +66,7 @@ def test_layout_scale_mask_and_gradients(shape: tuple[int, ...], with_lse: bool,
 
 def test_a_window_counts_the_own_key_and_its_window_size_does_not() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
-    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(in_bshd, *t, True, 0.3, 7), q, k, v, do)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(in_bshd), *t, True, 0.3, 7), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, True, 0.3, 7)
 
 
@@ -69,10 +74,10 @@ def test_the_newest_that_is_installed_runs(monkeypatch: pytest.MonkeyPatch) -> N
     three, four = (lambda *_, **__: None), (lambda *_, **__: None)
     install(monkeypatch, flash_attn__cute=four, flash_attn_interface=three)
     monkeypatch.setattr("importlib.metadata.version", lambda package: "4.0.0b36")
-    assert flash_attn.installed() == ("flash-attn-4 4.0.0b36", four)
+    assert flash_attn.installed() == ("flash-attn-4 4.0.0b36", both(four))
     flash_attn.installed.cache_clear()
     install(monkeypatch, flash_attn__cute=None, flash_attn_interface=three)
-    assert flash_attn.installed()[1] is three
+    assert flash_attn.installed()[1] == both(three)
     assert flash_attn.installed()[0].startswith("flash-attn-3")
 
 

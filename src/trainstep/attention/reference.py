@@ -6,11 +6,13 @@ lengths; time is that of a Python loop over tiles, so this is an oracle, not a f
 are multiplied as they are and accumulated in float32, as matrix units do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainstep.attention.documents import check_documents, spans
 from trainstep.attention.inputs import check_window, prepare
 
 TILE_QUERIES = 64  # B_r in the paper
@@ -18,7 +20,8 @@ TILE_KEYS = 64  # B_c
 
 
 class FlashAttentionReference(torch.autograd.Function):
-    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None, window=None)`, as `attention` takes them.
+    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None)`, which
+    `trainstep.attention.attention` explains.
 
     Saves q, k, v, o and the log-sum-exp (shape q.shape[:-1]) for backward, nothing quadratic.
     """
@@ -32,10 +35,15 @@ class FlashAttentionReference(torch.autograd.Function):
         is_causal: bool = False,
         scale: float | None = None,
         window: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
-        ctx.settings = is_causal, factor, check_window(q, k, is_causal, window)
-        o, lse = flash_forward(*_grouped(q, k, v), *ctx.settings)
+        settings = ctx.settings = is_causal, factor, check_window(q, k, is_causal, window)
+        offsets = check_documents(q, k, cu_seqlens)
+        ctx.documents = [slice(None)] if offsets is None else spans(offsets)  # one after the other, each as if alone
+        q5, k5, v5 = _grouped(q, k, v)
+        parts = [flash_forward(q5[..., i, :], k5[..., i, :], v5[..., i, :], *settings) for i in ctx.documents]
+        o, lse = _joined([part[0] for part in parts], -2), _joined([part[1] for part in parts], -1)
         o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -43,13 +51,18 @@ class FlashAttentionReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        grouped = _grouped(q, k, v)
-        rows = grouped[0].shape
-        do = grads[0].reshape(rows)
-        dq, dk, dv = flash_backward(*grouped, o.reshape(rows), lse.reshape(rows[:-1]), do, *ctx.settings)
+        q5, k5, v5 = _grouped(q, k, v)
+        o, lse, do = o.reshape(q5.shape), lse.reshape(q5.shape[:-1]), grads[0].reshape(q5.shape)
+        parts = [
+            flash_backward(
+                q5[..., i, :], k5[..., i, :], v5[..., i, :], o[..., i, :], lse[..., i], do[..., i, :], *ctx.settings
+            )
+            for i in ctx.documents
+        ]
+        dq, dk, dv = (_joined(part, -2) for part in zip(*parts, strict=True))
         # The heads of a group read one key head: its gradient is the sum over them.
         dk, dv = (d.sum(2).to(k.dtype).reshape(k.shape) for d in (dk, dv))
-        return dq.reshape(q.shape), dk, dv, None, None, None
+        return dq.reshape(q.shape), dk, dv, None, None, None, None
 
 
 def flash_forward(
@@ -115,6 +128,10 @@ def flash_backward(
             dq[..., rows, :] += scale * _matmul(ds_ij, k_j)
             dk[..., keys, :] += scale * _matmul(ds_ij.mT, q_i)
     return dq.to(q.dtype), dk, dv
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

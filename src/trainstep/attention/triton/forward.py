@@ -16,13 +16,13 @@ def _attend(
     acc, row_max, row_sum,
     q, k_ptr, v_ptr, stride_kn, stride_vn,
     first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, BANDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk over the keys first, first + BLOCK_K, … < last. k_ptr and v_ptr point at key 0.
 
-    Only where MASKED are read row_limit [BLOCK_Q], the last key that each query sees, and only where there is a window
-    too row_first, the first of them; then what lies at `gap` and beyond stands for the keys `skip` after it.
+    Only where MASKED are read row_limit [BLOCK_Q], the last key that each query sees, and only where BANDED too, with a
+    window or documents, row_first, the first of them; then what lies at `gap` and beyond is for the keys `skip` on.
     """
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
@@ -31,7 +31,7 @@ def _attend(
     nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
     for place in tl.range(first, last, BLOCK_K):
         start = place
-        if MASKED and WINDOWED:
+        if MASKED and BANDED:
             start = tl.where(place < gap, place, place + skip)
         start_long = tl.cast(start, tl.int64)
         k_mask = (dims < HEAD_DIM)[:, None]
@@ -45,13 +45,13 @@ def _attend(
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
-            if WINDOWED:
+            if BANDED:
                 scores = tl.where(keys[None, :] >= (row_first - start)[:, None], scores, float("-inf"))
         # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on; in a
-        # window it is finite from a query's own first tile on, and before that anything finite does in its place.
+        # band it is finite from a query's own first tile on, and before that anything finite does in its place.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         finite_max = new_max
-        if MASKED and WINDOWED:
+        if MASKED and BANDED:
             finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale_log2 - finite_max[:, None])
         shrink = tl.exp2(row_max - finite_max)
@@ -64,7 +64,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bounds_ptr,
     stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
@@ -76,7 +76,7 @@ def forward_kernel(
     """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32.
 
     all_heads = batch · heads; tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not negative. window:
-    None, or how many keys a query sees, its own the last.
+    None, or how many keys a query sees, its own the last. bounds: None, or the documents', as of `documents.bounds`.
     """
     program = tl.program_id(0)
     tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
@@ -95,20 +95,20 @@ def forward_kernel(
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
     row_first, row_limit, clear, whole, cut, cut_end = keys_of_tile(
-        first_row, n_queries, n_keys, window, IS_CAUSAL, BLOCK_Q, BLOCK_K
+        first_row, n_queries, n_keys, window, bounds_ptr, IS_CAUSAL, BLOCK_Q, BLOCK_K
     )
-    WINDOWED: tl.constexpr = window is not None
+    BANDED: tl.constexpr = window is not None or bounds_ptr is not None
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
-        n_keys, scale_log2, False, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        n_keys, scale_log2, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear,
-        row_first, row_limit, n_keys, scale_log2, True, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        row_first, row_limit, n_keys, scale_log2, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     o_ptr += batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_on
@@ -119,4 +119,4 @@ def forward_kernel(
 
 
 launch_forward = Launcher(forward_kernel, portable)
-"""Tensors q, k, v, o, lse: fills o and lse, the log-sum-exp of the scores."""
+"""Tensors q, k, v, o, lse, and bounds if there are documents: fills o and lse, the log-sum-exp of the scores."""
