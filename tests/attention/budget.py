@@ -6,6 +6,7 @@ the same dtype) makes on the same inputs, plus one rounding of that dtype.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from trainstep.attention.eager import attention_eager, attention_scores
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+def log_sum_exp(q: Tensor, k: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
     """log Σ_j exp(scores_ij), shape (..., heads, n_queries): what flash attention saves for its backward."""
-    return attention_scores(q, k, is_causal, scale).logsumexp(dim=-1)
+    return attention_scores(q, k, is_causal, scale, *band).logsumexp(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,18 @@ def value_and_gradients(function: Function, q: Tensor, k: Tensor, v: Tensor, do:
 
 
 def references(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, *band: Any
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What is exact, from the float64 oracle, and the error allowed to each of o, lse, dq, dk and dv."""
-    exact = value_and_gradients(
-        lambda *t: attention_eager(*t, is_causal, scale), *(t.double() for t in (q, k, v, do))
-    ) | {"lse": log_sum_exp(q.double(), k.double(), is_causal, scale)}
-    plain = value_and_gradients(lambda *t: attention_eager(*t, is_causal, scale), q, k, v, do) | {
-        "lse": log_sum_exp(q, k, is_causal, scale)
+    """What is exact, from the float64 oracle, and the error allowed to each of o, lse, dq, dk and dv.
+
+    band: a window and offsets of documents, as the oracle takes them.
+    """
+    visible = (is_causal, scale, *band)
+    exact = value_and_gradients(lambda *t: attention_eager(*t, *visible), *(t.double() for t in (q, k, v, do))) | {
+        "lse": log_sum_exp(q.double(), k.double(), *visible)
+    }
+    plain = value_and_gradients(lambda *t: attention_eager(*t, *visible), q, k, v, do) | {
+        "lse": log_sum_exp(q, k, *visible)
     }
     rounding = torch.finfo(q.dtype).eps
     return exact, {name: 2 * relative_error(plain[name], exact[name]) + rounding for name in exact}
@@ -90,10 +95,10 @@ def assert_one_nan_and_infinity_go_where_they_do_in_plain_attention(
 
 
 def assert_within_budget(
-    actual: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float
+    actual: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, *band: Any
 ) -> None:
     """Every tensor in `actual` (any of o, lse, dq, dk, dv) is finite and within the budget."""
-    exact, allowed = references(q, k, v, do, is_causal, scale)
+    exact, allowed = references(q, k, v, do, is_causal, scale, *band)
     for name, x in actual.items():
         assert x.shape == exact[name].shape, f"{name} has shape {tuple(x.shape)}, expected {tuple(exact[name].shape)}"
         assert x.isfinite().all(), f"{name} is not finite"

@@ -57,6 +57,37 @@ def test_scale_must_be_finite(scale: float) -> None:
         attention(Q, Q, Q, scale=scale)
 
 
+@pytest.mark.parametrize(
+    ("window", "is_causal", "match"),
+    [
+        (0, True, "window is 0; expected how many keys"),
+        (2.0, True, "window is 2.0; expected how many keys"),
+        (True, True, "window is True; expected"),
+        (3, False, "window=3 counts the keys up to a query's own, and is_causal is False; pass is_causal=True"),
+    ],
+)
+@pytest.mark.parametrize("impl", ["auto", "eager", "flash-reference", "flash-triton"])
+def test_bad_windows(impl: str, window: int, is_causal: bool, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        attention(Q, Q, Q, window=window, is_causal=is_causal, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "flash-reference", "sdpa"])
+def test_a_window_as_long_as_the_sequence_is_none(impl: str) -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 16)
+    expected = attention(q, k, v, is_causal=True, impl=impl)
+    for window in (6, 100, 2**40):
+        assert torch.equal(attention(q, k, v, is_causal=True, window=window, impl=impl), expected)
+
+
+def test_windows_of_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(Q, Q, Q, True, is_banded=True) == "eager"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for q, expected in ((_OnHopper(1, 2, 64, 64), "flash-triton"), (_OnHopper(1, 2, 64, 512), "eager")):
+        q.ndim = 4  # type: ignore[attr-defined]
+        assert choose(q, q, q, True, is_banded=True) == expected  # type: ignore[arg-type]
+
+
 def test_triton_is_refused_on_the_cpu() -> None:
     with pytest.raises(UsageError, match="run on NVIDIA GPUs"):
         attention(Q, Q, Q, impl="flash-triton")

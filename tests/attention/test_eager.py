@@ -23,6 +23,14 @@ def test_it_is_the_formula(is_causal: bool) -> None:
             assert float(o[0, 0, i, d]) == pytest.approx(expected, rel=1e-13, abs=1e-14)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_holds_so_many_keys_up_to_the_own(window: int) -> None:
+    q, k, v, _ = Case(5, 6, 4).inputs(torch.float64)
+    visible = torch.tensor([[i - window < j <= i for j in range(6)] for i in range(5)])
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=0.3)
+    torch.testing.assert_close(attention_eager(q, k, v, True, 0.3, window), expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("case", [Case(5, 5, 8), Case(7, 3, 8), Case(3, 7, 8), Case(6, 6, 8, heads=4, kv_heads=2)])
 def test_it_agrees_with_pytorch(case: Case, is_causal: bool) -> None:

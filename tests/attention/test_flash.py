@@ -76,6 +76,24 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 64, 100, 511])
+@pytest.mark.parametrize(
+    "case",
+    [Case(700, 700, 64, heads=4, kv_heads=2), Case(520, 520, 128), Case(600, 700, 32), Case(520, 600, 256)],
+    ids=str,
+)
+def test_windows(case: Case, window: int, dtype: torch.dtype) -> None:
+    q, k, v, do = case.inputs(dtype, "cuda")
+    call = partial(flash_attention, is_causal=True, window=window)
+    actual, again = (value_and_gradients(call, q, k, v, do) for _ in range(2))
+    assert all(torch.equal(actual[name], again[name]) for name in actual), "no atomics"
+    visible = (True, case.head_dim**-0.5, window)
+    actual["lse"] = forward_op(q, k, v, *visible)[1]
+    assert_within_budget(actual, q, k, v, do, *visible)
+
+
+@pytest.mark.gpu
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     n_queries=st.integers(1, 400),
@@ -240,6 +258,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     q, k, v, do = Case(70, 60, 64, heads=4, kv_heads=2).inputs(dtype, "cuda")
     leaves = [t.requires_grad_() for t in (q, k, v)]
     torch.library.opcheck(forward_op, (*leaves, True, 0.125))
+    torch.library.opcheck(forward_op, (*leaves, True, 0.125, 20))
     transposed = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in leaves]
     torch.library.opcheck(forward_op, (*transposed, False, 0.125))
     o, lse = forward_op(q, k, v, True, 0.125)

@@ -14,9 +14,18 @@ from trainstep.attention.eager import attention_eager
 from trainstep.errors import UnsupportedError, UsageError
 
 
-def in_bshd(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool) -> torch.Tensor:
-    """What `flash_attn_func` does, by the oracle."""
-    return attention_eager(*(each.transpose(1, 2) for each in (q, k, v)), causal, softmax_scale).transpose(1, 2)
+def in_bshd(
+    q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, window_size: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """What `flash_attn_func` does, by the oracle; window_size is the keys before the own and after it."""
+    assert window_size is None or window_size[1] == 0
+    window = None if window_size is None else window_size[0] + 1
+    return attention_eager(*(each.transpose(1, 2) for each in (q, k, v)), causal, softmax_scale, window).transpose(1, 2)
+
+
+def both(function: Any) -> flash_attn.Functions:
+    """A package with one function for all."""
+    return flash_attn.Functions(function, function)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +41,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
         name = module.replace("__", ".")
         made = None if function is None else ModuleType(name)
         if made is not None and function is not ...:
-            made.flash_attn_func = function  # type: ignore[attr-defined]
+            made.flash_attn_func = made.flash_attn_varlen_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
 
@@ -49,20 +58,26 @@ def test_layout_scale_mask_and_gradients(shape: tuple[int, ...], with_lse: bool,
         o = in_bshd(*tensors, **settings)
         return (o, None) if with_lse else o
 
-    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(function, *t, is_causal, 0.3), q, k, v, do)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(function), *t, is_causal, 0.3), q, k, v, do)
     assert_within_budget(actual, q, k, v, do, is_causal, 0.3)
     heads = shape[-3] if len(shape) > 2 else 1
     assert shapes[0][1:] == (40, heads, 16), "batch, length, heads, head_dim"
+
+
+def test_a_window_counts_the_own_key_and_its_window_size_does_not() -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(in_bshd), *t, True, 0.3, 7), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, 0.3, 7)
 
 
 def test_the_newest_that_is_installed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     three, four = (lambda *_, **__: None), (lambda *_, **__: None)
     install(monkeypatch, flash_attn__cute=four, flash_attn_interface=three)
     monkeypatch.setattr("importlib.metadata.version", lambda package: "4.0.0b36")
-    assert flash_attn.installed() == ("flash-attn-4 4.0.0b36", four)
+    assert flash_attn.installed() == ("flash-attn-4 4.0.0b36", both(four))
     flash_attn.installed.cache_clear()
     install(monkeypatch, flash_attn__cute=None, flash_attn_interface=three)
-    assert flash_attn.installed()[1] is three
+    assert flash_attn.installed()[1] == both(three)
     assert flash_attn.installed()[0].startswith("flash-attn-3")
 
 
@@ -91,13 +106,15 @@ def test_what_it_cannot_run_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 130)])
 @pytest.mark.parametrize("case", [Case(512, 512, 64), Case(300, 300, 128, heads=4, kv_heads=2)], ids=str)
-def test_on_a_gpu(case: Case, is_causal: bool) -> None:
+def test_on_a_gpu(case: Case, is_causal: bool, window: int | None) -> None:
     try:
         flash_attn.installed()
     except UnsupportedError as error:
         pytest.skip(str(error))
     q, k, v, do = (each.cuda() for each in case.inputs(torch.bfloat16))
-    actual = value_and_gradients(lambda *t: attention(*t, is_causal=is_causal, impl="flash-attn"), q, k, v, do)
-    assert_within_budget(actual, q, k, v, do, is_causal, case.head_dim**-0.5)
+    actual = value_and_gradients(
+        lambda *t: attention(*t, is_causal=is_causal, window=window, impl="flash-attn"), q, k, v, do
+    )
+    assert_within_budget(actual, q, k, v, do, is_causal, case.head_dim**-0.5, window)

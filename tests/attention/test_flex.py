@@ -20,6 +20,22 @@ def test_without_gradients(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", BOTH)
+def test_windows_without_gradients(impl: str) -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    for window in (1, 7):
+        o = attention(q, k, v, is_causal=True, window=window, impl=impl)
+        assert_within_budget({"o": o}, q, k, v, do, True, 0.25, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", BOTH)
+def test_windows_on_a_gpu(impl: str) -> None:
+    q, k, v, do = (each.cuda() for each in Case(512, 512, 64).inputs(torch.bfloat16))
+    actual = value_and_gradients(lambda *t: attention(*t, is_causal=True, window=130, impl=impl), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, 0.125, 130)
+
+
+@pytest.mark.parametrize("impl", BOTH)
 def test_it_has_no_backward_on_the_cpu(impl: str) -> None:
     q, k, v, _ = Case(40, 40, 16).inputs(torch.float32)
     with pytest.raises(UsageError, match=f"{impl}.*no backward on the CPU"):

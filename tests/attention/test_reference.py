@@ -9,6 +9,7 @@ from tests.attention.budget import Case, assert_within_budget, relative_error, v
 from trainstep.attention import FlashAttentionReference
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.reference import flash_forward
+from trainstep.errors import UsageError
 
 CASES = [
     *(Case(n, n, 16) for n in (1, 17, 63, 111, 128, 257)),
@@ -34,6 +35,29 @@ def test_float64_is_exact_to_its_own_rounding(is_causal: bool) -> None:
     expected = value_and_gradients(lambda *t: attention_eager(*t, is_causal, 0.25), q, k, v, do)
     for name, x in actual.items():
         assert relative_error(x, expected[name]) < 1e-14, name
+
+
+@pytest.mark.parametrize("window", [17, 64, 65, 200])
+def test_windows_are_exact_to_the_rounding_of_float64(window: int) -> None:
+    q, k, v, do = Case(257, 250, 16, heads=4, kv_heads=2).inputs(torch.float64)
+    actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, True, 0.25, window), q, k, v, do)
+    expected = value_and_gradients(lambda *t: attention_eager(*t, True, 0.25, window), q, k, v, do)
+    for name, x in actual.items():
+        assert relative_error(x, expected[name]) < 1e-14, name
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_narrow_windows(window: int) -> None:
+    q, k, v, do = Case(130, 130, 16).inputs(torch.float32)
+    actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, True, 0.25, window), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, 0.25, window)
+
+
+def test_a_query_without_a_key_is_refused() -> None:
+    q, k, v, _ = Case(150, 130, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match=r"query 149 sees none of 130 keys .*at least 21"):
+        FlashAttentionReference.apply(q, k, v, True, 0.25, 20)
+    assert FlashAttentionReference.apply(q, k, v, True, 0.25, 21).isfinite().all()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -26,6 +26,19 @@ def test_a_backend_that_cannot_run_is_not_replaced(impl: str) -> None:
         attention(q, k, v, impl=impl)
 
 
+@pytest.mark.parametrize("impl", ["sdpa", "sdpa-math"])
+def test_windows_are_refused_by_what_has_none(impl: str) -> None:
+    q, k, v, _ = Case(8, 8, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match=f"impl='{impl}' takes no window.*use one of eager"):
+        attention(q, k, v, is_causal=True, window=3, impl=impl)
+
+
+def test_windows_compiled() -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    actual = value_and_gradients(lambda *t: attention(*t, is_causal=True, window=7, impl="eager-compiled"), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, True, 0.25, 7)
+
+
 def test_more_shapes_than_torch_compile_keeps_by_default_stay_compiled() -> None:
     for n in range(1, 12):
         q, k, v, do = Case(n, n, 8).inputs(torch.float32)

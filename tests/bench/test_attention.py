@@ -19,7 +19,7 @@ SMALL = AttentionCase("sdpa", batch=2, heads=2, seq=64, head_dim=16, causal="yes
 
 
 def test_no_time_for_a_wrong_answer(monkeypatch):
-    def wrong_scale(q, k, v, *, is_causal, impl):
+    def wrong_scale(q, k, v, *, is_causal, window, impl):
         return attention_eager(q, k, v, is_causal, 1.01 / math.sqrt(q.shape[-1]))
 
     monkeypatch.setattr(bench, "attention", wrong_scale)
@@ -33,7 +33,7 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
 
 def test_no_time_where_one_row_of_one_gradient_is_wrong(monkeypatch):
     planted = WRONG["a row of dq zero"]
-    monkeypatch.setattr(bench, "attention", lambda q, k, v, *, is_causal, impl: planted.implementation(q, k, v))
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, *, is_causal, window, impl: planted.implementation(q, k, v))
     case = dataclasses.replace(SMALL, heads=4, seq=128)
     (row,) = run_cases([case], device="cpu", warmup=1, passes=1)
     assert row.status == "wrong"
@@ -74,6 +74,17 @@ def test_a_row_has_times_rates_memory_and_errors():
     assert 0 < row.values["o_error"] < 1e-6
     assert 0 < row.error_share < 1
     assert row.error_nearest.split()[0] in ("o", "dq", "dk", "dv")
+
+
+def test_a_window_is_a_case_of_its_own():
+    cases = [dataclasses.replace(SMALL, impl="eager", window=window) for window in (0, 5, 64)]
+    whole, longer, window = run_cases(cases, device="cpu", warmup=1, passes=2)
+    assert [(row.status, row.window) for row in (whole, longer, window)] == [("ok", None), ("ok", None), ("ok", 5)]
+    assert "window" not in whole.case, "as in rows of before there were windows"
+    pairs = sum(min(query + 1, 5) for query in range(64))
+    assert window.forward_tflops * window.values["forward_ms"] == pytest.approx(2 * 2 * 4 * 16 * pairs / 1e9, rel=0.05)
+    (refused,) = run_cases([dataclasses.replace(SMALL, window=5)], device="cpu", warmup=1, passes=2)
+    assert refused.status == "unsupported"
 
 
 @pytest.mark.thorough
@@ -141,7 +152,7 @@ def test_compilation_is_counted_and_kept_out_of_the_passes():
 def test_a_compilation_during_the_timed_passes_is_counted(monkeypatch):
     calls = []
 
-    def compiled_anew(q, k, v, *, is_causal, impl):
+    def compiled_anew(q, k, v, *, is_causal, window, impl):
         calls.append(impl)
         plain = torch.compile(lambda x, n: x * n / n, backend="eager", dynamic=False)  # one graph for each n
         return plain(attention_eager(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1])), 2 ** len(calls))
@@ -241,7 +252,10 @@ def test_a_grid_runs_what_is_there_to_be_read_on_short_rows_alone_unless_it_is_a
     assert [(case.seq, case.dtype) for case in asked] == [(4096, "bf16"), (4096, "fp32")]
 
 
-@pytest.mark.parametrize("axes", [{"seq": (0,)}, {"heads": (-1,)}, {"head_dim": (-8,)}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"seq": (0,)}, {"heads": (-1,)}, {"head_dim": (-8,)}, {"window": (-1,)}, {"window": (8,), "causal": ("no",)}],
+)
 def test_impossible_cases(axes):
     with pytest.raises(UsageError, match="impossible attention case"):
         grid_cases(axes)

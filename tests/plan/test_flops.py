@@ -55,3 +55,10 @@ def test_large_models_approach_six_flops_per_parameter_and_token():
 def test_causal_attention_counts_half():
     assert attention_flops(1, 16, 16384, 16384, 64, is_causal=True) * 2 == 4 * 16 * 16384**2 * 64
     assert attention_flops(2, 3, 5, 7, 8, is_causal=False) == 4 * 2 * 3 * 5 * 7 * 8
+
+
+def test_a_window_counts_the_pairs_in_it():
+    whole = attention_flops(1, 16, 4096, 4096, 64, is_causal=True)
+    assert attention_flops(1, 16, 4096, 4096, 64, is_causal=True, window=4096) == whole
+    narrow = attention_flops(1, 16, 4096, 4096, 64, is_causal=True, window=128)
+    assert narrow == pytest.approx(4 * 16 * 64 * sum(min(query + 1, 128) for query in range(4096)), rel=0.005)

@@ -1,7 +1,8 @@
 """`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-A new implementation is a function of checked inputs (q, k, v, is_causal, scale → o in q's shape; UsageError for what it
-cannot run here), its entry in `_BY_NAME` and its name in `config.AttentionImpl`, from which flags are made.
+A new implementation is a function of checked inputs (q, k, v, is_causal, scale, and if it is in `_BANDED` window and
+cu_seqlens → o in q's shape; UsageError for what it cannot run here), its entry in `_BY_NAME` and its name in
+`config.AttentionImpl`, from which flags are made.
 """
 
 from __future__ import annotations
@@ -10,37 +11,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainstep.attention import flash_attn, flex, sdpa, tuned
+from trainstep.attention.documents import check_documents
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.inputs import prepare
+from trainstep.attention.inputs import check_window, prepare
 from trainstep.errors import UnsupportedError, UsageError
 
 
-def _flash_reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def _flash_reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
     from trainstep.attention.reference import FlashAttentionReference
 
-    return cast(Tensor, FlashAttentionReference.apply(q, k, v, is_causal, scale))  # type: ignore[no-untyped-call]
+    return cast(Tensor, FlashAttentionReference.apply(q, k, v, is_causal, scale, *band))  # type: ignore[no-untyped-call]
 
 
-def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *band: Any) -> Tensor:
     from trainstep.attention.flash import attention_flash
 
-    return attention_flash(q, k, v, is_causal, scale)
+    return attention_flash(q, k, v, is_causal, scale, *band)
 
 
-_BY_NAME: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]] = {
+_BY_NAME: dict[str, Callable[..., Tensor]] = {
     "eager": attention_eager,
     "eager-compiled": sdpa.attention_eager_compiled,
     "flash-reference": _flash_reference,
     "flash-triton": _flash_triton,
     "sdpa": sdpa.attention_sdpa,
     **{name: partial(sdpa.attention_sdpa_backend, impl=name) for name in sdpa.BACKENDS},
+    "sdpa-flash": sdpa.attention_sdpa_flash,
     "flex": flex.attention_flex,
     "flex-max-autotune": flex.attention_flex_max_autotune,
     "flash-attn": flash_attn.attention_flash_attn,
@@ -48,9 +51,20 @@ _BY_NAME: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]] = {
 
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
+_BANDED = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
+"""What takes a window or documents."""
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, impl: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) V.
 
@@ -58,7 +72,16 @@ def attention(
     n_keys rows and, with four or more dimensions, possibly fewer heads, a divisor of q's (grouped-query attention:
     query head h reads key head h // (heads // kv_heads)). The result has q's shape.
     is_causal: query i sees the keys j ≤ i, counted from the start of both. scale: 1/√head_dim where None.
-    impl: one of IMPLEMENTATIONS. "auto" runs what `choose` answers; any other name runs that or raises.
+    window: with is_causal, query i sees the `window` keys (1 or more) j up to and with its own, i - window < j ≤ i, as
+    transformers counts its `sliding_window`; flash-attn's window_size, which leaves out the own key, is
+    (window - 1, 0). None: all keys j ≤ i. A window of n_queries keys or more hides none and is taken for None.
+    cu_seqlens: offsets (documents + 1,), int32 or int64, of documents packed end to end along the length, as
+    flash-attn's varlen functions take them: token i is in document d where cu_seqlens[d] ≤ i < cu_seqlens[d + 1], and
+    sees keys of that document alone, as is_causal and window say. A document may be empty. They hold for all batch rows
+    and heads. On a CPU they are checked; on a GPU asserted, as asking would make the host wait.
+    impl: one of IMPLEMENTATIONS. "auto" runs what `choose` answers; any other name runs that or raises. SDPA has
+    windows and documents only as a mask of n_queries · n_keys numbers, under which its flash kernels do not run: all
+    but "sdpa-flash", which reaches them by another way, raise.
 
     Under autocast the inputs are cast as `F.scaled_dot_product_attention` casts them (float64 stays).
     Raises TypeError (not floating-point tensors of one dtype) or UsageError (shapes, devices, an implementation that is
@@ -67,16 +90,33 @@ def attention(
     if impl != "auto" and impl not in _BY_NAME:
         raise UsageError(f"unknown attention implementation {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     q, k, v, factor = prepare(q, k, v, scale)
-    name = choose(q, k, v, is_causal) if impl == "auto" else impl
-    return _BY_NAME[name](q, k, v, is_causal, factor)
+    window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
+    is_banded = window is not None or cu_seqlens is not None
+    name = choose(q, k, v, is_causal, is_banded=is_banded) if impl == "auto" else impl
+    if not is_banded:
+        return _BY_NAME[name](q, k, v, is_causal, factor)
+    if name not in _BANDED:
+        raise UnsupportedError(
+            f"impl={name!r} takes no {'cu_seqlens' if window is None else 'window'}: PyTorch's "
+            "scaled_dot_product_attention has none but a mask of all queries by all keys, under which its flash "
+            f"kernels do not run; use one of {', '.join(sorted(_BANDED))}"
+        )
+    return _BY_NAME[name](q, k, v, is_causal, factor, window, cu_seqlens)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_banded: bool = False) -> str:
     """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
 
     Whatever the table (`choice.json`) does not hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two
-    lengths) is left to PyTorch: "sdpa".
+    lengths) is left to PyTorch: "sdpa". With a window or documents (is_banded), of which nothing is measured, our
+    kernels run where they can, whose memory is linear in the length, and "eager" elsewhere.
     """
+    if is_banded:
+        if q.device.type != "cuda":
+            return "eager"
+        from trainstep.attention.flash import unsupported
+
+        return "eager" if unsupported(q, k, v) else "flash-triton"
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape != k.shape or k.shape != v.shape:
         return "sdpa"
     gpu = tuned.gpu_name(torch.cuda.get_device_capability(q.device))

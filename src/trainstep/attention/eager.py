@@ -13,19 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainstep.attention.documents import document_of
+
 PIECES = {"scores": "attention_scores", "softmax": "attention_weights", "weighted sum": "weighted_sum"}
 """Name of each piece of eager attention → the function of this module that computes it."""
 
 
-def attention_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i.
+def attention_scores(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, window: int | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i, a window j ≤ i - window, or
+    documents those of another.
 
     q (..., heads, n_queries, head_dim), k (..., kv_heads, n_keys, head_dim) → (..., heads, n_queries, n_keys)
     """
     scores = q @ _per_query_head(k, q).mT * scale
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if window is not None:
+            visible = visible.triu(1 - window)
         scores = scores.masked_fill(~visible, float("-inf"))
+    if cu_seqlens is not None:
+        document = document_of(cu_seqlens, scores.shape[-1])
+        scores = scores.masked_fill(document[:, None] != document, float("-inf"))
     return scores
 
 
@@ -39,9 +49,17 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     return weights @ _per_query_head(v, weights)
 
 
-def attention_eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attention_eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
-    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale)), v)
+    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale, window, cu_seqlens)), v)
 
 
 def _per_query_head(t: Tensor, q: Tensor) -> Tensor:

@@ -9,14 +9,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trainstep.attention.inputs import describe, prepare
+from trainstep.attention import documents
+from trainstep.attention.documents import check_documents
+from trainstep.attention.inputs import check_window, describe, prepare
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback; shapes as `trainstep.attention.attention`.
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback; shapes, window and cu_seqlens as
+    for `trainstep.attention.attention`.
 
     float32, float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; head_dim from 8 to 256; any
     lengths and strides. Copied first are a last dimension that is not contiguous, leading dimensions beyond (batch,
@@ -25,64 +37,102 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False,
 
     The same inputs give the same bits, under `torch.use_deterministic_algorithms(True)` always. Otherwise the backward
     that Hopper runs on 16-bit inputs up to head_dim 128 adds up dq in whatever order its programs finish: the last bits
-    of dq may then differ from run to run.
+    of dq may then differ from run to run. With a window or documents Hopper runs the portable kernels, whose bits
+    never differ.
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
     q, k, v, factor = prepare(q, k, v, scale)
-    return attention_flash(q, k, v, is_causal, factor)
+    window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
+    return attention_flash(q, k, v, is_causal, factor, window, cu_seqlens)
 
 
-def attention_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """`flash_attention` of inputs that `prepare` has passed."""
+def attention_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`flash_attention` of inputs that `prepare`, `check_window` and `check_documents` have passed."""
     _require_supported(q, k, v)
-    return cast(Tensor, forward_op(q, k, v, is_causal, scale)[0])
+    return cast(Tensor, forward_op(q, k, v, is_causal, scale, window, _bounds(q, cu_seqlens))[0])
 
 
-def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float) -> None:
-    ctx.is_causal, ctx.scale = is_causal, scale
-    ctx.save_for_backward(q, k, v, o, lse)
+def _bounds(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Made outside of the operators, so that compiled code makes them once for all layers."""
+    return None if cu_seqlens is None else documents.bounds(cu_seqlens, q.shape[-2])
+
+
+def _save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    window: int | None, bounds: Tensor | None,
+) -> None:  # fmt: skip
+    ctx.is_causal, ctx.scale, ctx.window = is_causal, scale, window
+    ctx.save_for_backward(q, k, v, o, lse, *(() if bounds is None else (bounds,)))
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return (*backward_op(*ctx.saved_tensors, grads[0], ctx.is_causal, ctx.scale), None, None)
+    saved, bounds = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    gradients = backward_op(*saved, grads[0], ctx.is_causal, ctx.scale, ctx.window, *bounds)
+    return (*gradients, None, None, None, None)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`FlashAttentionTriton.apply(q, k, v, is_causal=False, scale=None)`: `flash_attention` as an autograd.Function.
+    """`FlashAttentionTriton.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None)`:
+    `flash_attention` as an autograd.Function.
 
-    Its node's saved tensors are q, k, v, o and the log-sum-exp (float32, shape q.shape[:-1]).
+    Its node's saved tensors are q, k, v, o and the log-sum-exp (float32, shape q.shape[:-1]); with documents, their
+    bounds too (int32, (2, length)).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
+        window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
         _require_supported(q, k, v)
-        o, lse = forward_op(q, k, v, is_causal, factor)
-        _save(ctx, q, k, v, o, lse, is_causal, factor)
+        band = window, _bounds(q, cu_seqlens)
+        o, lse = forward_op(q, k, v, is_causal, factor, *band)
+        _save(ctx, q, k, v, o, lse, is_causal, factor, *band)
         return cast(Tensor, o)
 
     backward = staticmethod(_backward)
 
 
 def _require_supported(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if error := unsupported(q, k, v):
+        raise error
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
+    """Why the kernels do not take these inputs here, as an error to raise; None where they do."""
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
+        return TypeError(f"the Triton kernels take float32, float16 or bfloat16: got {describe(q, k, v)}")
     if not 8 <= q.shape[-1] <= 256:
-        raise UnsupportedError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
+        return UnsupportedError(f"the Triton kernels take a head_dim from 8 to 256: got {describe(q, k, v)}")
     if q.device.type != "cuda" or torch.version.hip is not None:
-        raise UnsupportedError(
+        return UnsupportedError(
             f"the Triton kernels run on NVIDIA GPUs: got {describe(q, k, v)}. "
             "Move the tensors to one, or use impl='sdpa' or impl='flash-reference'"
         )
     if (capability := torch.cuda.get_device_capability(q.device)) < (8, 0):
-        raise UnsupportedError(
+        return UnsupportedError(
             f"the Triton kernels need compute capability 8.0 (Ampere) or newer, {q.device} has {capability}; "
             "use impl='sdpa' there"
         )
+    return None
 
 
 def four_dims(t: Tensor) -> Tensor:
@@ -98,39 +148,49 @@ def four_dims(t: Tensor) -> Tensor:
     return t.contiguous() if t.stride(-1) != 1 or t.stride(-2) >= 2**22 else t
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1])."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1]).
+
+    bounds: of documents, as `documents.bounds` makes them.
+    """
+    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None
     shape, (sign, magnitude) = q.shape, _split_scale(scale)
     with torch.cuda.device(q.device):  # Triton launches on the current device
         q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        if runs_hopper_kernels(q):
+        if is_plain and runs_hopper_kernels(q):
             from trainstep.attention.hopper import forward as hopper_forward
 
             q, k, v = map(for_copy_engine, (q, k, v))
             tile = hopper_tile_for("forward", q.shape[-1], is_causal)
             hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile)
         else:
-            forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile_for("forward", q, is_causal))
+            portable = tile_for("forward", q, is_causal)
+            forward.launch_forward((q, k, v, o, lse, *band), is_causal, magnitude, portable, window)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float,
+    window: int | None = None, bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
+    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None
     q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
     with torch.cuda.device(q.device):
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
         lse = lse.reshape(q.shape[:-1]).contiguous()
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        if sums_dq_in_any_order(q):
+        if is_plain and sums_dq_in_any_order(q):
             from trainstep.attention.hopper import backward as hopper_backward
 
             q, k, v, do = map(for_copy_engine, (q, k, v, do))
             hopper_backward.launch_backward((q, k, v, o, do, lse, d_q, d_k, d_v), is_causal, magnitude)
-        elif runs_hopper_kernels(q):
+        elif is_plain and runs_hopper_kernels(q):
             from trainstep.attention.hopper import dkdv as hopper_dkdv
             from trainstep.attention.hopper import dq as hopper_dq
 
@@ -142,14 +202,16 @@ def _gradients(
         else:
             dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
             delta = torch.empty_like(lse)
-            backward.launch_dq((q, k, v, o, do, lse, delta, d_q), is_causal, magnitude, dq_portable)
-            backward.launch_dkdv((q, k, v, do, lse, delta, d_k, d_v), is_causal, magnitude, dkdv_portable)
+            backward.launch_dq((q, k, v, o, do, lse, delta, d_q, *band), is_causal, magnitude, dq_portable, window)
+            tensors = (q, k, v, do, lse, delta, d_k, d_v, *band)
+            backward.launch_dkdv(tensors, is_causal, magnitude, dkdv_portable, window)
         d_q = d_q.reshape(q_shape)
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
 
 def runs_hopper_kernels(q: Tensor) -> bool:
-    """Whether the Hopper kernels take these inputs; up to head_dim 32 their tiles would be mostly padding."""
+    """Whether the Hopper kernels take these inputs, without window or documents. Up to head_dim 32 their tiles would be
+    mostly padding."""
     return q.dtype != torch.float32 and q.shape[-1] > 32 and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
@@ -174,39 +236,44 @@ def _split_scale(scale: float) -> tuple[int, float]:
     return (-1, -scale) if scale < 0 else (0, 1.0)
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(four_dims(q)).reshape(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _gradients_fake(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     d_q, d_k, d_v = (torch.empty_like(four_dims(t)).reshape(t.shape) for t in (q, k, v))
     return d_q, d_k, d_v
 
 
-def _below_autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _below_autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        return cast(tuple[Tensor, Tensor], forward_op(q, k, v, is_causal, scale))
+        return cast(tuple[Tensor, Tensor], forward_op(*arguments))
 
 
 class _Differentiable(torch.autograd.Function):
     """The forward operator recorded for backward, with both of its results."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        o, lse = _below_autograd(q, k, v, is_causal, scale)
-        _save(ctx, q, k, v, o, lse, is_causal, scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None,
+        bounds: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds)
+        _save(ctx, q, k, v, o, lse, is_causal, scale, window, bounds)
         return o, lse
 
     backward = staticmethod(_backward)
 
 
-def _autograd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _autograd(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the forward operator does where gradients may be wanted."""
+    arguments = q, k, v, is_causal, scale, window, bounds
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast(tuple[Tensor, Tensor], _Differentiable.apply(q, k, v, is_causal, scale))  # type: ignore[no-untyped-call]
-    return _below_autograd(q, k, v, is_causal, scale)
+        return cast(tuple[Tensor, Tensor], _Differentiable.apply(*arguments))  # type: ignore[no-untyped-call]
+    return _below_autograd(*arguments)
 
 
 # Defined piece by piece: `torch.library.custom_op` and `register_autograd` do the same, but the one checks every call

@@ -15,19 +15,35 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainstep.attention.documents import heads_first, token_first
 from trainstep.attention.inputs import describe, four_dims
 from trainstep.errors import UnsupportedError
 
 PACKAGES = {"flash-attn-4": "flash_attn.cute", "flash-attn-3": "flash_attn_interface"}
-"""Name of the package → its module with `flash_attn_func`, the newest first."""
+"""Name of the package → its module with `flash_attn_func` and `flash_attn_varlen_func`, the newest first."""
 
 
-def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+class Functions(NamedTuple):
+    """What a package computes attention with: `flash_attn_func`, and for packed documents `flash_attn_varlen_func`."""
+
+    plain: Callable[..., Any]
+    varlen: Callable[..., Any]
+
+
+def attention_flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """FlashAttention 4 or 3. UsageError: not on a GPU in 16 bits, neither package, causal with two lengths."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedError(
@@ -37,26 +53,50 @@ def attention_flash_attn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale
         raise UnsupportedError(
             f"impl='flash-attn' counts a causal mask from the end of the keys, not from the start: {describe(q, k, v)}"
         )
-    return in_its_layout(installed()[1], q, k, v, is_causal, scale)
+    return in_its_layout(installed()[1], q, k, v, is_causal, scale, window, cu_seqlens)
 
 
 def in_its_layout(
-    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    package: Functions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`function`, which takes (batch, length, heads, head_dim), on tensors with heads before length."""
-    q4, k4, v4, _ = four_dims(q, k, v)
-    out = function(*(each.transpose(1, 2) for each in (q4, k4, v4)), softmax_scale=scale, causal=is_causal)
-    o: Tensor = out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp beside it
-    return o.transpose(1, 2).reshape(q.shape)
+    """`package`'s function on tensors with heads before length: it takes (batch, length, heads, head_dim), and with
+    documents (tokens, heads, head_dim), their offsets and the length of the longest, for which the host waits.
+
+    Its window_size says how many keys a query sees before and after its own, which is not counted.
+    """
+    settings: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
+    if window is not None:
+        settings["window_size"] = (window - 1, 0)
+    if cu_seqlens is None:
+        q4, k4, v4, _ = four_dims(q, k, v)
+        o = _output(package.plain(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings))
+        return o.transpose(1, 2).reshape(q.shape)
+    *tokens, offsets = token_first(q, k, v, cu_seqlens)
+    longest = int(offsets.diff().max())
+    settings |= {f"cu_seqlens_{of}": offsets for of in "qk"} | {f"max_seqlen_{of}": longest for of in "qk"}
+    return heads_first(_output(package.varlen(*tokens, **settings)), q)
+
+
+def _output(returned: Any) -> Tensor:
+    o: Tensor = returned[0] if isinstance(returned, tuple) else returned  # some versions return the log-sum-exp too
+    return o
 
 
 @cache
-def installed() -> tuple[str, Callable[..., Any]]:
-    """The package that runs, `flash-attn-4 4.0.0`, and its function. UsageError: none can be imported."""
+def installed() -> tuple[str, Functions]:
+    """The package that runs, `flash-attn-4 4.0.0`, and its functions. UsageError: none can be imported."""
     why = []
     for package, module in PACKAGES.items():
         try:
-            function = importlib.import_module(module).flash_attn_func
+            found = importlib.import_module(module)
+            functions = Functions(found.flash_attn_func, found.flash_attn_varlen_func)
         except (ImportError, AttributeError) as error:
             why.append(f"{module}: {error}")
             continue
@@ -64,7 +104,7 @@ def installed() -> tuple[str, Callable[..., Any]]:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "of no known version"
-        return f"{package} {version}", function
+        return f"{package} {version}", functions
     raise UnsupportedError(
         f"impl='flash-attn' needs flash-attn 4 (pip install flash-attn-4) or 3, and neither is here: {'; '.join(why)}"
     )

@@ -1,7 +1,8 @@
 """FlexAttention, torch.nn.attention.flex_attention: `flex` and `flex-max-autotune`.
 
 Both are compiled, as its page says it must be to be fast, for one shape at a time. The mask of causal attention is a
-BlockMask, made once per length, outside of what is timed.
+BlockMask, made once per length and window, outside of what is timed; that of documents
+is made at every call.
 
 `flex`: what a first call gives. torch.compile's default mode takes the kernels' tiles from a table for the GPU.
 
@@ -10,9 +11,9 @@ mode="max-autotune-no-cudagraphs": tiles, warps and stages of the forward and ba
 shape (page of torch.compile). That is more than ours gets, whose tiles were measured once for each GPU, dtype, head_dim
 and mask. CUDA graphs, which max-autotune would add, replay a whole step's launches and are not part of any kernel here.
 kernel_options (page of FlexKernelOptions): ROWS_GUARANTEED_SAFE, since every query sees a key; BLOCKS_ARE_CONTIGUOUS,
-since a row's blocks of keys are neighbours, full or causal. Tiles are left to the measurement. Not set: PRESCALE_QK,
-which rounds q once more than any implementation beside it; USE_TMA, experimental on its page; WRITE_DQ, which pays for
-some masks and scores other than these.
+since a row's blocks of keys are neighbours, full, causal, in a window or a document. Tiles are left to the
+measurement. Not set: PRESCALE_QK, which rounds q once more than any implementation beside it; USE_TMA, experimental on
+its page; WRITE_DQ, which pays for some masks and scores other than these.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from trainstep.attention.documents import document_of
 from trainstep.attention.inputs import describe, four_dims
 from trainstep.attention.sdpa import call_compiled
 from trainstep.errors import UnsupportedError
@@ -31,34 +33,80 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 
 
-def attention_flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attention_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """With torch's defaults, compiled for this shape. UsageError: CPU tensors that need gradients."""
-    return _flex("flex", q, k, v, is_causal, scale)
+    return _flex("flex", q, k, v, is_causal, scale, window, cu_seqlens)
 
 
-def attention_flex_max_autotune(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attention_flex_max_autotune(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """Tuned for this shape, which takes long the first time. UsageError: CPU tensors that need gradients."""
-    return _flex("flex-max-autotune", q, k, v, is_causal, scale, mode=MAX_AUTOTUNE, kernel_options=KERNEL_OPTIONS)
+    settings = {"mode": MAX_AUTOTUNE, "kernel_options": KERNEL_OPTIONS}
+    return _flex("flex-max-autotune", q, k, v, is_causal, scale, window, cu_seqlens, **settings)
 
 
-def _flex(impl: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, **settings: Any) -> Tensor:
+def _flex(
+    impl: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+    **settings: Any,
+) -> Tensor:
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise UnsupportedError(
             f"impl={impl!r} has no backward on the CPU: {describe(q, k, v)}; use impl='eager' or 'sdpa' there"
         )
     from torch.nn.attention.flex_attention import flex_attention
 
-    mask = _causal_block_mask(q.shape[-2], k.shape[-2], str(q.device)) if is_causal else None
+    lengths = q.shape[-2], k.shape[-2]
+    if cu_seqlens is not None:
+        mask = _document_block_mask(cu_seqlens, lengths[0], is_causal, window)
+    else:
+        mask = _causal_block_mask(*lengths, window, str(q.device)) if is_causal else None
     q4, k4, v4, grouped = four_dims(q, k, v)
     out = call_compiled(flex_attention, q4, k4, v4, block_mask=mask, scale=scale, enable_gqa=grouped, **settings)
     return cast(Tensor, out).reshape(q.shape)
 
 
 @lru_cache(maxsize=64)
-def _causal_block_mask(n_queries: int, n_keys: int, device: str) -> Any:
+def _causal_block_mask(n_queries: int, n_keys: int, window: int | None, device: str) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key <= query
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query if window is None else (key <= query) & (key > query - window)
 
-    return create_block_mask(causal, B=None, H=None, Q_LEN=n_queries, KV_LEN=n_keys, device=device)
+    return create_block_mask(visible, B=None, H=None, Q_LEN=n_queries, KV_LEN=n_keys, device=device)
+
+
+def _document_block_mask(cu_seqlens: Tensor, total: int, is_causal: bool, window: int | None) -> Any:
+    """Made anew for every call, since only the device knows whether the documents are those of the last."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document = document_of(cu_seqlens, total)
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = document[query] == document[key]
+        if is_causal:
+            seen = seen & (key <= query)
+        return seen if window is None else seen & (key > query - window)
+
+    return create_block_mask(visible, B=None, H=None, Q_LEN=total, KV_LEN=total, device=str(cu_seqlens.device))

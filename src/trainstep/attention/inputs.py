@@ -33,6 +33,28 @@ def prepare(
     return q, k, v, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
+def check_window(q: Tensor, k: Tensor, is_causal: bool, window: int | None) -> int | None:
+    """The window, or None where it hides nothing: where there is none, or it holds every key up to a query's own.
+
+    Raises UsageError for what is no positive number of keys, without is_causal, or where a query would see no key.
+    """
+    if window is None:
+        return None
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise UsageError(f"window is {window!r}; expected how many keys a query sees, its own among them, at least 1")
+    if not is_causal:
+        raise UsageError(
+            f"window={window} counts the keys up to a query's own, and is_causal is False; pass is_causal=True"
+        )
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    if n_queries >= n_keys + window:
+        raise UsageError(
+            f"query {n_queries - 1} sees none of {n_keys} keys through window={window}, which ends at a query's own "
+            f"position; pass as many keys as queries, or a window of at least {n_queries - n_keys + 1}"
+        )
+    return None if window >= n_queries else window
+
+
 def _require_tensors(*inputs: Tensor) -> None:
     for name, t in zip("qkv", inputs, strict=True):
         if not isinstance(t, Tensor):

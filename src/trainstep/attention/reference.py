@@ -6,50 +6,73 @@ lengths; time is that of a Python loop over tiles, so this is an oracle, not a f
 are multiplied as they are and accumulated in float32, as matrix units do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainstep.attention.inputs import prepare
+from trainstep.attention.documents import check_documents, spans
+from trainstep.attention.inputs import check_window, prepare
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c
 
 
 class FlashAttentionReference(torch.autograd.Function):
-    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None)`: shapes as `trainstep.attention.attention`.
+    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None)`, which
+    `trainstep.attention.attention` explains.
 
     Saves q, k, v, o and the log-sum-exp (shape q.shape[:-1]) for backward, nothing quadratic.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        q, k, v, ctx.scale = prepare(q, k, v, scale, as_autocast=False)
-        ctx.is_causal = is_causal
-        o, lse = flash_forward(*_grouped(q, k, v), is_causal, ctx.scale)
+        q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
+        settings = ctx.settings = is_causal, factor, check_window(q, k, is_causal, window)
+        offsets = check_documents(q, k, cu_seqlens)
+        ctx.documents = [slice(None)] if offsets is None else spans(offsets)  # one after the other, each as if alone
+        q5, k5, v5 = _grouped(q, k, v)
+        parts = [flash_forward(q5[..., i, :], k5[..., i, :], v5[..., i, :], *settings) for i in ctx.documents]
+        o, lse = _joined([part[0] for part in parts], -2), _joined([part[1] for part in parts], -1)
         o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        grouped = _grouped(q, k, v)
-        rows = grouped[0].shape
-        do = grads[0].reshape(rows)
-        dq, dk, dv = flash_backward(*grouped, o.reshape(rows), lse.reshape(rows[:-1]), do, ctx.is_causal, ctx.scale)
+        q5, k5, v5 = _grouped(q, k, v)
+        o, lse, do = o.reshape(q5.shape), lse.reshape(q5.shape[:-1]), grads[0].reshape(q5.shape)
+        parts = [
+            flash_backward(
+                q5[..., i, :], k5[..., i, :], v5[..., i, :], o[..., i, :], lse[..., i], do[..., i, :], *ctx.settings
+            )
+            for i in ctx.documents
+        ]
+        dq, dk, dv = (_joined(part, -2) for part in zip(*parts, strict=True))
         # The heads of a group read one key head: its gradient is the sum over them.
         dk, dv = (d.sum(2).to(k.dtype).reshape(k.shape) for d in (dk, dv))
-        return dq.reshape(q.shape), dk, dv, None, None
+        return dq.reshape(q.shape), dk, dv, None, None, None, None
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (..., n_queries, head_dim), k and v (..., n_keys, head_dim) broadcastable to it → o, lse.
 
-    m is the running row maximum, l the running sum; the output is divided by l once, at the end.
+    m is the running row maximum, l the running sum; the output is divided by l once, at the end. Tiles of keys that no
+    query of a tile sees are left out. In a window a query may see none of the first ones: m is then -inf, from which no
+    difference may be taken.
     """
     accumulate = _accumulator(q.dtype)
     n_queries, n_keys = q.shape[-2], k.shape[-2]
@@ -61,11 +84,13 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
         m_i = q_i.new_full(q_i.shape[:-1], float("-inf"), dtype=accumulate)  # (..., B_r)
         l_i = torch.zeros_like(m_i)
         visible = min(n_keys, i + TILE_QUERIES, n_queries) if is_causal else n_keys
-        for j in range(0, visible, TILE_KEYS):
-            s_ij = _scores(q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale)  # (..., B_r, B_c)
+        first = 0 if window is None else max(0, i - window + 1) // TILE_KEYS * TILE_KEYS
+        for j in range(first, visible, TILE_KEYS):
+            s_ij = _scores(q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale, window)  # (..., B_r, B_c)
             m_new = torch.maximum(m_i, s_ij.amax(-1))
-            p_ij = (s_ij - m_new[..., None]).exp()
-            shrink = (m_i - m_new).exp()  # what was summed so far was relative to the old maximum
+            finite = m_new if window is None else m_new.masked_fill(m_new.isneginf(), 0.0)
+            p_ij = (s_ij - finite[..., None]).exp()
+            shrink = (m_i - finite).exp()  # what was summed so far was relative to the old maximum
             l_i = shrink * l_i + p_ij.sum(-1)
             o_i = shrink[..., None] * o_i + _matmul(p_ij.to(v.dtype), v[..., j : j + TILE_KEYS, :])
             m_i = m_new
@@ -75,8 +100,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 
 
 def flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: dq in q's dtype; dk and dv per query head, in the accumulator's dtype, for the caller to sum.
 
     P is recomputed from the saved log-sum-exp, one tile at a time; delta = rowsum(dO ∘ O) replaces the softmax's sum.
@@ -91,16 +117,21 @@ def flash_backward(
         keys = slice(j, j + TILE_KEYS)
         k_j, v_j = k[..., keys, :], v[..., keys, :]
         first = j // TILE_QUERIES * TILE_QUERIES if is_causal else 0  # earlier queries see none of these keys
-        for i in range(first, n_queries, TILE_QUERIES):
+        last = n_queries if window is None else min(n_queries, j + TILE_KEYS - 1 + window)  # nor do those from here on
+        for i in range(first, last, TILE_QUERIES):
             rows = slice(i, i + TILE_QUERIES)
             q_i, do_i = q[..., rows, :], do[..., rows, :]
-            p_ij = (_scores(q_i, k_j, i, j, is_causal, scale) - lse[..., rows, None]).exp()  # (..., B_r, B_c)
+            p_ij = (_scores(q_i, k_j, i, j, is_causal, scale, window) - lse[..., rows, None]).exp()  # (..., B_r, B_c)
             dv[..., keys, :] += _matmul(p_ij.to(do.dtype).mT, do_i)
             dp_ij = _matmul(do_i, v_j.mT)
             ds_ij = (p_ij * (dp_ij - delta[..., rows, None])).to(q.dtype)
             dq[..., rows, :] += scale * _matmul(ds_ij, k_j)
             dk[..., keys, :] += scale * _matmul(ds_ij.mT, q_i)
     return dq.to(q.dtype), dk, dv
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,13 +141,15 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.reshape(-1, kv_heads, heads // kv_heads, *q.shape[-2:]), k.reshape(per_group), v.reshape(per_group)
 
 
-def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float) -> Tensor:
-    """scale · Q_i K_jᵀ, with -inf above the diagonal."""
+def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float, window: int | None) -> Tensor:
+    """scale · Q_i K_jᵀ, with -inf above the diagonal and before the window."""
     s = _matmul(q_i, k_j.mT) * scale
-    if is_causal and j + k_j.shape[-2] - 1 > i:  # the tile reaches above the diagonal
+    if is_causal and (window is not None or j + k_j.shape[-2] - 1 > i):  # the tile reaches above the diagonal
         queries = torch.arange(i, i + q_i.shape[-2], device=s.device)[:, None]
         keys = torch.arange(j, j + k_j.shape[-2], device=s.device)
         s = s.masked_fill(keys > queries, float("-inf"))
+        if window is not None:
+            s = s.masked_fill(keys <= queries - window, float("-inf"))
     return s
 
 

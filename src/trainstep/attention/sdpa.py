@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainstep.attention.eager import attention_eager
 from trainstep.attention.inputs import describe, four_dims
+from trainstep.attention.varlen import attention_varlen
 from trainstep.errors import UnsupportedError
 
 BACKENDS = {
@@ -53,9 +54,32 @@ def attention_sdpa_backend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sca
         raise
 
 
-def attention_eager_compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """The oracle through torch.compile, compiled for this shape."""
-    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale))
+def attention_sdpa_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """PyTorch's FlashAttention-2; windows and documents by another way to the same kernels (`varlen`)."""
+    if window is None and cu_seqlens is None:
+        return attention_sdpa_backend(q, k, v, is_causal, scale, impl="sdpa-flash")
+    return attention_varlen(q, k, v, is_causal, scale, window, cu_seqlens)
+
+
+def attention_eager_compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The oracle through torch.compile, compiled for this shape and window."""
+    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale, window, cu_seqlens))
 
 
 def call_compiled(function: Callable[..., Any], *arguments: Any, mode: str | None = None, **options: Any) -> Any:

@@ -55,7 +55,7 @@ def run_cases(
     target = resolve_device(device)
     for rows in by_problem(
         cases,
-        lambda case: (case.shape, case.causal, case.dtype),
+        lambda case: (case.shape, case.causal, case.reach, case.dtype),
         lambda alike, rounds: _measure_in_turns(alike, target, warmup, passes, rounds),
         warmup=warmup,
         passes=passes,
@@ -81,7 +81,7 @@ def _measure_in_turns(
 
 
 def _row(case: AttentionCase, result: Checked | Errors | Failure, device: torch.device, rounds: int) -> AttentionRow:
-    columns, environment = asdict(case), describe(device)
+    columns, environment = asdict(case) | {"window": case.reach}, describe(device)
     row = partial(make_row, AttentionRow, columns, environment=environment)
     if isinstance(result, Failure):  # a case that did not fit is shown beside what it would have needed
         return failed_row(AttentionRow, columns, result, environment, _predicted(case, device))
@@ -125,11 +125,11 @@ def _what_is_wrong(errors: Errors) -> str:
 
 def _check(case: AttentionCase, device: torch.device) -> Checked | Errors:
     def implementation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, is_causal=case.is_causal, impl=case.impl)
+        return attention(q, k, v, is_causal=case.is_causal, window=case.reach, impl=case.impl)
 
     compiled_before = compilations()
     start = time.perf_counter()
-    errors = check(implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal)
+    errors = check(implementation, case.shape, DTYPES[case.dtype], device, is_causal=case.is_causal, window=case.reach)
     check_s = time.perf_counter() - start
     compiled = compilations() - compiled_before
     if not errors.within_budget:
@@ -188,7 +188,9 @@ def _memory_values(implementation: Implementation, case: AttentionCase, device: 
 
 def _time_values(case: AttentionCase, samples: Mapping[str, list[float]]) -> dict[str, Scalar]:
     heads = max(case.heads, 1)
-    forward = attention_flops(case.batch, heads, case.seq, case.seq, case.head_dim, is_causal=case.is_causal)
+    forward = attention_flops(
+        case.batch, heads, case.seq, case.seq, case.head_dim, is_causal=case.is_causal, window=case.reach
+    )
     flops = {"forward": forward, "backward": BACKWARD_FLOPS * forward, "both": (1 + BACKWARD_FLOPS) * forward}
     values: dict[str, Scalar] = {}
     for name, milliseconds in samples.items():
@@ -206,7 +208,8 @@ def _predicted(case: AttentionCase, device: torch.device) -> dict[str, Scalar]:
         from trainstep.attention.flash import sums_dq_in_any_order  # here: it loads Triton
 
         q = torch.empty((0, case.head_dim), dtype=DTYPES[case.dtype], device=device)
-        memory = flash_memory(*sizes, sums_dq=device.type == "cuda" and sums_dq_in_any_order(q))
+        on_hopper = device.type == "cuda" and case.reach is None
+        memory = flash_memory(*sizes, sums_dq=on_hopper and sums_dq_in_any_order(q))
     else:
         return {}
     return {

@@ -44,6 +44,8 @@ class AttentionCase:
     """Whether query i sees only the keys up to i."""
     dtype: ElementDtype = "bf16"
     """Type of q, k and v."""
+    window: int = 0
+    """Keys that a query sees, its own the last, where attention is causal; 0 for all."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,6 +57,11 @@ class AttentionCase:
     def is_causal(self) -> bool:
         """`causal` as a truth value."""
         return self.causal == "yes"
+
+    @property
+    def reach(self) -> int | None:
+        """The window, None where it holds all keys."""
+        return self.window if 0 < self.window < self.seq else None
 
 
 GRIDS: Mapping[GridName, Mapping[str, Sequence[Any]]] = {
@@ -106,14 +113,16 @@ def grid_cases(axes: Mapping[str, Sequence[Any]]) -> list[AttentionCase]:
     """Every combination of the axes.
 
     Raises:
-        UsageError: a size that is not positive.
+        UsageError: a size that is not positive, or a window without causal attention.
     """
     cases = [AttentionCase(**values) for values in expand(axes)]
     for case in cases:
-        if min(case.batch, case.seq, case.head_dim) < 1 or case.heads < 0:
+        sizes_fit = min(case.batch, case.seq, case.head_dim) >= 1 and min(case.heads, case.window) >= 0
+        if not sizes_fit or (case.window and not case.is_causal):
             values = ", ".join(f"{name} {value}" for name, value in asdict(case).items())
             raise UsageError(
-                f"impossible attention case ({values}); batch, seq and head_dim must be at least 1, heads 0"
+                f"impossible attention case ({values}); batch, seq and head_dim must be at least 1, heads and window "
+                "0, and a window is causal (causal yes)"
             )
     return cases
 

@@ -37,7 +37,9 @@ from trainstep.config import StepConfig, StepMode
 from trainstep.errors import UsageError
 
 _OF_GRIDS = {
-    name: "; ".join([shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items())])
+    name: "; ".join(
+        [shown(value), *(f"--grid {grid}: {shown(axes[name])}" for grid, axes in GRIDS.items() if name in axes)]
+    )
     for name, value in vars(AttentionCase()).items()
 }
 AttentionGrid: Any = flags_of(AttentionCase, several=True, defaults=_OF_GRIDS)

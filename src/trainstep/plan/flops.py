@@ -50,9 +50,16 @@ def forward_flops(model: ModelConfig, batch: int, context: int) -> ForwardFlops:
     )
 
 
-def attention_flops(batch: int, heads: int, n_queries: int, n_keys: int, head_dim: int, *, is_causal: bool) -> int:
-    """FLOPs of one attention forward: 4·B·H·Sq·Sk·D, half of it when causal (the convention of published tables)."""
+def attention_flops(
+    batch: int, heads: int, n_queries: int, n_keys: int, head_dim: int, *, is_causal: bool, window: int | None = None
+) -> int:
+    """FLOPs of one attention forward: 4·B·H·Sq·Sk·D, half of it when causal (the convention of published tables).
+
+    A causal window of W keys, as many keys as queries: W·S - W²/2 pairs of them, which is the same half where W is S.
+    """
     full = 4 * batch * heads * n_queries * n_keys * head_dim
+    if window is not None:
+        return 2 * batch * heads * (2 * n_queries - window) * window * head_dim
     return full // 2 if is_causal else full
 
 

@@ -53,9 +53,13 @@ class Compiled:
 
 
 def compile_portable(
-    kernel: str, tile: Tile, capability: int, dtype: str, head_dim: int, is_causal: bool, precision: str
-) -> Compiled:
-    """A portable kernel for sm_`capability`; dtype in Triton's names ("bf16"), head_dim a power of two from 16."""
+    kernel: str, tile: Tile, capability: int, dtype: str, head_dim: int, is_causal: bool, precision: str,
+    *, band: tuple[str, ...] = (),
+) -> Compiled:  # fmt: skip
+    """A portable kernel for sm_`capability`; dtype in Triton's names ("bf16"), head_dim a power of two from 16.
+
+    band: which of the arguments "window" and "bounds_ptr" it has.
+    """
     constants = {
         "IS_CAUSAL": is_causal,
         "HEAD_DIM": head_dim,
@@ -64,6 +68,7 @@ def compile_portable(
         "BLOCK_K": tile.keys,
         "PRECISION": precision,
     }
+    constants |= {name: None for name in ("window", "bounds_ptr") if name not in band}
     signature, attributes = _arguments(PORTABLE[kernel], constants, {}, dtype)
     source = ASTSource(PORTABLE[kernel], signature, constants, attributes)
     return compile_source(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
@@ -128,7 +133,7 @@ def _arguments(
         elif name in descriptors:
             signature[name] = descriptors[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*fp32" if name in FLOAT32 else f"*{dtype}"
+            signature[name] = "*fp32" if name in FLOAT32 else "*i32" if name == "bounds_ptr" else f"*{dtype}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if name.endswith("_ptr") or name.startswith("stride_") or name == "stat_rows":

@@ -12,6 +12,7 @@ from tests.attention.budget import (
     assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
     assert_within_budget,
 )
+from trainstep.attention.documents import bounds
 from trainstep.attention.hopper.backward import launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
 from trainstep.attention.triton.forward import launch_forward
@@ -32,14 +33,19 @@ CASES = [
 ]
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, tile: Tile) -> dict[str, Tensor]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, tile: Tile, window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """All three kernels, writing into memory that was NaN."""
     o, dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, q, k, v))
     lse = torch.full(q.shape[:-1], float("nan"))
-    launch_forward((q, k, v, o, lse), is_causal, scale, tile)
+    settings = (is_causal, scale, tile, window)
+    documents = () if cu_seqlens is None else (bounds(cu_seqlens, q.shape[-2]),)
+    launch_forward((q, k, v, o, lse, *documents), *settings)
     delta = torch.full_like(lse, float("nan"))
-    launch_dq((q, k, v, o, do, lse, delta, dq), is_causal, scale, tile)
-    launch_dkdv((q, k, v, do, lse, delta, dk, dv), is_causal, scale, tile)
+    launch_dq((q, k, v, o, do, lse, delta, dq, *documents), *settings)
+    launch_dkdv((q, k, v, do, lse, delta, dk, dv, *documents), *settings)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -57,6 +63,118 @@ def test_output_and_gradients(case: Case, is_causal: bool, dtype: torch.dtype) -
 def test_tiles_that_are_not_square(tile: Tile, is_causal: bool) -> None:
     q, k, v, do = Case(100, 90, 16).inputs(torch.float32)
     assert_within_budget(run(q, k, v, do, is_causal, 0.25, tile), q, k, v, do, is_causal, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("window", "tile"),
+    [
+        (1, SQUARE),
+        (31, SQUARE),
+        (32, SQUARE),
+        (33, SQUARE),
+        (129, SQUARE),
+        (2, WIDE),
+        (70, WIDE),
+        (2, TALL),
+        (70, TALL),
+    ],
+    ids=str,
+)
+def test_windows(window: int, tile: Tile) -> None:
+    q, k, v, do = Case(130, 130, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    assert_within_budget(run(q, k, v, do, True, 0.25, tile, window), q, k, v, do, True, 0.25, window)
+
+
+@pytest.mark.parametrize("case", [Case(100, 70, 20), Case(60, 100, 16), Case(80, 80, 8, heads=4, kv_heads=2, batch=2)])
+def test_windows_of_grouped_heads_and_of_two_lengths(case: Case) -> None:
+    q, k, v, do = case.inputs(torch.float16)
+    assert_within_budget(run(q, k, v, do, True, 0.25, SQUARE, 37), q, k, v, do, True, 0.25, 37)
+
+
+@pytest.mark.parametrize("window", [1, 33, 50])
+def test_tiles_outside_of_the_window_are_not_visited(window: int) -> None:
+    """What is NaN there would be in a sum, if with a factor of 0."""
+    nan = float("nan")
+    q, k, v, do = Case(256, 256, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    before = (128 - window + 1) // 32 * 32  # the first tile of keys that the fifth tile of queries sees any of
+    visible = [tensor.clone() for tensor in (k, v)]
+    for tensor in visible:
+        tensor[..., :before, :] = tensor[..., 160:, :] = nan
+    o, lse, delta, dq = (torch.full_like(t, nan) for t in (q, q[..., 0], q[..., 0], q))
+    launch_forward((q, *visible, o, lse), True, 0.25, SQUARE, window)
+    launch_dq((q, *visible, o, do, lse, delta, dq), True, 0.25, SQUARE, window)
+    expected = run(q, k, v, do, True, 0.25, SQUARE, window)
+    assert torch.equal(o[..., 128:160, :], expected["o"][..., 128:160, :])
+    assert torch.equal(dq[..., 128:160, :], expected["dq"][..., 128:160, :])
+
+    after = -(-(159 + window) // 32) * 32  # past the last tile of queries that sees any of the fifth tile's keys
+    q, do = q.clone(), do.clone()
+    for tensor in (q, do):
+        tensor[..., :128, :] = tensor[..., after:, :] = nan
+    dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)
+    delta = (expected["o"] * do).sum(-1)
+    launch_dkdv((q, k, v, do, expected["lse"], delta, dk, dv), True, 0.25, SQUARE, window)
+    torch.testing.assert_close(dk[..., 128:160, :], expected["dk"][..., 128:160, :])
+    torch.testing.assert_close(dv[..., 128:160, :], expected["dv"][..., 128:160, :])
+
+
+PACKED = {
+    "like tiles": [0, 32, 64, 130],
+    "across tiles": [0, 37, 70, 130],
+    "within one tile": [0, 3, 4, 20, 130],
+    "empty ones": [0, 0, 50, 50, 50, 130, 130],
+    "each a token": list(range(131)),
+}
+
+
+@pytest.mark.parametrize(
+    ("packed", "tile"), [*((each, SQUARE) for each in PACKED), ("across tiles", WIDE), ("across tiles", TALL)], ids=str
+)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_documents(packed: str, is_causal: bool, tile: Tile) -> None:
+    q, k, v, do = Case(130, 130, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    band = (None, torch.tensor(PACKED[packed]))
+    assert_within_budget(run(q, k, v, do, is_causal, 0.25, tile, *band), q, k, v, do, is_causal, 0.25, *band)
+
+
+def test_documents_in_windows_of_grouped_heads() -> None:
+    q, k, v, do = Case(70, 70, 20, heads=4, kv_heads=2, batch=2).inputs(torch.float16)
+    band = (23, torch.tensor([0, 37, 70], dtype=torch.int32))
+    assert_within_budget(run(q, k, v, do, True, 0.25, SQUARE, *band), q, k, v, do, True, 0.25, *band)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=2, max_size=4).filter(any),
+    is_causal=st.booleans(),
+    window=st.sampled_from([None, 1, 20]),
+)
+def test_any_documents(lengths: list[int], is_causal: bool, window: int | None) -> None:
+    total = sum(lengths)
+    q, k, v, do = Case(total, total, 8, heads=1, kv_heads=1).inputs(torch.float32)
+    band = (window if is_causal else None, torch.tensor([0, *lengths]).cumsum(0))
+    actual = run(q, k, v, do, is_causal, 0.3, SQUARE, *band)
+    assert_within_budget({"o": actual["o"]}, q, k, v, do, is_causal, 0.3, *band)
+    whole, expected = torch.stack([actual["dk"], actual["dv"], actual["dq"]]), []
+    for first, length in zip(band[1].tolist(), lengths, strict=False):
+        if length:
+            one = slice(first, first + length)
+            alone = run(*(t[..., one, :] for t in (q, k, v, do)), is_causal, 0.3, SQUARE, band[0])
+            expected.append(torch.stack([alone["dk"], alone["dv"], alone["dq"]]))
+    torch.testing.assert_close(whole, torch.cat(expected, -2))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_tiles_of_other_documents_are_not_visited(is_causal: bool) -> None:
+    """What is NaN there would be in a sum, if with a factor of 0."""
+    nan, band = float("nan"), (None, torch.tensor([0, 64, 160, 256]))
+    inputs = Case(256, 256, 16, heads=1, kv_heads=1).inputs(torch.float32)
+    expected = run(*inputs, is_causal, 0.25, SQUARE, *band)
+    for tensor in inputs:
+        tensor[..., :64, :] = tensor[..., 160:, :] = nan
+    actual = run(*inputs, is_causal, 0.25, SQUARE, *band)
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(actual[name][..., 64:160, :], expected[name][..., 64:160, :]), name
 
 
 def test_strides() -> None:

@@ -23,15 +23,15 @@ def grouped_inputs(heads, group, seq, head_dim=8):
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (False, None), (True, 3)])
 @pytest.mark.parametrize(("heads", "group", "seq"), [(1, 1, 5), (3, 2, 129), (1, 1, 1500)])
-def test_the_sliced_oracle_is_autograds(heads, group, seq, is_causal, monkeypatch):
+def test_the_sliced_oracle_is_autograds(heads, group, seq, is_causal, window, monkeypatch):
     monkeypatch.setattr(module, "SCORES", 1000 * seq)
     q, k, v, do = grouped_inputs(heads, group, seq)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    o = attention_eager(*leaves, is_causal, 1 / math.sqrt(8))
+    o = attention_eager(*leaves, is_causal, 1 / math.sqrt(8), window)
     expected = (o.detach(), *torch.autograd.grad(o, leaves, do))
-    own, _ = oracle(q, k, v, do, is_causal=is_causal)
+    own, _ = oracle(q, k, v, do, is_causal=is_causal, window=window)
     for result, reference in zip(own, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-12)
 
@@ -85,9 +85,9 @@ def test_the_oracle_slices_the_rows_of_all_its_heads(monkeypatch):
 def test_the_plain_formula_has_as_many_scores_at_once_as_the_heads_of_one_group_at_least(monkeypatch, scores, at_once):
     heads = []
 
-    def eager(q, k, v, is_causal, scale):
+    def eager(q, k, v, is_causal, scale, window):
         heads.append(q.shape[:-2].numel())
-        return attention_eager(q, k, v, is_causal, scale)
+        return attention_eager(q, k, v, is_causal, scale, window)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     monkeypatch.setattr(module, "SCORES", scores)
@@ -123,6 +123,16 @@ def test_what_is_right_passes(name, precision):
     errors = RIGHT[name].check(PRECISIONS[precision])
     assert errors.within_budget, (errors.nearest, errors.share(*errors.nearest))
     assert set(errors.found) == set(errors.allowed) == {(name, each) for name in NAMES for each in STATISTICS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_window_is_held_to_the_window(dtype):
+    def through(window):
+        return lambda q, k, v: attention_eager(q, k, v, True, 1 / math.sqrt(q.shape[-1]), window)
+
+    assert check(through(20), SHAPE, dtype, CPU, is_causal=True, window=20).within_budget
+    for wrong in (None, 19, 21):
+        assert not check(through(wrong), SHAPE, dtype, CPU, is_causal=True, window=20).within_budget
 
 
 def test_float16_is_held_to_float16():
@@ -222,11 +232,11 @@ def test_not_a_number_is_the_nearest_to_its_allowance():
 def test_where_the_plain_formula_does_not_fit_a_shorter_length_sets_the_budget(monkeypatch):
     lengths = []
 
-    def eager(q, k, v, is_causal, scale):
+    def eager(q, k, v, is_causal, scale, window):
         lengths.append(q.shape[-2])
         if q.shape[-2] > 40:
             raise torch.OutOfMemoryError
-        return attention_eager(q, k, v, is_causal, scale)
+        return attention_eager(q, k, v, is_causal, scale, window)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     monkeypatch.setattr(module, "BUDGET_LENGTH", 80)
@@ -252,9 +262,9 @@ def test_the_error_in_all_is_that_of_the_norm():
 def test_the_plain_formula_shows_its_extremes_on_thousands_of_rows(monkeypatch):
     rows = []
 
-    def eager(q, k, v, is_causal, scale):
+    def eager(q, k, v, is_causal, scale, window):
         rows.append(q.shape[:-1].numel())
-        return attention_eager(q, k, v, is_causal, scale)
+        return attention_eager(q, k, v, is_causal, scale, window)
 
     monkeypatch.setattr(module, "attention_eager", eager)
     module._plain_errors.cache_clear()

@@ -19,6 +19,7 @@ from trainstep.attention.tuned import Tile, block_of, multiply_precision
 # alignment decides how wide the loads can be.
 SIZES = [
     "tiles_per_head", "all_heads", "heads", "all_kv_heads", "kv_heads", "n_queries", "n_keys", "heads_per_section",
+    "window",
 ]  # fmt: skip
 
 LONGEST_SUM = tl.constexpr(64)
@@ -39,6 +40,70 @@ def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_L
     if LONGEST_LAST:
         tile = tiles_per_head - 1 - tile
     return tile, head
+
+
+@triton.jit
+def first_key_of(query, window, bounds_ptr):
+    """The first key that a query sees, of one or many, where there is a window or documents."""
+    first = query * 0
+    if window is not None:
+        first = tl.maximum(query - window + 1, 0)
+    if bounds_ptr is not None:
+        first = tl.maximum(first, tl.load(bounds_ptr + query))
+    return first
+
+
+@triton.jit
+def queries_of_key(key, n_queries, window, bounds_ptr, IS_CAUSAL: tl.constexpr):
+    """The first query that sees a key, and the one past the last, or any past the end; of one key or many."""
+    if bounds_ptr is not None:
+        first = tl.load(bounds_ptr + key)
+        end = tl.load(bounds_ptr + n_queries + key)
+        if window is not None:
+            end = tl.minimum(end, key + window)
+    else:
+        first = key
+        end = key + window
+    if IS_CAUSAL:
+        first = key
+    return first, end
+
+
+@triton.jit
+def keys_of_tile(
+    first_row, n_queries, n_keys, window, bounds_ptr,
+    IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The keys that the queries first_row, …, first_row + BLOCK_Q - 1 see, as two walks in steps of BLOCK_K.
+
+    row_first, row_limit [BLOCK_Q]: the first and the last key that each query sees. Every query sees all keys of
+    clear, …, whole - 1. The others, which some see, are cut, …, cut_end - 1, from `clear` on moved up by whole - clear.
+    """
+    rows = first_row + tl.arange(0, BLOCK_Q)
+    row_first = tl.zeros([BLOCK_Q], tl.int32)
+    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
+    clear = 0
+    whole = n_keys
+    cut_end = n_keys
+    if IS_CAUSAL:
+        row_limit = tl.minimum(row_limit, rows)
+        whole = tl.minimum(whole, first_row + 1)
+        cut_end = tl.minimum(cut_end, first_row + BLOCK_Q)
+    whole = whole // BLOCK_K * BLOCK_K
+    cut = whole
+    if window is not None or bounds_ptr is not None:
+        last_row = tl.minimum(first_row + BLOCK_Q, n_queries) - 1
+        rows = tl.minimum(rows, last_row)  # a query past the end sees what the last one does
+        row_first = first_key_of(rows, window, bounds_ptr)
+        if bounds_ptr is not None and not IS_CAUSAL:
+            row_limit = tl.load(bounds_ptr + n_queries + rows) - 1
+            whole = tl.load(bounds_ptr + n_queries + first_row) // BLOCK_K * BLOCK_K
+            cut_end = tl.load(bounds_ptr + n_queries + last_row)
+        cut = first_key_of(first_row, window, bounds_ptr) // BLOCK_K * BLOCK_K
+        clear = tl.cdiv(first_key_of(last_row, window, bounds_ptr), BLOCK_K) * BLOCK_K
+        whole = tl.maximum(whole, clear)
+        cut_end += clear - whole
+    return row_first, row_limit, clear, whole, cut, cut_end
 
 
 @triton.jit
@@ -90,7 +155,8 @@ Launch = tuple[int, dict[str, Any]]
 
 
 def tensor_names(kernel: Any) -> list[str]:
-    """What a kernel reads and writes, in its order: "q" for arguments q_ptr or q_desc."""
+    """What a kernel reads and writes, in its order: "q" for arguments q_ptr or q_desc. The `bounds` of documents are
+    last, and left out where there are none."""
     places = (name.rpartition("_") for name in kernel.arg_names)
     return list(dict.fromkeys(tensor for tensor, _, kind in places if kind in ("ptr", "desc")))
 
@@ -174,7 +240,8 @@ class Launcher:
 
     def _first(self, key: Any, tensors: Sequence[Tensor], settings: tuple[Any, ...]) -> None:
         tensors = [t.detach() for t in tensors]  # told apart below, also where a caller passes one tensor twice
-        by_name = dict(zip(tensor_names(self._kernel), tensors, strict=True))
+        names = tensor_names(self._kernel)
+        by_name = dict(zip(names[: len(tensors)] if names[-1] == "bounds" else names, tensors, strict=True))
         programs, named = self._arguments(self._kernel, by_name, *settings)
         grid = (programs, 1, 1)
         compiled = self._kernel[grid](**named)
@@ -199,14 +266,18 @@ def _over(descriptor: Any, tensor: Tensor | None) -> Any:
     return copy
 
 
-def portable(kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile) -> Launch:
-    """A launch of a portable kernel, with scale > 0.
+def portable(
+    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile, window: int | None = None
+) -> Launch:
+    """A launch of a portable kernel, with scale > 0; a window is below n_queries, and causal.
 
-    Tensors have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries).
+    Without one, or without documents, its argument is None, a constant to the compiler: the plain kernel does not know
+    of them. Tensors have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries);
+    bounds of documents are those of `documents.bounds`.
     """
     own_rows, (*_, head_dim) = tile.keys if owns_keys(kernel) else tile.queries, tensors["q"].shape
     return kernel_arguments(
         kernel, tensors, own_rows, is_causal, scale, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries,
         BLOCK_K=tile.keys, PRECISION=multiply_precision(tensors["q"].dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages, window=window, bounds_ptr=None,
     )  # fmt: skip

@@ -13,24 +13,36 @@ most of them, are not.
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, Launcher, load_tile, multiply, portable, tile_and_head
+from trainstep.attention.triton import (
+    SIZES,
+    Launcher,
+    keys_of_tile,
+    load_tile,
+    multiply,
+    portable,
+    queries_of_key,
+    tile_and_head,
+)
 
 
 @triton.jit
 def _walk_keys(
     dq, q, do, lse_log2, delta,
     k_ptr, v_ptr, stride_kn, stride_vn,
-    first, last, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
+    MASKED: tl.constexpr, BANDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K over the keys first, first + BLOCK_K, … < last; k_ptr and v_ptr point at key 0."""
+    """Add dS K over the keys first, first + BLOCK_K, … < last, as `forward._attend` walks over them."""
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[None, :] * stride_vn + dims[:, None]
     nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-    for start in tl.range(first, last, BLOCK_K):
+    for place in tl.range(first, last, BLOCK_K):
+        start = place
+        if MASKED and BANDED:
+            start = tl.where(place < gap, place, place + skip)
         start_long = tl.cast(start, tl.int64)
         mask = (dims < HEAD_DIM)[:, None]
         if MASKED:
@@ -41,6 +53,8 @@ def _walk_keys(
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
+            if BANDED:
+                scores = tl.where(keys[None, :] >= (row_first - start)[:, None], scores, float("-inf"))
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         dp = multiply(do, v_t, nothing, PRECISION)
         ds = p * (dp - delta[:, None])
@@ -50,14 +64,14 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bounds_ptr,
     stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on,
     stride_dob, stride_doh, stride_don,
     stride_dqb, stride_dqh, stride_dqn,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -87,24 +101,20 @@ def dq_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
-    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
-    whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
-    visible = n_keys  # keys from here on are visible to none
-    if IS_CAUSAL:
-        row_limit = tl.minimum(row_limit, first_row + rows)
-        whole = tl.minimum(whole, first_row + 1)
-        visible = tl.minimum(visible, first_row + BLOCK_Q)
-    whole = whole // BLOCK_K * BLOCK_K
+    row_first, row_limit, clear, whole, cut, cut_end = keys_of_tile(
+        first_row, n_queries, n_keys, window, bounds_ptr, IS_CAUSAL, BLOCK_Q, BLOCK_K
+    )
+    BANDED: tl.constexpr = window is not None or bounds_ptr is not None
 
     lse_log2 = lse * 1.4426950408889634  # log2(e)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
-        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
+        n_keys, scale_log2, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     dq = _walk_keys(
-        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
-        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear, row_first,
+        row_limit, n_keys, scale_log2, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     dq_ptr += batch * stride_dqb + head * stride_dqh + first_row_long * stride_dqn
@@ -113,21 +123,22 @@ def dq_kernel(
 
 
 launch_dq = Launcher(dq_kernel, portable)
-"""Tensors q, k, v, o, do, lse, delta, dq: fills dq and delta."""
+"""Tensors q, k, v, o, do, lse, delta, dq, and bounds if there are documents: fills dq and delta."""
 
 
 @triton.jit
 def _walk_queries(
     dk, dv, k, v,
     q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
-    first, n_steps, gap, resume, keys, n_queries, scale_log2,
-    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    first, n_steps, gap, resume, first_query, end_query, n_queries, scale_log2,
+    MASKED: tl.constexpr, BANDED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q to dk and Pᵀ dO to dv over n_steps tiles of one head's queries.
 
-    They start at first, first + BLOCK_Q, … < gap; if MASKED, one more may follow at `resume`. q_ptr … delta_ptr point
-    at query 0 of the head; keys [BLOCK_K] are the key indices of this program.
+    They start at first, first + BLOCK_Q, … < gap; if MASKED, one more may follow at `resume`, or where BANDED several.
+    q_ptr … delta_ptr point at query 0 of the head. first_query, end_query [BLOCK_K]: the queries that see each key of
+    this program begin at the one and end before the other, which is read only where BANDED.
     """
     rows = tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, BLOCK_D)
@@ -137,7 +148,7 @@ def _walk_queries(
     for step in tl.range(0, n_steps):
         start = first + step * BLOCK_Q
         if MASKED:
-            start = tl.where(start < gap, start, resume)
+            start = tl.where(start < gap, start, start - gap + resume if BANDED else resume)
         start_long = tl.cast(start, tl.int64)
         row_mask = rows < n_queries - start
         mask = (dims < HEAD_DIM)[None, :]
@@ -152,8 +163,10 @@ def _walk_queries(
             lse = tl.load(lse_ptr + start + rows)
         delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
         scores_t = multiply(k, tl.trans(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
-        if MASKED and IS_CAUSAL:
-            scores_t = tl.where((keys - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
+        if MASKED and (IS_CAUSAL or BANDED):
+            scores_t = tl.where((first_query - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
+            if BANDED:
+                scores_t = tl.where((end_query - start)[:, None] > rows[None, :], scores_t, float("-inf"))
         p_t = tl.exp2(scores_t * scale_log2 - (lse * 1.4426950408889634)[None, :])  # log2(e)
         dv = multiply(p_t.to(do.dtype), do, dv, PRECISION)
         dp_t = multiply(v, tl.trans(do), nothing, PRECISION)
@@ -164,14 +177,14 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, bounds_ptr,
     stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_don,
     stride_dkb, stride_dkh, stride_dkn,
     stride_dvb, stride_dvh, stride_dvn,
-    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, scale, scale_log2,
+    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,6 +193,7 @@ def dkdv_kernel(
     tile, batch_head = tile_and_head(program, tiles_per_head, all_kv_heads, heads_per_section, LONGEST_LAST=False)
     batch = (batch_head // kv_heads).to(tl.int64)
     kv_head = (batch_head % kv_heads).to(tl.int64)
+    BANDED: tl.constexpr = window is not None or bounds_ptr is not None
     first_key = tile * BLOCK_K
     first_key_long = first_key.to(tl.int64)
 
@@ -192,7 +206,8 @@ def dkdv_kernel(
     v = tl.load(v_ptr + keys[:, None] * stride_vn + dims[None, :], mask=tile_mask, other=0.0)
 
     # Queries below `first` see none of these keys; from `clear` on they see all of them; the last tile may be partial.
-    # Keys past n_keys get gradients too, from their zero rows, which are not stored.
+    # In a band queries from `whole` on do not see all of them, and from `end` on none. Keys past n_keys get gradients
+    # too, from their zero rows, which are not stored.
     first = 0
     clear = 0
     whole = n_queries // BLOCK_Q * BLOCK_Q
@@ -200,7 +215,21 @@ def dkdv_kernel(
         first = tl.minimum(first_key // BLOCK_Q * BLOCK_Q, n_queries)
         clear = tl.minimum(tl.cdiv(first_key + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q, n_queries)
         whole = tl.maximum(whole, clear)
-    n_cut = tl.cdiv(clear - first, BLOCK_Q) + tl.cdiv(n_queries - whole, BLOCK_Q)
+    end = n_queries
+    first_query = first_key + keys
+    end_query = first_query
+    if BANDED:
+        last_key = tl.minimum(first_key + BLOCK_K, n_keys) - 1
+        first, whole = queries_of_key(first_key, n_queries, window, bounds_ptr, IS_CAUSAL)
+        clear, end = queries_of_key(last_key, n_queries, window, bounds_ptr, IS_CAUSAL)
+        first = tl.minimum(first // BLOCK_Q * BLOCK_Q, n_queries)
+        clear = tl.minimum(tl.cdiv(clear, BLOCK_Q) * BLOCK_Q, n_queries)
+        whole = tl.maximum(tl.minimum(whole, n_queries) // BLOCK_Q * BLOCK_Q, clear)
+        end = tl.maximum(tl.minimum(end, n_queries), whole)
+        if bounds_ptr is not None:
+            first_query = tl.minimum(first_query, last_key)  # what may be asked for
+        first_query, end_query = queries_of_key(first_query, n_queries, window, bounds_ptr, IS_CAUSAL)
+    n_cut = tl.cdiv(clear - first, BLOCK_Q) + tl.cdiv(end - whole, BLOCK_Q)
     n_whole = (whole - clear) // BLOCK_Q
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
@@ -212,13 +241,13 @@ def dkdv_kernel(
         row_offset = (batch * kv_heads * group + head) * n_queries
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, first, n_cut, clear, whole, first_key + keys, n_queries, scale_log2,
-            True, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, first, n_cut, clear, whole, first_query, end_query, n_queries,
+            scale_log2, True, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
-            stride_qn, stride_don, clear, n_whole, whole, whole, first_key + keys, n_queries, scale_log2,
-            False, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            stride_qn, stride_don, clear, n_whole, whole, whole, first_query, end_query, n_queries,
+            scale_log2, False, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
 
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn
@@ -229,4 +258,5 @@ def dkdv_kernel(
 
 
 launch_dkdv = Launcher(dkdv_kernel, portable)
-"""Tensors q, k, v, do, lse, delta, dk, dv: fills dk and dv; delta is what `launch_dq` left."""
+"""Tensors q, k, v, do, lse, delta, dk, dv, and bounds if there are documents: fills dk and dv; delta is what
+`launch_dq` left."""

@@ -8,27 +8,31 @@ Exponentials are base 2 with log2(e) folded into the scale, so that a score cost
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, Launcher, load_tile, multiply, portable, tile_and_head
+from trainstep.attention.triton import SIZES, Launcher, keys_of_tile, load_tile, multiply, portable, tile_and_head
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum,
     q, k_ptr, v_ptr, stride_kn, stride_vn,
-    first, last, row_limit, n_keys, scale_log2,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
+    MASKED: tl.constexpr, BANDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk over the keys first, first + BLOCK_K, … < last. k_ptr and v_ptr point at key 0.
 
-    row_limit [BLOCK_Q]: the last key that each query sees; read only where MASKED.
+    Only where MASKED are read row_limit [BLOCK_Q], the last key that each query sees, and only where BANDED too, with a
+    window or documents, row_first, the first of them; then what lies at `gap` and beyond is for the keys `skip` on.
     """
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_K)
     k_offsets = keys[None, :] * stride_kn + dims[:, None]
     v_offsets = keys[:, None] * stride_vn + dims[None, :]
     nothing = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
-    for start in tl.range(first, last, BLOCK_K):
+    for place in tl.range(first, last, BLOCK_K):
+        start = place
+        if MASKED and BANDED:
+            start = tl.where(place < gap, place, place + skip)
         start_long = tl.cast(start, tl.int64)
         k_mask = (dims < HEAD_DIM)[:, None]
         v_mask = (dims < HEAD_DIM)[None, :]
@@ -41,10 +45,16 @@ def _attend(
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
-        # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on.
+            if BANDED:
+                scores = tl.where(keys[None, :] >= (row_first - start)[:, None], scores, float("-inf"))
+        # Key 0 is visible to every query and lies in the first tile, so the maximum is finite from there on; in a
+        # band it is finite from a query's own first tile on, and before that anything finite does in its place.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        p = tl.exp2(scores * scale_log2 - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
+        finite_max = new_max
+        if MASKED and BANDED:
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale_log2 - finite_max[:, None])
+        shrink = tl.exp2(row_max - finite_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         acc = multiply(p.to(v.dtype), v, acc, PRECISION)
@@ -54,18 +64,19 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bounds_ptr,
     stride_qb, stride_qh, stride_qn,
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale_log2,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q, o (batch, heads, n_queries, HEAD_DIM); k, v (batch, heads // group, n_keys, HEAD_DIM); lse float32.
 
-    all_heads = batch · heads; tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not negative.
+    all_heads = batch · heads; tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not negative. window:
+    None, or how many keys a query sees, its own the last. bounds: None, or the documents', as of `documents.bounds`.
     """
     program = tl.program_id(0)
     tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
@@ -83,25 +94,21 @@ def forward_kernel(
     k_ptr += batch * stride_kb + kv_head * stride_kh
     v_ptr += batch * stride_vb + kv_head * stride_vh
 
-    row_limit = tl.full([BLOCK_Q], n_keys - 1, tl.int32)
-    whole = n_keys  # keys below it, in whole tiles, are visible to every query of this tile
-    visible = n_keys  # keys from here on are visible to none
-    if IS_CAUSAL:
-        row_limit = tl.minimum(row_limit, first_row + rows)
-        whole = tl.minimum(whole, first_row + 1)
-        visible = tl.minimum(visible, first_row + BLOCK_Q)
-    whole = whole // BLOCK_K * BLOCK_K
+    row_first, row_limit, clear, whole, cut, cut_end = keys_of_tile(
+        first_row, n_queries, n_keys, window, bounds_ptr, IS_CAUSAL, BLOCK_Q, BLOCK_K
+    )
+    BANDED: tl.constexpr = window is not None or bounds_ptr is not None
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, 0, whole, row_limit, n_keys, scale_log2,
-        False, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
+        n_keys, scale_log2, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, whole, visible, row_limit, n_keys, scale_log2,
-        True, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear,
+        row_first, row_limit, n_keys, scale_log2, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     o_ptr += batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_on
@@ -112,4 +119,4 @@ def forward_kernel(
 
 
 launch_forward = Launcher(forward_kernel, portable)
-"""Tensors q, k, v, o, lse: fills o and lse, the log-sum-exp of the scores."""
+"""Tensors q, k, v, o, lse, and bounds if there are documents: fills o and lse, the log-sum-exp of the scores."""

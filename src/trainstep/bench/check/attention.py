@@ -102,6 +102,7 @@ def check(
     *,
     is_causal: bool,
     kv_heads: int | None = None,
+    window: int | None = None,
 ) -> Errors:
     """Run `implementation` forward and backward on fresh inputs of `shape` (..., heads, seq, head_dim) and compare.
 
@@ -111,6 +112,7 @@ def check(
         dtype, device: of the inputs.
         is_causal: whether query i sees only the keys up to i.
         kv_heads: heads of k and v where they are fewer than those of q (grouped-query attention).
+        window: with is_causal, how many keys a query sees, its own the last, fewer than seq; None for all.
     """
     seq, head_dim = shape[-2:]
     group = shape[-3] // kv_heads if kv_heads else 1
@@ -119,12 +121,13 @@ def check(
     o, dq, dk, dv = _differentiate(implementation, q, k, v, do)
     q, dq, o, do = (_in_groups(tensor, group) for tensor in (q, dq, o, do))
     k, dk, v, dv = (_in_groups(tensor, 1) for tensor in (k, dk, v, dv))
-    found = _errors((q, k, v, do), lambda chunk: (o[chunk], dq[chunk], dk[chunk], dv[chunk]), is_causal)
+    found = _errors((q, k, v, do), lambda chunk: (o[chunk], dq[chunk], dk[chunk], dv[chunk]), is_causal, window)
 
-    plain = _plain_errors(max(heads, -(-BUDGET_ROWS // seq)), group, seq, head_dim, dtype, device, is_causal)
+    plain = _plain_errors(max(heads, -(-BUDGET_ROWS // seq)), group, seq, head_dim, dtype, device, is_causal, window)
     single = PRECISIONS["fp32"].unit_roundoff  # all implementations sum in float32
-    summation = accumulated_rounding(single, max(seq, head_dim))
-    chain = accumulated_rounding(single, seq + 2 * head_dim)
+    terms = seq if window is None else window  # of the longest sum over keys or queries
+    summation = accumulated_rounding(single, max(terms, head_dim))
+    chain = accumulated_rounding(single, terms + 2 * head_dim)
     floors = {
         "all": summation,
         "head": chain * _extreme(heads * group, head_dim),
@@ -147,12 +150,19 @@ def _extreme(count: int, dimensions: int) -> float:
 
 @functools.cache
 def _plain_errors(
-    heads: int, group: int, seq: int, head_dim: int, dtype: torch.dtype, device: torch.device, is_causal: bool
+    heads: int,
+    group: int,
+    seq: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    window: int | None,
 ) -> Found:
     """The errors of the eager formula, chunk by chunk, at half the length while that does not fit."""
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_eager(q, k, v, is_causal, 1 / math.sqrt(head_dim))
+        return attention_eager(q, k, v, is_causal, 1 / math.sqrt(head_dim), window)
 
     def of_chunk(chunk: slice) -> Four:
         q, k, v, do = (tensor[chunk].detach().requires_grad_() for tensor in inputs)
@@ -162,10 +172,10 @@ def _plain_errors(
         try:
             shape = (heads, group, seq, head_dim)
             inputs = random_inputs(shape, dtype, device, seed=1, kv_heads=1)
-            return _errors(inputs, of_chunk, is_causal)
+            return _errors(inputs, of_chunk, is_causal, window)
         except torch.OutOfMemoryError:
             pass  # leave the handler first, so that what the failed attempt allocated is free
-    return _plain_errors(heads, group, min(seq // 2, BUDGET_LENGTH), head_dim, dtype, device, is_causal)
+    return _plain_errors(heads, group, min(seq // 2, BUDGET_LENGTH), head_dim, dtype, device, is_causal, window)
 
 
 def _differentiate(implementation: Implementation, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Four:
@@ -180,7 +190,7 @@ def _in_groups(tensor: Tensor, group: int) -> Tensor:
     return tensor.detach().reshape(-1, group, *tensor.shape[-2:])
 
 
-def _errors(inputs: Four, results_of: Callable[[slice], Four], is_causal: bool) -> Found:
+def _errors(inputs: Four, results_of: Callable[[slice], Four], is_causal: bool, window: int | None) -> Found:
     """All statistics of all results; `results_of` a chunk of the heads answers for (heads, group, seq, head_dim)."""
     heads, group, seq, _ = inputs[0].shape
     sums: dict[str, list[Tensor]] = {name: [] for name in NAMES}  # (5, query or key heads) of each chunk
@@ -188,7 +198,8 @@ def _errors(inputs: Four, results_of: Callable[[slice], Four], is_causal: bool) 
     for start in range(0, heads, step):
         chunk = slice(start, min(start + step, heads))
         own = results_of(chunk)
-        expected, sizes = oracle(*(tensor[chunk].detach().double() for tensor in inputs), is_causal=is_causal)
+        exact = (tensor[chunk].detach().double() for tensor in inputs)
+        expected, sizes = oracle(*exact, is_causal=is_causal, window=window)
         for name, result, reference, size in zip(NAMES, own, expected, sizes, strict=True):
             sums[name].append(_sums(result.double(), reference, size))
     return {(name, each): value for name in NAMES for each, value in _statistics(torch.cat(sums[name], 1))}
@@ -217,7 +228,9 @@ def _statistics(sums: Tensor) -> Iterator[tuple[str, float]]:
     yield "scale", float((along / scale_norm).abs().amax())
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, is_causal: bool) -> tuple[Four, Four]:
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, is_causal: bool, window: int | None = None
+) -> tuple[Four, Four]:
     """o, dq, dk, dv, and of each the squares of its rows' sizes, by the formulas of the softmax and its derivative.
 
     q and do are (heads, group, n, head_dim), k and v (heads, 1, m, head_dim): the query heads of a group share keys.
@@ -237,8 +250,10 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, is_causal: bool) -> t
         q_i, do_i, k_j, v_j = q[..., rows, :], do[..., rows, :], k[..., seen, :], v[..., seen, :]
         p = q_i @ k_j.mT * scale  # (heads, group, rows, seen)
         if is_causal:
-            hidden = keys[seen] > torch.arange(rows.start, rows.stop, device=k.device)[:, None]
-            p.masked_fill_(hidden, -math.inf)
+            own = torch.arange(rows.start, rows.stop, device=k.device)[:, None]
+            p.masked_fill_(keys[seen] > own, -math.inf)
+            if window is not None:
+                p.masked_fill_(keys[seen] <= own - window, -math.inf)
         p = p.softmax(-1)
         o[..., rows, :] = o_i = p @ v_j
         dv[..., seen, :] += (p.mT @ do_i).sum(1, keepdim=True)

@@ -15,7 +15,7 @@ from trainstep.report.charts.lines import Series, curves
 from trainstep.report.numbers import number, typeset
 from trainstep.report.tables import define, make_table
 
-SHAPE = ("dtype", "causal", "batch", "heads", "head_dim")
+SHAPE = ("dtype", "causal", "window", "batch", "heads", "head_dim")
 _IMPLEMENTATION = columns.word("implementation", "impl")
 
 ATTENTION = define(
@@ -62,7 +62,7 @@ def attention(records: Sequence[Row]) -> Section | None:
         return None
     groups: dict[str, list[AttentionRow]] = {}
     for row in rows:
-        groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE), []).append(row)
+        groups.setdefault(", ".join(f"{name} {row.case[name]}" for name in SHAPE if name in row.case), []).append(row)
     impls = list(dict.fromkeys(row.impl for row in rows))
     blocks: list[Block] = [
         Charts([_chart(group, impls, shape, *what) for what in _CHARTS])
@@ -72,8 +72,8 @@ def attention(records: Sequence[Row]) -> Section | None:
     checked = ", in all heads and rows," if any(row.error_share is not None for row in rows) else ""
     lead = (
         f"Every case is checked against float64{checked} before it is timed. Times are medians, the cache overwritten "
-        "before each pass; TFLOP/s counts causal attention as half and backward as 2.5 forwards: five products against "
-        "two, one of which computes the scores again."
+        "before each pass; TFLOP/s counts causal attention as half, a window as the pairs in it, and backward as 2.5 "
+        "forwards: five products against two, one of which computes the scores again."
     )
     tables = [make_table(ATTENTION, rows, "page")]
     if ratios := of_kind(records, AttentionRatioRow):
