@@ -266,8 +266,8 @@ def climb(script: Script, rungs: str, steps: int, limit_s: float) -> dict[str, A
     }
 
 
-def main() -> None:
-    """Measure what was asked for, and keep it beside what is there."""
+def main() -> int:
+    """Measure what was asked for, and keep it beside what is there; 1 where something was tried and has no figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", default=",".join(SCRIPTS))
     parser.add_argument("--ladder", default="", help="rungs by name, divided by commas: climb instead")
@@ -284,6 +284,7 @@ def main() -> None:
         said["device"] = environment["device"]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    lacking = 0
     for name in given.scripts.split(","):
         script, start = SCRIPTS[name].on_gpu() if gpus else SCRIPTS[name], time.monotonic()
         if (why := cannot_run(script, gpus)) is not None:
@@ -298,9 +299,11 @@ def main() -> None:
                 cell = measure(script, given.seconds, once=gpus > 0) | said
         except subprocess.TimeoutExpired as error:
             print(f"{name:12} was ended after {error.timeout:.0f} s", flush=True)
+            lacking += 1
             continue
         except (ValueError, KeyError) as error:  # both ways of timing saw other steps
             print(f"{name:12} cannot be compared: {type(error).__name__}: {error}", flush=True)
+            lacking += 1
             continue
         cell |= {"what": script.what, "script": script.path.name}
         cell |= {"ladder": before["ladder"]} if "ladder" in before and not given.ladder else {}
@@ -308,7 +311,9 @@ def main() -> None:
         kept = {each: kept[each] for each in SCRIPTS if each in kept}
         file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(f"{name:12} {time.monotonic() - start:4.0f} s {json.dumps(cell)[:300]}", flush=True)
+        lacking += "failed" in cell
+    return 1 if lacking else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainstep.measure import environment
-from trainstep.measure.environment import _commit, cpu_model, describe, gpu_state, measure_ceilings
+from trainstep.measure.environment import _commit, allocator_settings, cpu_model, describe, gpu_state, measure_ceilings
 from trainstep.measure.timing import Lap, Sample, Timing
 
 
@@ -28,6 +28,16 @@ def test_the_commit_is_the_checkouts():
     if head.returncode:
         pytest.skip("the tests do not run in a git checkout")
     assert head.stdout.startswith(describe(torch.device("cpu"))["commit"].rstrip("+"))
+
+
+def test_what_torchs_allocator_is_told(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert allocator_settings() == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert allocator_settings() == "max_split_size_mb:512"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert allocator_settings() == "expandable_segments:True"
 
 
 def test_a_cpu_has_no_gpu_state():

@@ -206,9 +206,11 @@ def _allocate_in_expandable_segments() -> None:
     fills a GPU needs. What the environment says of the allocator stays."""
     import torch
 
-    said = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if torch.cuda.is_available() and not said:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    from trainstep.measure.environment import allocator_settings
+
+    if torch.cuda.is_available() and not allocator_settings():
+        settings = os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # from where rows have it
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def _first_rank_reports(

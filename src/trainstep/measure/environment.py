@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
@@ -57,8 +58,15 @@ def describe(device: torch.device) -> Environment:
             "gpu_uuid": f"GPU-{properties.uuid}",
             "device_memory_gib": round(properties.total_memory / 2**30, 2),
         }
+        if settings := allocator_settings():
+            found["allocator"] = settings
         found |= _nvml(device, _limits)
     return found
+
+
+def allocator_settings() -> str:
+    """What the environment tells torch's allocator on GPUs; empty where that is nothing."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def gpu_state(device: torch.device) -> Environment:

@@ -1,5 +1,6 @@
 """The row of a scheme, from what its ranks measured; and the plan of its memory against what two H200s held."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_each_of_ours_stands_beside_the_fastest_setting_of_its_peers():
     assert first.ratio == pytest.approx(medians[0] / medians[1])
     assert first.ratio_low < first.ratio < first.ratio_high < 0.6
     assert (first.peak_ratio, second.peak_ratio, first.rounds, first.world_size) == (0.75, None, 3, 2)
+
+
+def test_what_a_peer_does_otherwise_is_said():
+    """Arms of `bench step8b` differ in more than their scheme."""
+    theirs = replace(timed("torch-fsdp2", (7.0, 8.0)), attention="sdpa-cudnn", checkpointing="@out/first-12-of-34.json")
+    (found,) = ratio_rows([theirs, timed("fsdp", (5.0, 6.0))])
+    assert found.peer_setting == "torch-fsdp2, attention sdpa-cudnn, checkpointing first-12-of-34"
+    assert (found.scheme, found.peer) == ("fsdp", "torch-fsdp2")
 
 
 def test_bytes_sent_are_beside_those_that_must_be():

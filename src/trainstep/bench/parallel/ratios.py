@@ -7,6 +7,7 @@ replicas. Of a peer with several settings the fastest is taken, so ours tuned is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainstep.kinds import ParallelRatioRow, ParallelRow
@@ -40,7 +41,7 @@ def time_ratio(ours: ParallelRow, theirs: ParallelRow) -> Ratio:
 def _ratio_row(peer: str, theirs: ParallelRow, ours: ParallelRow) -> ParallelRatioRow:
     ratio = time_ratio(ours, theirs)
     values: dict[str, Any] = {
-        "peer_setting": theirs.scheme,
+        "peer_setting": ", ".join([theirs.scheme, *_apart(ours, theirs)]),
         "rounds": ours.rounds,
         "ratio": ratio.value,
         "ratio_low": ratio.interval.low if ratio.interval else None,
@@ -48,6 +49,15 @@ def _ratio_row(peer: str, theirs: ParallelRow, ours: ParallelRow) -> ParallelRat
         "peak_ratio": ours.peak_gib / theirs.peak_gib if ours.peak_gib and theirs.peak_gib else None,
     }
     return make_row(ParallelRatioRow, {**ours.case, "peer": peer}, values, environment=ours.environment)
+
+
+def _apart(ours: ParallelRow, theirs: ParallelRow) -> list[str]:
+    """The settings of the peer's step that ours does not share, where arms differ in more than their scheme."""
+    pairs = ((name, getattr(ours, name), getattr(theirs, name)) for name in ("attention", "compile", "loss", "fused"))
+    said = [f"{name} {other}" for name, own, other in pairs if own != other]
+    if theirs.checkpointing != ours.checkpointing:
+        said.append(f"checkpointing {Path(str(theirs.checkpointing).lstrip('@')).stem}")
+    return said
 
 
 def _ms(row: ParallelRow) -> float:
