@@ -10,6 +10,7 @@ from trainstep import kinds
 from trainstep.records import Row
 from trainstep.report import columns
 from trainstep.report.columns import Column
+from trainstep.report.subjects import fit
 from trainstep.report.subjects.kernel_findings import brief_name
 from trainstep.report.subjects.memory import residual_name
 from trainstep.report.tables import Table
@@ -125,6 +126,22 @@ TABLES: Mapping[str, Callable[[], Table]] = {
         caption="2.7B, context 2,048, bf16, fused attention",
         only=lambda row: row.checkpointing in POLICIES,
         key=lambda row: POLICIES.index(row.checkpointing),
+    ),
+    "memory-fit": partial(
+        of_rows,
+        "h200-fit",
+        kinds.FitRow,
+        Column("activations", fit.form_of),
+        columns.value("budget (GiB)", "budget_gib", 4),
+        *columns.values({"predicted (GiB)": "predicted_gib", "measured (GiB)": "peak_gib"}, digits=4),
+        columns.value("off by (%)", "prediction_error", digits=2),
+        columns.value("predicted (ms)", "predicted_ms"),
+        columns.median("step (ms) [95 %]", "step"),
+        columns.value("off by (%)", "time_error", digits=2),
+        *columns.values(
+            {"blocks kept": "blocks_kept", "computed again": "blocks_again", "in host memory (GiB)": "host_gib"}
+        ),
+        caption="2.7B, batch 4, context 2,048, bf16, SDPA, fused AdamW",
     ),
     "memory-owners": partial(plain, "h200-allocations", kinds.OwnerRow, brief=False),
     "memory-largest": partial(plain, "h200-allocations", kinds.AllocationRow, brief=False),
