@@ -198,7 +198,8 @@ def waiting_lines(rows: Sequence[Row]) -> Iterator[Finding]:
             )
             yield found("waits.line", said, **figures, ms=row.ms_per_step, share=share)
         elif not row.on_gpu and (row.calls_per_step or 0) >= PER_STEP:
-            would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step)")
+            caller = f", called from {row.from_line}" if row.from_line else ""
+            would.append(f"{row.line} ({row.call}, {number(row.calls_per_step)} times a step{caller})")
     if would:
         said = (
             "Tensors are read on the host at {lines:list}: nothing on a CPU; were they on a GPU, the host would wait "
