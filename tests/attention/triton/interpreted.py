@@ -1,6 +1,9 @@
 """The portable kernels, and those around Hopper's single backward kernel, in Triton's interpreter, which must be chosen
 before they are imported: `test_interpreter` runs this file in a process of its own."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +14,9 @@ from tests.attention.budget import (
     Case,
     assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
     assert_within_budget,
+    value_and_gradients,
 )
+from trainstep.attention import FlashAttentionTriton, attention, flash
 from trainstep.attention.documents import bounds
 from trainstep.attention.hopper.backward import launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
@@ -175,6 +180,40 @@ def test_tiles_of_other_documents_are_not_visited(is_causal: bool) -> None:
     actual = run(*inputs, is_causal, 0.25, SQUARE, *band)
     for name in ("o", "dq", "dk", "dv"):
         assert torch.equal(actual[name][..., 64:160, :], expected[name][..., 64:160, :]), name
+
+
+@pytest.fixture
+def operators_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our operators and their gradients as on a GPU, the kernels interpreted."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(flash, "tile_for", lambda kernel, q, is_causal: SQUARE)
+    monkeypatch.setattr(flash, "unsupported", lambda q, k, v: None)
+    with torch.library._scoped_library("trainstep", "IMPL") as library:
+        library.impl("flash_attention_forward", flash._forward, "CPU")
+        library.impl("flash_attention_backward", flash._gradients, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("operators_on_cpu")
+@pytest.mark.parametrize(
+    ("is_causal", "window", "offsets"),
+    [(False, None, None), (True, 9, None), (False, None, [0, 20, 40]), (True, 9, [0, 3, 3, 40])],
+)
+def test_operators_with_gradients(is_causal: bool, window: int | None, offsets: list[int] | None) -> None:
+    q, k, v, do = Case(40, 40, 16, heads=4, kv_heads=2).inputs(torch.float32)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    band = (window, cu_seqlens)
+    for call in (
+        lambda *t: attention(*t, is_causal=is_causal, window=window, cu_seqlens=cu_seqlens, impl="flash-triton"),
+        lambda *t: FlashAttentionTriton.apply(*t, is_causal, 0.25, *band),
+    ):
+        actual = value_and_gradients(call, q, k, v, do)
+        assert_within_budget(actual, q, k, v, do, is_causal, 0.25, *band)
+    limits = None if cu_seqlens is None else bounds(cu_seqlens, 40)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(flash.forward_op, (*leaves, is_causal, 0.25, window, limits), test_utils=tests)
 
 
 def test_strides() -> None:
