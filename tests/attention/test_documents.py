@@ -188,12 +188,12 @@ def test_pytorchs_varlen_is_handed_what_it_takes(is_causal, window, size, monkey
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(varlen, "unsupported_here", lambda q, k: False)
     q, k, v, _ = Case(40, 40, 16, batch=2).inputs(torch.float16)
-    o = varlen.attention_varlen(q, k, v, is_causal, 0.25, window, OFFSETS)
+    o = varlen.attention_varlen(q, k, v, is_causal, 0.25, window, OFFSETS, None)
     expected = attention_eager(q.float(), k.float(), v.float(), is_causal, 0.25, window, OFFSETS)
     torch.testing.assert_close(o, expected)
     assert seen == {"window_size": size, "longest": (23, 23), "dtype": torch.int32}
     with pytest.raises(UsageError, match=r"varlen_attn takes no enable_gqa, which impl='sdpa-flash' needs"):
-        varlen.attention_varlen(q, k[:, :1], v[:, :1], is_causal, 0.25, window, OFFSETS)
+        varlen.attention_varlen(q, k[:, :1], v[:, :1], is_causal, 0.25, window, OFFSETS, None)
 
 
 @pytest.mark.gpu
