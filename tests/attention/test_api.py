@@ -72,6 +72,13 @@ def test_bad_windows(impl: str, window: int, is_causal: bool, match: str) -> Non
         attention(Q, Q, Q, window=window, is_causal=is_causal, impl=impl)
 
 
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan"), float("inf"), "50"])
+@pytest.mark.parametrize("impl", ["auto", "eager", "flash-reference", "flash-triton"])
+def test_bad_softcaps(impl: str, softcap: float) -> None:
+    with pytest.raises(UsageError, match=r"softcap is .*; expected a finite number above 0"):
+        attention(Q, Q, Q, softcap=softcap, impl=impl)
+
+
 @pytest.mark.parametrize("impl", ["auto", "eager", "flash-reference", "sdpa"])
 def test_a_window_as_long_as_the_sequence_is_none(impl: str) -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 16)
@@ -81,11 +88,11 @@ def test_a_window_as_long_as_the_sequence_is_none(impl: str) -> None:
 
 
 def test_windows_of_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(Q, Q, Q, True, is_banded=True) == "eager"
+    assert choose(Q, Q, Q, True, is_plain=False) == "eager"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for q, expected in ((_OnHopper(1, 2, 64, 64), "flash-triton"), (_OnHopper(1, 2, 64, 512), "eager")):
         q.ndim = 4  # type: ignore[attr-defined]
-        assert choose(q, q, q, True, is_banded=True) == expected  # type: ignore[arg-type]
+        assert choose(q, q, q, True, is_plain=False) == expected  # type: ignore[arg-type]
 
 
 def test_triton_is_refused_on_the_cpu() -> None:

@@ -31,6 +31,12 @@ def test_a_window_holds_so_many_keys_up_to_the_own(window: int) -> None:
     torch.testing.assert_close(attention_eager(q, k, v, True, 0.3, window), expected, rtol=1e-12, atol=1e-14)
 
 
+def test_a_softcap_comes_before_the_mask() -> None:
+    q, k, v, _ = Case(5, 5, 4).inputs(torch.float64)
+    capped = 0.5 * torch.tanh(q @ k.mT * 0.3 / 0.5) + torch.full((5, 5), float("-inf")).triu(1)
+    torch.testing.assert_close(attention_eager(q, k, v, True, 0.3, softcap=0.5), capped.softmax(-1) @ v)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("case", [Case(5, 5, 8), Case(7, 3, 8), Case(3, 7, 8), Case(6, 6, 8, heads=4, kv_heads=2)])
 def test_it_agrees_with_pytorch(case: Case, is_causal: bool) -> None:

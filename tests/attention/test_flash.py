@@ -29,7 +29,7 @@ from trainstep.precision import PrecisionName
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CASES = [
     *(Case(n, n, 64) for n in (1, 17, 63, 111, 128, 257)),
-    *(Case(200, 200, head_dim) for head_dim in (8, 16, 20, 32, 40, 80, 100, 128, 136, 256)),
+    *(Case(200, 200, head_dim) for head_dim in (8, 16, 20, 32, 40, 80, 96, 100, 128, 136, 192, 256)),
     Case(300, 111, 128),
     Case(111, 300, 128),
     Case(1000, 900, 64, heads=8, kv_heads=2, batch=2),
@@ -91,6 +91,15 @@ def test_windows(case: Case, window: int, dtype: torch.dtype) -> None:
     visible = (True, case.head_dim**-0.5, window)
     actual["lse"] = forward_op(q, k, v, *visible)[1]
     assert_within_budget(actual, q, k, v, do, *visible)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_softcap(is_causal: bool, dtype: torch.dtype) -> None:
+    q, k, v, do = Case(600, 600, 96, heads=4, kv_heads=2).inputs(dtype, "cuda")
+    actual = value_and_gradients(partial(flash_attention, is_causal=is_causal, softcap=2.0), q, k, v, do)
+    assert_within_budget(actual, q, k, v, do, is_causal, 96**-0.5, None, None, 2.0)
 
 
 @pytest.mark.gpu

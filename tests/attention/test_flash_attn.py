@@ -64,6 +64,14 @@ def test_layout_scale_mask_and_gradients(shape: tuple[int, ...], with_lse: bool,
     assert shapes[0][1:] == (40, heads, 16), "batch, length, heads, head_dim"
 
 
+def test_a_softcap_is_handed_on() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    seen = []
+    package = both(lambda *tensors, **settings: seen.append(settings) or tensors[0])
+    flash_attn.in_its_layout(package, q, q, q, True, 0.3, softcap=2.0)
+    assert seen == [{"softmax_scale": 0.3, "causal": True, "softcap": 2.0}]
+
+
 def test_a_window_counts_the_own_key_and_its_window_size_does_not() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     actual = value_and_gradients(lambda *t: flash_attn.in_its_layout(both(in_bshd), *t, True, 0.3, 7), q, k, v, do)

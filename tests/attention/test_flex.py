@@ -19,6 +19,13 @@ def test_without_gradients(impl: str) -> None:
     assert_within_budget({"o": o}, q, k, v, do, True, 0.25)
 
 
+def test_softcaps_without_gradients() -> None:
+    q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
+    for softcap in (0.5, 2.0):
+        o = attention(q, k, v, is_causal=True, softcap=softcap, impl="flex")
+        assert_within_budget({"o": o}, q, k, v, do, True, 0.25, None, None, softcap)
+
+
 @pytest.mark.parametrize("impl", BOTH)
 def test_windows_without_gradients(impl: str) -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)

@@ -46,6 +46,16 @@ def test_windows_are_exact_to_the_rounding_of_float64(window: int) -> None:
         assert relative_error(x, expected[name]) < 1e-14, name
 
 
+@pytest.mark.parametrize("window", [None, 70])
+def test_softcaps_are_exact_to_the_rounding_of_float64(window: int | None) -> None:
+    q, k, v, do = Case(130, 130, 16, heads=4, kv_heads=2).inputs(torch.float64)
+    band = (True, 0.25, window, None, 1.5)
+    actual = value_and_gradients(lambda *t: FlashAttentionReference.apply(*t, *band), q, k, v, do)
+    expected = value_and_gradients(lambda *t: attention_eager(*t, *band), q, k, v, do)
+    for name, x in actual.items():
+        assert relative_error(x, expected[name]) < 1e-14, name
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_narrow_windows(window: int) -> None:
     q, k, v, do = Case(130, 130, 16).inputs(torch.float32)

@@ -33,6 +33,15 @@ def test_windows_are_refused_by_what_has_none(impl: str) -> None:
         attention(q, k, v, is_causal=True, window=3, impl=impl)
 
 
+@pytest.mark.parametrize(
+    ("impl", "match"), [("sdpa", "takes no softcap: PyTorch's"), ("sdpa-flash", "takes no softcap; use")]
+)
+def test_softcaps_are_refused(impl: str, match: str) -> None:
+    q, k, v, _ = Case(8, 8, 16).inputs(torch.float32)
+    with pytest.raises(UsageError, match=f"impl='{impl}' {match}"):
+        attention(q, k, v, softcap=2.0, impl=impl)
+
+
 def test_windows_compiled() -> None:
     q, k, v, do = Case(40, 40, 16).inputs(torch.float32)
     actual = value_and_gradients(lambda *t: attention(*t, is_causal=True, window=7, impl="eager-compiled"), q, k, v, do)

@@ -1,8 +1,8 @@
 """`attention`: checks the inputs, then runs the implementation named. An explicit name never falls back.
 
-A new implementation is a function of checked inputs (q, k, v, is_causal, scale, and if it is in `_BANDED` window and
-cu_seqlens → o in q's shape; UsageError for what it cannot run here), its entry in `_BY_NAME` and its name in
-`config.AttentionImpl`, from which flags are made.
+A new implementation is a function of checked inputs (q, k, v, is_causal, scale, and if it is in `_WITH_MORE` window,
+cu_seqlens and softcap → o in q's shape; UsageError for what it cannot run here), its entry in `_BY_NAME` and its name
+in `config.AttentionImpl`, from which flags are made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from trainstep.attention import flash_attn, flex, sdpa, tuned
 from trainstep.attention.documents import check_documents
 from trainstep.attention.eager import attention_eager
-from trainstep.attention.inputs import check_window, prepare
+from trainstep.attention.inputs import check_softcap, check_window, prepare
 from trainstep.errors import UnsupportedError, UsageError
 
 
@@ -51,8 +51,8 @@ _BY_NAME: dict[str, Callable[..., Tensor]] = {
 
 IMPLEMENTATIONS: tuple[str, ...] = (*_BY_NAME, "auto")
 
-_BANDED = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
-"""What takes a window or documents."""
+_WITH_MORE = frozenset(_BY_NAME) - {"sdpa", "sdpa-cudnn", "sdpa-efficient", "sdpa-math"}
+"""What takes a window, documents or a softcap."""
 
 
 def attention(
@@ -63,6 +63,7 @@ def attention(
     is_causal: bool = False,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -79,9 +80,11 @@ def attention(
     flash-attn's varlen functions take them: token i is in document d where cu_seqlens[d] ≤ i < cu_seqlens[d + 1], and
     sees keys of that document alone, as is_causal and window say. A document may be empty. They hold for all batch rows
     and heads. On a CPU they are checked; on a GPU asserted, as asking would make the host wait.
+    softcap: before the mask, a score s becomes softcap · tanh(s / softcap), with softcap above 0, as flash-attn's
+    softcap and transformers' attn_logit_softcapping.
     impl: one of IMPLEMENTATIONS. "auto" runs what `choose` answers; any other name runs that or raises. SDPA has
-    windows and documents only as a mask of n_queries · n_keys numbers, under which its flash kernels do not run: all
-    but "sdpa-flash", which reaches them by another way, raise.
+    windows and documents only as a mask of n_queries · n_keys numbers, under which its flash kernels do not run, and
+    no softcap: all but "sdpa-flash", which reaches the former by another way, raise.
 
     Under autocast the inputs are cast as `F.scaled_dot_product_attention` casts them (float64 stays).
     Raises TypeError (not floating-point tensors of one dtype) or UsageError (shapes, devices, an implementation that is
@@ -91,27 +94,28 @@ def attention(
         raise UsageError(f"unknown attention implementation {impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     q, k, v, factor = prepare(q, k, v, scale)
     window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
-    is_banded = window is not None or cu_seqlens is not None
-    name = choose(q, k, v, is_causal, is_banded=is_banded) if impl == "auto" else impl
-    if not is_banded:
+    more = {"window": window, "cu_seqlens": cu_seqlens, "softcap": check_softcap(softcap)}
+    asked = [each for each, value in more.items() if value is not None]
+    name = choose(q, k, v, is_causal, is_plain=not asked) if impl == "auto" else impl
+    if not asked:
         return _BY_NAME[name](q, k, v, is_causal, factor)
-    if name not in _BANDED:
+    if name not in _WITH_MORE:
         raise UnsupportedError(
-            f"impl={name!r} takes no {'cu_seqlens' if window is None else 'window'}: PyTorch's "
-            "scaled_dot_product_attention has none but a mask of all queries by all keys, under which its flash "
-            f"kernels do not run; use one of {', '.join(sorted(_BANDED))}"
+            f"impl={name!r} takes no {asked[0]}: PyTorch's scaled_dot_product_attention has no softcap, and windows "
+            "and documents as a mask of all queries by all keys alone, which its flash kernels do not take; use one of "
+            f"{', '.join(sorted(_WITH_MORE))}"
         )
-    return _BY_NAME[name](q, k, v, is_causal, factor, window, cu_seqlens)
+    return _BY_NAME[name](q, k, v, is_causal, factor, *more.values())
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_banded: bool = False) -> str:
+def choose(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, is_plain: bool = True) -> str:
     """Name the implementation that `attention(q, k, v, impl="auto")` runs for these inputs: the fastest measured.
 
     Whatever the table (`choice.json`) does not hold (the CPU, a GPU, dtype or head_dim not measured, grouped heads, two
-    lengths) is left to PyTorch: "sdpa". With a window or documents (is_banded), of which nothing is measured, our
-    kernels run where they can, whose memory is linear in the length, and "eager" elsewhere.
+    lengths) is left to PyTorch: "sdpa". With a window, documents or a softcap (not is_plain), of which nothing is
+    measured, our kernels run where they can, whose memory is linear in the length, and "eager" elsewhere.
     """
-    if is_banded:
+    if not is_plain:
         if q.device.type != "cuda":
             return "eager"
         from trainstep.attention.flash import unsupported

@@ -20,14 +20,23 @@ PIECES = {"scores": "attention_scores", "softmax": "attention_weights", "weighte
 
 
 def attention_scores(
-    q: Tensor, k: Tensor, is_causal: bool, scale: float, window: int | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """scale · QKᵀ, with -inf where causal masking hides key j from query i, that is j > i, a window j ≤ i - window, or
-    documents those of another.
+    """scale · QKᵀ, or softcap · tanh(scale · QKᵀ / softcap), with -inf where key j is hidden from query i.
+
+    Causal masking hides j > i, a window j ≤ i - window too, and documents the keys of another.
 
     q (..., heads, n_queries, head_dim), k (..., kv_heads, n_keys, head_dim) → (..., heads, n_queries, n_keys)
     """
     scores = q @ _per_query_head(k, q).mT * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if window is not None:
@@ -57,9 +66,10 @@ def attention_eager(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(scores) V, shape (..., heads, n_queries, head_dim)."""
-    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale, window, cu_seqlens)), v)
+    return weighted_sum(attention_weights(attention_scores(q, k, is_causal, scale, window, cu_seqlens, softcap)), v)
 
 
 def _per_query_head(t: Tensor, q: Tensor) -> Tensor:

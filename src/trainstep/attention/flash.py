@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainstep.attention import documents
 from trainstep.attention.documents import check_documents
-from trainstep.attention.inputs import check_window, describe, prepare
+from trainstep.attention.inputs import check_softcap, check_window, describe, prepare
 from trainstep.attention.triton import backward, forward
 from trainstep.attention.tuned import hopper_tile_for, tile_for
 from trainstep.errors import UnsupportedError
@@ -25,10 +25,11 @@ def flash_attention(
     is_causal: bool = False,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback; shapes, window and cu_seqlens as
-    for `trainstep.attention.attention`.
+    """softmax(scale · QKᵀ + mask) V by our Triton kernels, with no fallback; shapes, window, cu_seqlens
+    and softcap as for `trainstep.attention.attention`.
 
     float32, float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; head_dim from 8 to 256; any
     lengths and strides. Copied first are a last dimension that is not contiguous, leading dimensions beyond (batch,
@@ -37,14 +38,14 @@ def flash_attention(
 
     The same inputs give the same bits, under `torch.use_deterministic_algorithms(True)` always. Otherwise the backward
     that Hopper runs on 16-bit inputs up to head_dim 128 adds up dq in whatever order its programs finish: the last bits
-    of dq may then differ from run to run. With a window or documents Hopper runs the portable kernels, whose bits
-    never differ.
+    of dq may then differ from run to run. With a window, documents or a softcap Hopper runs the portable kernels,
+    whose bits never differ.
 
     Raises TypeError or UsageError, before anything is launched, for inputs outside of this.
     """
     q, k, v, factor = prepare(q, k, v, scale)
     window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
-    return attention_flash(q, k, v, is_causal, factor, window, cu_seqlens)
+    return attention_flash(q, k, v, is_causal, factor, window, cu_seqlens, check_softcap(softcap))
 
 
 def attention_flash(
@@ -55,10 +56,11 @@ def attention_flash(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`flash_attention` of inputs that `prepare`, `check_window` and `check_documents` have passed."""
     _require_supported(q, k, v)
-    return cast(Tensor, forward_op(q, k, v, is_causal, scale, window, _bounds(q, cu_seqlens))[0])
+    return cast(Tensor, forward_op(q, k, v, is_causal, scale, window, _bounds(q, cu_seqlens), softcap)[0])
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -68,21 +70,21 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
 
 def _save(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float,
-    window: int | None, bounds: Tensor | None,
+    window: int | None, bounds: Tensor | None, softcap: float | None,
 ) -> None:  # fmt: skip
-    ctx.is_causal, ctx.scale, ctx.window = is_causal, scale, window
+    ctx.is_causal, ctx.scale, ctx.window, ctx.softcap = is_causal, scale, window, softcap
     ctx.save_for_backward(q, k, v, o, lse, *(() if bounds is None else (bounds,)))
     ctx.mark_non_differentiable(lse)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    saved, bounds = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    gradients = backward_op(*saved, grads[0], ctx.is_causal, ctx.scale, ctx.window, *bounds)
-    return (*gradients, None, None, None, None)
+    saved, (bounds,) = ctx.saved_tensors[:5], ctx.saved_tensors[5:] or (None,)
+    gradients = backward_op(*saved, grads[0], ctx.is_causal, ctx.scale, ctx.window, bounds, ctx.softcap)
+    return (*gradients, None, None, None, None, None)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`FlashAttentionTriton.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None)`:
+    """`FlashAttentionTriton.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None, softcap=None)`:
     `flash_attention` as an autograd.Function.
 
     Its node's saved tensors are q, k, v, o and the log-sum-exp (float32, shape q.shape[:-1]); with documents, their
@@ -99,11 +101,12 @@ class FlashAttentionTriton(torch.autograd.Function):
         scale: float | None = None,
         window: int | None = None,
         cu_seqlens: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
         window, cu_seqlens = check_window(q, k, is_causal, window), check_documents(q, k, cu_seqlens)
         _require_supported(q, k, v)
-        band = window, _bounds(q, cu_seqlens)
+        band = window, _bounds(q, cu_seqlens), check_softcap(softcap)
         o, lse = forward_op(q, k, v, is_causal, factor, *band)
         _save(ctx, q, k, v, o, lse, is_causal, factor, *band)
         return cast(Tensor, o)
@@ -150,13 +153,13 @@ def four_dims(t: Tensor) -> Tensor:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None,
+    bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checked inputs of any number of dimensions → o in q's shape and dtype, lse (float32, q.shape[:-1]).
 
     bounds: of documents, as `documents.bounds` makes them.
     """
-    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None
+    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None and softcap is None
     shape, (sign, magnitude) = q.shape, _split_scale(scale)
     with torch.cuda.device(q.device):  # Triton launches on the current device
         q, k, v = four_dims(q if sign == 1 else q * sign), four_dims(k), four_dims(v)
@@ -170,16 +173,16 @@ def _forward(
             hopper_forward.launch_forward((q, k, v, o, lse), is_causal, magnitude, tile)
         else:
             portable = tile_for("forward", q, is_causal)
-            forward.launch_forward((q, k, v, o, lse, *band), is_causal, magnitude, portable, window)
+            forward.launch_forward((q, k, v, o, lse, *band), is_causal, magnitude, portable, window, softcap)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float,
-    window: int | None = None, bounds: Tensor | None = None,
+    window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `_forward` took and returned, and do (q's shape) → dq, dk, dv in the inputs' shapes and dtype."""
-    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None
+    band, is_plain = () if bounds is None else (bounds,), window is None and bounds is None and softcap is None
     q_shape, k_shape, (sign, magnitude) = q.shape, k.shape, _split_scale(scale)
     with torch.cuda.device(q.device):
         q, k, v, o, do = (four_dims(t) for t in (q if sign == 1 else q * sign, k, v, o, do))
@@ -202,15 +205,17 @@ def _gradients(
         else:
             dq_portable, dkdv_portable = (tile_for(kernel, q, is_causal) for kernel in ("dq", "dkdv"))
             delta = torch.empty_like(lse)
-            backward.launch_dq((q, k, v, o, do, lse, delta, d_q, *band), is_causal, magnitude, dq_portable, window)
+            backward.launch_dq(
+                (q, k, v, o, do, lse, delta, d_q, *band), is_causal, magnitude, dq_portable, window, softcap
+            )
             tensors = (q, k, v, do, lse, delta, d_k, d_v, *band)
-            backward.launch_dkdv(tensors, is_causal, magnitude, dkdv_portable, window)
+            backward.launch_dkdv(tensors, is_causal, magnitude, dkdv_portable, window, softcap)
         d_q = d_q.reshape(q_shape)
         return (d_q if sign == 1 else d_q * sign), d_k.reshape(k_shape), d_v.reshape(k_shape)
 
 
 def runs_hopper_kernels(q: Tensor) -> bool:
-    """Whether the Hopper kernels take these inputs, without window or documents. Up to head_dim 32 their tiles would be
+    """Whether the Hopper kernels take these inputs, where attention is plain. Up to head_dim 32 their tiles would be
     mostly padding."""
     return q.dtype != torch.float32 and q.shape[-1] > 32 and torch.cuda.get_device_capability(q.device) == (9, 0)
 
@@ -256,10 +261,10 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None,
-        bounds: Tensor | None,
+        bounds: Tensor | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds)
-        _save(ctx, q, k, v, o, lse, is_causal, scale, window, bounds)
+        o, lse = _below_autograd(q, k, v, is_causal, scale, window, bounds, softcap)
+        _save(ctx, q, k, v, o, lse, is_causal, scale, window, bounds, softcap)
         return o, lse
 
     backward = staticmethod(_backward)
@@ -267,10 +272,10 @@ class _Differentiable(torch.autograd.Function):
 
 def _autograd(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
-    bounds: Tensor | None = None,
+    bounds: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the forward operator does where gradients may be wanted."""
-    arguments = q, k, v, is_causal, scale, window, bounds
+    arguments = q, k, v, is_causal, scale, window, bounds, softcap
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return cast(tuple[Tensor, Tensor], _Differentiable.apply(*arguments))  # type: ignore[no-untyped-call]
     return _below_autograd(*arguments)

@@ -43,6 +43,7 @@ def attention_flash_attn(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """FlashAttention 4 or 3. UsageError: not on a GPU in 16 bits, neither package, causal with two lengths."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
@@ -53,7 +54,7 @@ def attention_flash_attn(
         raise UnsupportedError(
             f"impl='flash-attn' counts a causal mask from the end of the keys, not from the start: {describe(q, k, v)}"
         )
-    return in_its_layout(installed()[1], q, k, v, is_causal, scale, window, cu_seqlens)
+    return in_its_layout(installed()[1], q, k, v, is_causal, scale, window, cu_seqlens, softcap)
 
 
 def in_its_layout(
@@ -65,6 +66,7 @@ def in_its_layout(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`package`'s function on tensors with heads before length: it takes (batch, length, heads, head_dim), and with
     documents (tokens, heads, head_dim), their offsets and the length of the longest, for which the host waits.
@@ -74,6 +76,8 @@ def in_its_layout(
     settings: dict[str, Any] = {"softmax_scale": scale, "causal": is_causal}
     if window is not None:
         settings["window_size"] = (window - 1, 0)
+    if softcap is not None:
+        settings["softcap"] = softcap
     if cu_seqlens is None:
         q4, k4, v4, _ = four_dims(q, k, v)
         o = _output(package.plain(*(each.transpose(1, 2) for each in (q4, k4, v4)), **settings))

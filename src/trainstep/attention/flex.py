@@ -18,6 +18,7 @@ its page; WRITE_DQ, which pays for some masks and scores other than these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast
 
@@ -41,9 +42,10 @@ def attention_flex(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """With torch's defaults, compiled for this shape. UsageError: CPU tensors that need gradients."""
-    return _flex("flex", q, k, v, is_causal, scale, window, cu_seqlens)
+    return _flex("flex", q, k, v, is_causal, scale, window, cu_seqlens, softcap)
 
 
 def attention_flex_max_autotune(
@@ -54,10 +56,11 @@ def attention_flex_max_autotune(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Tuned for this shape, which takes long the first time. UsageError: CPU tensors that need gradients."""
     settings = {"mode": MAX_AUTOTUNE, "kernel_options": KERNEL_OPTIONS}
-    return _flex("flex-max-autotune", q, k, v, is_causal, scale, window, cu_seqlens, **settings)
+    return _flex("flex-max-autotune", q, k, v, is_causal, scale, window, cu_seqlens, softcap, **settings)
 
 
 def _flex(
@@ -69,6 +72,7 @@ def _flex(
     scale: float,
     window: int | None,
     cu_seqlens: Tensor | None,
+    softcap: float | None,
     **settings: Any,
 ) -> Tensor:
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
@@ -82,9 +86,19 @@ def _flex(
         mask = _document_block_mask(cu_seqlens, lengths[0], is_causal, window)
     else:
         mask = _causal_block_mask(*lengths, window, str(q.device)) if is_causal else None
+    if softcap is not None:
+        settings["score_mod"] = _softcapped(softcap)
     q4, k4, v4, grouped = four_dims(q, k, v)
     out = call_compiled(flex_attention, q4, k4, v4, block_mask=mask, scale=scale, enable_gqa=grouped, **settings)
     return cast(Tensor, out).reshape(q.shape)
+
+
+@lru_cache(maxsize=64)
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 @lru_cache(maxsize=64)

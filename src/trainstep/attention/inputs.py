@@ -33,6 +33,15 @@ def prepare(
     return q, k, v, 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
+def check_softcap(softcap: float | None) -> float | None:
+    """The softcap as a float, or None. Raises UsageError for what is no finite number above 0."""
+    if softcap is None:
+        return None
+    if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
+        raise UsageError(f"softcap is {softcap!r}; expected a finite number above 0, or None for scores as they are")
+    return float(softcap)
+
+
 def check_window(q: Tensor, k: Tensor, is_causal: bool, window: int | None) -> int | None:
     """The window, or None where it hides nothing: where there is none, or it holds every key up to a query's own.
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from trainstep.attention.documents import check_documents, spans
-from trainstep.attention.inputs import check_window, prepare
+from trainstep.attention.inputs import check_softcap, check_window, prepare
 
 TILE_QUERIES = 64  # B_r in the paper
 TILE_KEYS = 64  # B_c
 
 
 class FlashAttentionReference(torch.autograd.Function):
-    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None)`, which
-    `trainstep.attention.attention` explains.
+    """`FlashAttentionReference.apply(q, k, v, is_causal=False, scale=None, window=None, cu_seqlens=None,
+    softcap=None)`: arguments as `trainstep.attention.attention`.
 
     Saves q, k, v, o and the log-sum-exp (shape q.shape[:-1]) for backward, nothing quadratic.
     """
@@ -36,9 +36,10 @@ class FlashAttentionReference(torch.autograd.Function):
         scale: float | None = None,
         window: int | None = None,
         cu_seqlens: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         q, k, v, factor = prepare(q, k, v, scale, as_autocast=False)
-        settings = ctx.settings = is_causal, factor, check_window(q, k, is_causal, window)
+        settings = ctx.settings = is_causal, factor, check_window(q, k, is_causal, window), check_softcap(softcap)
         offsets = check_documents(q, k, cu_seqlens)
         ctx.documents = [slice(None)] if offsets is None else spans(offsets)  # one after the other, each as if alone
         q5, k5, v5 = _grouped(q, k, v)
@@ -62,12 +63,13 @@ class FlashAttentionReference(torch.autograd.Function):
         dq, dk, dv = (_joined(part, -2) for part in zip(*parts, strict=True))
         # The heads of a group read one key head: its gradient is the sum over them.
         dk, dv = (d.sum(2).to(k.dtype).reshape(k.shape) for d in (dk, dv))
-        return dq.reshape(q.shape), dk, dv, None, None, None, None
+        return dq.reshape(q.shape), dk, dv, None, None, None, None, None
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1: q (..., n_queries, head_dim), k and v (..., n_keys, head_dim) broadcastable to it → o, lse.
 
     m is the running row maximum, l the running sum; the output is divided by l once, at the end. Tiles of keys that no
@@ -86,7 +88,9 @@ def flash_forward(
         visible = min(n_keys, i + TILE_QUERIES, n_queries) if is_causal else n_keys
         first = 0 if window is None else max(0, i - window + 1) // TILE_KEYS * TILE_KEYS
         for j in range(first, visible, TILE_KEYS):
-            s_ij = _scores(q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale, window)  # (..., B_r, B_c)
+            s_ij = _scores(
+                q_i, k[..., j : j + TILE_KEYS, :], i, j, is_causal, scale, window, softcap
+            )  # (..., B_r, B_c)
             m_new = torch.maximum(m_i, s_ij.amax(-1))
             finite = m_new if window is None else m_new.masked_fill(m_new.isneginf(), 0.0)
             p_ij = (s_ij - finite[..., None]).exp()
@@ -102,6 +106,7 @@ def flash_forward(
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, is_causal: bool, scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: dq in q's dtype; dk and dv per query head, in the accumulator's dtype, for the caller to sum.
 
@@ -121,10 +126,14 @@ def flash_backward(
         for i in range(first, last, TILE_QUERIES):
             rows = slice(i, i + TILE_QUERIES)
             q_i, do_i = q[..., rows, :], do[..., rows, :]
-            p_ij = (_scores(q_i, k_j, i, j, is_causal, scale, window) - lse[..., rows, None]).exp()  # (..., B_r, B_c)
+            s_ij = _scores(q_i, k_j, i, j, is_causal, scale, window, softcap)  # (..., B_r, B_c)
+            p_ij = (s_ij - lse[..., rows, None]).exp()
             dv[..., keys, :] += _matmul(p_ij.to(do.dtype).mT, do_i)
             dp_ij = _matmul(do_i, v_j.mT)
-            ds_ij = (p_ij * (dp_ij - delta[..., rows, None])).to(q.dtype)
+            ds_ij = p_ij * (dp_ij - delta[..., rows, None])
+            if softcap is not None:  # the slope of the tangent hyperbolic, finite where a score is hidden
+                ds_ij = ds_ij * (1 - (s_ij.clamp(min=-softcap) / softcap).square())
+            ds_ij = ds_ij.to(q.dtype)
             dq[..., rows, :] += scale * _matmul(ds_ij, k_j)
             dk[..., keys, :] += scale * _matmul(ds_ij.mT, q_i)
     return dq.to(q.dtype), dk, dv
@@ -141,9 +150,13 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.reshape(-1, kv_heads, heads // kv_heads, *q.shape[-2:]), k.reshape(per_group), v.reshape(per_group)
 
 
-def _scores(q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float, window: int | None) -> Tensor:
-    """scale · Q_i K_jᵀ, with -inf above the diagonal and before the window."""
+def _scores(
+    q_i: Tensor, k_j: Tensor, i: int, j: int, is_causal: bool, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """scale · Q_i K_jᵀ, capped if there is a softcap, with -inf above the diagonal and before the window."""
     s = _matmul(q_i, k_j.mT) * scale
+    if softcap is not None:
+        s = softcap * (s / softcap).tanh()
     if is_causal and (window is not None or j + k_j.shape[-2] - 1 > i):  # the tile reaches above the diagonal
         queries = torch.arange(i, i + q_i.shape[-2], device=s.device)[:, None]
         keys = torch.arange(j, j + k_j.shape[-2], device=s.device)

@@ -62,11 +62,12 @@ def attention_sdpa_flash(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """PyTorch's FlashAttention-2; windows and documents by another way to the same kernels (`varlen`)."""
-    if window is None and cu_seqlens is None:
+    if window is None and cu_seqlens is None and softcap is None:
         return attention_sdpa_backend(q, k, v, is_causal, scale, impl="sdpa-flash")
-    return attention_varlen(q, k, v, is_causal, scale, window, cu_seqlens)
+    return attention_varlen(q, k, v, is_causal, scale, window, cu_seqlens, softcap)
 
 
 def attention_eager_compiled(
@@ -77,9 +78,10 @@ def attention_eager_compiled(
     scale: float,
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The oracle through torch.compile, compiled for this shape and window."""
-    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale, window, cu_seqlens))
+    return cast(Tensor, call_compiled(attention_eager, q, k, v, is_causal, scale, window, cu_seqlens, softcap))
 
 
 def call_compiled(function: Callable[..., Any], *arguments: Any, mode: str | None = None, **options: Any) -> Any:

@@ -23,12 +23,22 @@ def unsupported_here(q: Tensor, k: Tensor) -> bool:
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, window: int | None, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    window: int | None,
+    cu_seqlens: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Documents or a window by PyTorch's FlashAttention-2. The host waits for the length of the longest document.
 
-    UsageError: not on an NVIDIA GPU in 16 bits, two lengths, or grouped heads where this torch's varlen has none.
+    UsageError: not on an NVIDIA GPU in 16 bits, two lengths, a softcap, or grouped heads where this torch's varlen has
+    none.
     """
+    if softcap is not None:
+        raise UnsupportedError("impl='sdpa-flash' takes no softcap; use impl='flex' or impl='flash-triton'")
     if unsupported_here(q, k):
         raise UnsupportedError(
             "impl='sdpa-flash' has windows and documents on NVIDIA GPUs in float16 and bfloat16, with as many keys as "

@@ -58,7 +58,7 @@ def compile_portable(
 ) -> Compiled:  # fmt: skip
     """A portable kernel for sm_`capability`; dtype in Triton's names ("bf16"), head_dim a power of two from 16.
 
-    band: which of the arguments "window" and "bounds_ptr" it has.
+    band: which of the arguments "window", "bounds_ptr" and "cap" it has.
     """
     constants = {
         "IS_CAUSAL": is_causal,
@@ -68,7 +68,7 @@ def compile_portable(
         "BLOCK_K": tile.keys,
         "PRECISION": precision,
     }
-    constants |= {name: None for name in ("window", "bounds_ptr") if name not in band}
+    constants |= {name: None for name in ("window", "bounds_ptr", "cap") if name not in band}
     signature, attributes = _arguments(PORTABLE[kernel], constants, {}, dtype)
     source = ASTSource(PORTABLE[kernel], signature, constants, attributes)
     return compile_source(source, capability, {"num_warps": tile.warps, "num_stages": tile.stages})
@@ -135,7 +135,7 @@ def _arguments(
         elif name.endswith("_ptr"):
             signature[name] = "*fp32" if name in FLOAT32 else "*i32" if name == "bounds_ptr" else f"*{dtype}"
         else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            signature[name] = "fp32" if name.startswith(("scale", "cap")) else "i32"
         if name.endswith("_ptr") or name.startswith("stride_") or name == "stat_rows":
             attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, attributes

@@ -1,6 +1,9 @@
 """The portable kernels, and those around Hopper's single backward kernel, in Triton's interpreter, which must be chosen
 before they are imported: `test_interpreter` runs this file in a process of its own."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +14,9 @@ from tests.attention.budget import (
     Case,
     assert_one_nan_and_infinity_go_where_they_do_in_plain_attention,
     assert_within_budget,
+    value_and_gradients,
 )
+from trainstep.attention import FlashAttentionTriton, attention, flash
 from trainstep.attention.documents import bounds
 from trainstep.attention.hopper.backward import launch_finish, launch_prepare
 from trainstep.attention.triton.backward import launch_dkdv, launch_dq
@@ -28,6 +33,8 @@ CASES = [
     Case(40, 40, 8),
     Case(40, 40, 20),
     Case(20, 30, 128, heads=1, kv_heads=1),
+    Case(20, 30, 96, heads=1, kv_heads=1),
+    Case(20, 30, 192, heads=1, kv_heads=1),
     Case(20, 30, 200, heads=1, kv_heads=1),
     Case(50, 50, 16, heads=4, kv_heads=2, batch=2),
 ]
@@ -35,12 +42,12 @@ CASES = [
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool, scale: float, tile: Tile, window: int | None = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, softcap: float | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """All three kernels, writing into memory that was NaN."""
     o, dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, q, k, v))
     lse = torch.full(q.shape[:-1], float("nan"))
-    settings = (is_causal, scale, tile, window)
+    settings = (is_causal, scale, tile, window, softcap)
     documents = () if cu_seqlens is None else (bounds(cu_seqlens, q.shape[-2]),)
     launch_forward((q, k, v, o, lse, *documents), *settings)
     delta = torch.full_like(lse, float("nan"))
@@ -175,6 +182,58 @@ def test_tiles_of_other_documents_are_not_visited(is_causal: bool) -> None:
     actual = run(*inputs, is_causal, 0.25, SQUARE, *band)
     for name in ("o", "dq", "dk", "dv"):
         assert torch.equal(actual[name][..., 64:160, :], expected[name][..., 64:160, :]), name
+
+
+@pytest.mark.parametrize("magnitude", [0.02, 1.0, 100.0])  # of q: in the series, beyond it, where tanh is 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_softcap(dtype: torch.dtype, magnitude: float) -> None:
+    q, k, v, do = Case(70, 70, 20, heads=2, kv_heads=1, magnitude=magnitude).inputs(dtype)
+    band = (33, torch.tensor([0, 10, 70]), 2.0)
+    assert_within_budget(run(q, k, v, do, True, 0.25, SQUARE, *band), q, k, v, do, True, 0.25, *band)
+
+
+def test_softcap_without_a_mask() -> None:
+    q, k, v, do = Case(70, 40, 16).inputs(torch.float32)
+    band = (None, None, 1.5)
+    assert_within_budget(run(q, k, v, do, False, 0.25, TALL, *band), q, k, v, do, False, 0.25, *band)
+
+
+@pytest.fixture
+def operators_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Our operators and their gradients as on a GPU, the kernels interpreted."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(flash, "tile_for", lambda kernel, q, is_causal: SQUARE)
+    monkeypatch.setattr(flash, "unsupported", lambda q, k, v: None)
+    with torch.library._scoped_library("trainstep", "IMPL") as library:
+        library.impl("flash_attention_forward", flash._forward, "CPU")
+        library.impl("flash_attention_backward", flash._gradients, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("operators_on_cpu")
+@pytest.mark.parametrize(
+    ("is_causal", "scale", "window", "offsets", "softcap"),
+    [(False, 0.25, None, None, None), (True, 0.25, 9, None, None), (False, 0.25, None, [0, 20, 40], None),
+     (True, -0.3, 9, [0, 3, 3, 40], 1.5)],
+)  # fmt: skip
+def test_operators_with_gradients(
+    is_causal: bool, scale: float, window: int | None, offsets: list[int] | None, softcap: float | None
+) -> None:
+    q, k, v, do = Case(40, 40, 16, heads=4, kv_heads=2).inputs(torch.float32)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    band = (window, cu_seqlens, softcap)
+    named = {"is_causal": is_causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "softcap": softcap}
+    for call in (
+        lambda *t: attention(*t, **named, impl="flash-triton"),
+        lambda *t: FlashAttentionTriton.apply(*t, is_causal, scale, *band),
+    ):
+        actual = value_and_gradients(call, q, k, v, do)
+        assert_within_budget(actual, q, k, v, do, is_causal, scale, *band)
+    limits = None if cu_seqlens is None else bounds(cu_seqlens, 40)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(flash.forward_op, (*leaves, is_causal, scale, window, limits, softcap), test_utils=tests)
 
 
 def test_strides() -> None:

@@ -43,6 +43,17 @@ def tile_and_head(program, tiles_per_head, n_heads, heads_per_section, LONGEST_L
 
 
 @triton.jit
+def soft_capped(scores, cap):
+    """cap · tanh(scores / cap) to a few roundings of float32; of small ones 1 - exp(…) would keep few digits."""
+    x = scores / cap
+    square = x * x
+    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    decay = tl.exp2(tl.abs(x) * -2.8853900817779268)  # -2 log2(e)
+    size = (1 - decay) / (1 + decay)
+    return cap * tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
 def first_key_of(query, window, bounds_ptr):
     """The first key that a query sees, of one or many, where there is a window or documents."""
     first = query * 0
@@ -267,11 +278,12 @@ def _over(descriptor: Any, tensor: Tensor | None) -> Any:
 
 
 def portable(
-    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile, window: int | None = None
-) -> Launch:
+    kernel: Any, tensors: dict[str, Tensor], is_causal: bool, scale: float, tile: Tile, window: int | None = None,
+    softcap: float | None = None,
+) -> Launch:  # fmt: skip
     """A launch of a portable kernel, with scale > 0; a window is below n_queries, and causal.
 
-    Without one, or without documents, its argument is None, a constant to the compiler: the plain kernel does not know
+    Without one, documents or a softcap its argument is None, a constant to the compiler: the plain kernel does not know
     of them. Tensors have four dimensions; statistics of rows are contiguous float32 of shape (batch, heads, n_queries);
     bounds of documents are those of `documents.bounds`.
     """
@@ -280,4 +292,5 @@ def portable(
         kernel, tensors, own_rows, is_causal, scale, BLOCK_D=block_of(head_dim), BLOCK_Q=tile.queries,
         BLOCK_K=tile.keys, PRECISION=multiply_precision(tensors["q"].dtype), num_warps=tile.warps,
         num_stages=tile.stages, window=window, bounds_ptr=None,
+        cap=None if softcap is None else softcap / scale,
     )  # fmt: skip

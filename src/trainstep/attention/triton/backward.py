@@ -21,6 +21,7 @@ from trainstep.attention.triton import (
     multiply,
     portable,
     queries_of_key,
+    soft_capped,
     tile_and_head,
 )
 
@@ -29,7 +30,7 @@ from trainstep.attention.triton import (
 def _walk_keys(
     dq, q, do, lse_log2, delta,
     k_ptr, v_ptr, stride_kn, stride_vn,
-    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
+    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2, cap,
     MASKED: tl.constexpr, BANDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +52,9 @@ def _walk_keys(
         k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
         v_t = load_tile(v_ptr + start_long * stride_vn + v_offsets, mask, PARTIAL)
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
+        if cap is not None:
+            scores = soft_capped(scores, cap)
+            slope = 1 - (scores / cap) * (scores / cap)
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
             if BANDED:
@@ -58,6 +62,8 @@ def _walk_keys(
         p = tl.exp2(scores * scale_log2 - lse_log2[:, None])
         dp = multiply(do, v_t, nothing, PRECISION)
         ds = p * (dp - delta[:, None])
+        if cap is not None:
+            ds = ds * slope
         dq = multiply(ds.to(k_t.dtype), tl.trans(k_t), dq, PRECISION)
     return dq
 
@@ -71,7 +77,7 @@ def dq_kernel(
     stride_ob, stride_oh, stride_on,
     stride_dob, stride_doh, stride_don,
     stride_dqb, stride_dqh, stride_dqn,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2, cap,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,11 +116,11 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
-        n_keys, scale_log2, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        n_keys, scale_log2, cap, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     dq = _walk_keys(
         dq, q, do, lse_log2, delta, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear, row_first,
-        row_limit, n_keys, scale_log2, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        row_limit, n_keys, scale_log2, cap, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     dq_ptr += batch * stride_dqb + head * stride_dqh + first_row_long * stride_dqn
@@ -130,7 +136,7 @@ launch_dq = Launcher(dq_kernel, portable)
 def _walk_queries(
     dk, dv, k, v,
     q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don,
-    first, n_steps, gap, resume, first_query, end_query, n_queries, scale_log2,
+    first, n_steps, gap, resume, first_query, end_query, n_queries, scale_log2, cap,
     MASKED: tl.constexpr, BANDED: tl.constexpr, IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +169,9 @@ def _walk_queries(
             lse = tl.load(lse_ptr + start + rows)
         delta = load_tile(delta_ptr + start + rows, row_mask, MASKED)
         scores_t = multiply(k, tl.trans(q), nothing, PRECISION)  # [BLOCK_K, BLOCK_Q]
+        if cap is not None:
+            scores_t = soft_capped(scores_t, cap)
+            slope = 1 - (scores_t / cap) * (scores_t / cap)
         if MASKED and (IS_CAUSAL or BANDED):
             scores_t = tl.where((first_query - start)[:, None] <= rows[None, :], scores_t, float("-inf"))
             if BANDED:
@@ -171,6 +180,8 @@ def _walk_queries(
         dv = multiply(p_t.to(do.dtype), do, dv, PRECISION)
         dp_t = multiply(v, tl.trans(do), nothing, PRECISION)
         ds_t = p_t * (dp_t - delta[None, :])
+        if cap is not None:
+            ds_t = ds_t * slope
         dk = multiply(ds_t.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
@@ -184,7 +195,7 @@ def dkdv_kernel(
     stride_dob, stride_doh, stride_don,
     stride_dkb, stride_dkh, stride_dkn,
     stride_dvb, stride_dvh, stride_dvn,
-    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2,
+    tiles_per_head, all_kv_heads, kv_heads, group, n_queries, n_keys, heads_per_section, window, scale, scale_log2, cap,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -242,12 +253,12 @@ def dkdv_kernel(
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             stride_qn, stride_don, first, n_cut, clear, whole, first_query, end_query, n_queries,
-            scale_log2, True, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            scale_log2, cap, True, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
         dk, dv = _walk_queries(
             dk, dv, k, v, head_q_ptr, head_do_ptr, lse_ptr + row_offset, delta_ptr + row_offset,
             stride_qn, stride_don, clear, n_whole, whole, whole, first_query, end_query, n_queries,
-            scale_log2, False, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
+            scale_log2, cap, False, BANDED, IS_CAUSAL, HEAD_DIM, BLOCK_D, BLOCK_Q, PRECISION,
         )  # fmt: skip
 
     dk_ptr += batch * stride_dkb + kv_head * stride_dkh + first_key_long * stride_dkn

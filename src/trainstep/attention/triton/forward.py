@@ -8,14 +8,23 @@ Exponentials are base 2 with log2(e) folded into the scale, so that a score cost
 import triton
 import triton.language as tl
 
-from trainstep.attention.triton import SIZES, Launcher, keys_of_tile, load_tile, multiply, portable, tile_and_head
+from trainstep.attention.triton import (
+    SIZES,
+    Launcher,
+    keys_of_tile,
+    load_tile,
+    multiply,
+    portable,
+    soft_capped,
+    tile_and_head,
+)
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum,
     q, k_ptr, v_ptr, stride_kn, stride_vn,
-    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2,
+    first, last, gap, skip, row_first, row_limit, n_keys, scale_log2, cap,
     MASKED: tl.constexpr, BANDED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -43,6 +52,8 @@ def _attend(
         k_t = load_tile(k_ptr + start_long * stride_kn + k_offsets, k_mask, PARTIAL)  # [BLOCK_D, BLOCK_K]
         v = load_tile(v_ptr + start_long * stride_vn + v_offsets, v_mask, PARTIAL)  # [BLOCK_K, BLOCK_D]
         scores = multiply(q, k_t, nothing, PRECISION)  # [BLOCK_Q, BLOCK_K]
+        if cap is not None:
+            scores = soft_capped(scores, cap)
         if MASKED:
             scores = tl.where(keys[None, :] <= (row_limit - start)[:, None], scores, float("-inf"))
             if BANDED:
@@ -69,7 +80,7 @@ def forward_kernel(
     stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_on,
-    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale_log2,
+    tiles_per_head, all_heads, heads, group, n_queries, n_keys, heads_per_section, window, scale_log2, cap,
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +88,7 @@ def forward_kernel(
 
     all_heads = batch · heads; tiles_per_head · all_heads programs. scale_log2 = scale · log2(e), not negative. window:
     None, or how many keys a query sees, its own the last. bounds: None, or the documents', as of `documents.bounds`.
+    cap: None, or the largest that a score may be before it is scaled.
     """
     program = tl.program_id(0)
     tile, batch_head = tile_and_head(program, tiles_per_head, all_heads, heads_per_section, LONGEST_LAST=IS_CAUSAL)
@@ -104,11 +116,11 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, clear, whole, 0, 0, row_first, row_limit,
-        n_keys, scale_log2, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        n_keys, scale_log2, cap, False, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kn, stride_vn, cut, cut_end, clear, whole - clear,
-        row_first, row_limit, n_keys, scale_log2, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
+        row_first, row_limit, n_keys, scale_log2, cap, True, BANDED, HEAD_DIM, BLOCK_D, BLOCK_K, PRECISION,
     )  # fmt: skip
 
     o_ptr += batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_on
