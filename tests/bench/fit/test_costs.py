@@ -40,6 +40,15 @@ def test_a_block_of_ours():
     assert first.input_number == 0
 
 
+def test_casts_of_weights_cannot_go_to_host_memory():
+    """autocast's cache keeps them until the forward of the whole step has ended."""
+    first, *_ = block_costs(SOURCE, dataclasses.replace(CONFIG, batch=1, context=8, precision="bf16"))
+    square, wide = 2 * 32 * 32, 2 * 32 * 80
+    assert first.cast_bytes == 4 * square + 3 * wide
+    assert first.stored
+    assert not {square, wide} & {each.bytes for each in first.stored}
+
+
 def step_cost(source, config):
     moments = measure_moments(build_step(source, dataclasses.replace(config, checkpointing="every-1")))
     blocks = block_costs(source, config)

@@ -184,6 +184,7 @@ class _Alone:
             if each.bytes and each.seconds >= LEAST_SHARE * total and (is_product or not self._is_compiled)
         ]
         results.sort(key=lambda each: -each.seconds / each.bytes)
+        could_go = [each for each in saved if each.bytes >= LEAST_SHARE * plain_bytes and not each.is_cast]
         peaks = [self._peak(policy) for policy in (None, AGAIN)]
         own = peaks[0] - peaks[1] if peaks[0] is not None and peaks[1] is not None else 0
         again = [each for each in self._saved(AGAIN) if each.is_input]
@@ -195,7 +196,7 @@ class _Alone:
             again_s=added,
             keeping_s=max(0.0, keeping_s - plain_s - (added - kept_s)) if products else 0.0,
             results=tuple(results[:MOST_RESULTS]),
-            stored=tuple(Stored(each.number, each.bytes) for each in saved if each.bytes >= LEAST_SHARE * plain_bytes),
+            stored=tuple(Stored(each.number, each.bytes) for each in could_go),
             own_bytes=own,
             cast_bytes=sum(each.bytes for each in saved if each.is_cast),
             forward_s=forward_s,
