@@ -155,30 +155,53 @@ def test_no_gradient_that_is_not_wanted_is_computed() -> None:
     torch.testing.assert_close(total / 6, plain)
 
 
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """The shapes of products that are computed inside, those within an operator apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        if function.name().startswith(("aten::mm", "aten::addmm")):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
 def test_logits_of_several_chunks_never_exist_in_full() -> None:
-    """The largest products have a chunk's rows, and there are three of them for each chunk; of one chunk three, too."""
+    """The largest products have a chunk's rows, and there are three of them for each chunk."""
     hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
-    products = []
-
-    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            found = function(*args, **kwargs or {})
-            if function.name().startswith(("aten::mm", "aten::addmm")):
-                products.append(tuple(found.shape))
-            return found
-
-    with Seen():  # which does not look into an operator
+    with Products() as products:
         module._loss(hidden.detach(), weight.detach(), targets, -100, 4, True, True)
-    assert sorted(products) == sorted([(4, 40), (4, 8), (40, 8)] * 3)
+    assert sorted(products.shapes) == sorted([(4, 40), (4, 8), (40, 8)] * 3)
     loss = fused(4)(hidden, weight, targets)
-    with Seen():
+    with Products() as products:
         loss.backward()
-    assert len(products) == 9, "backward multiplies nothing"
-    loss = fused(12)(hidden, weight, targets)
-    products.clear()
-    with Seen():
+    assert products.shapes == [], "backward multiplies nothing"
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_in_one_piece_backward_has_a_product_for_each_gradient_that_is_wanted(wanted) -> None:
+    hidden, weight = draw(12, 8, seed=1, grad=wanted[0]), draw(40, 8, seed=2, grad=wanted[1])
+    loss = fused(12)(hidden, weight, ids(12, n_vocab=40))
+    with Products() as products:
         loss.backward()
-    assert sorted(products) == [(12, 8), (40, 8)]
+    assert products.shapes == [shape for shape, is_wanted in zip([(12, 8), (40, 8)], wanted, strict=True) if is_wanted]
+
+
+@pytest.mark.parametrize("chunk", [4, 12])
+def test_compiled(chunk) -> None:
+    hidden, weight, targets = draw(12, 8, seed=1), draw(40, 8, seed=2), ids(12, n_vocab=40)
+
+    def loss(hidden, weight, targets):
+        return module.weight_cross_entropy(hidden * 2, weight, targets, chunk_tokens=chunk) * 3
+
+    found = []
+    for function in (torch.compile(loss, fullgraph=True, backend="aot_eager"), loss):
+        value = function(hidden, weight, targets)
+        found.append([value, *torch.autograd.grad(value, (hidden, weight))])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +291,20 @@ def test_sums_over_many_tokens_stay_within_float16() -> None:
     assert budget.within, str(budget)
     (dweight,) = torch.autograd.grad(fused(None)(hidden, weight, targets), weight)
     assert 4096 * dweight.float().abs().max() > 65_504
+
+
+def test_gradients_of_a_float16_weight_are_scaled_after_their_sum() -> None:
+    """Hidden states over a large number of targets have a digit or two left in float16."""
+    errors, states = torch.full((512, 9), 0.5, dtype=torch.float16), torch.full((512, 8), 0.05, dtype=torch.float16)
+    factor = torch.tensor(1 / 2**18)
+    found = one_piece._of_weight(errors, states, factor, torch.float16)
+    torch.testing.assert_close(found.double(), errors.T.double() @ states.double() / 2**18, rtol=2**-10, atol=2**-24)
+
+
+def test_the_gradient_of_a_float32_weight_is_summed_in_float32() -> None:
+    errors, states = draw(64, 9, dtype=torch.bfloat16, grad=False), draw(64, 8, dtype=torch.bfloat16, grad=False)
+    found = one_piece._of_weight(errors, states, torch.tensor(1.0), torch.float32)
+    torch.testing.assert_close(found, errors.T.float() @ states.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_gradients_are_an_error() -> None:

@@ -42,6 +42,18 @@ def test_results_and_gradients(shape, dtype) -> None:
     assert budget.within, str(budget)
 
 
+def test_gradients_of_gradients() -> None:
+    given = inputs()
+    found = []
+    for turn in (rope, eager.rope):
+        fourth = sum(each.square().square().sum() for each in turn(*given))
+        first = torch.autograd.grad(fourth, given[:2], create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), given[:2]))
+    assert found[0][0].abs().max() > 1
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
 def test_it_turns_as_the_model_does() -> None:
     q, k, *_ = inputs(grad=False)
     rotary = RotaryEmbedding(16, 100.0, 12)

@@ -137,7 +137,7 @@ def weight_cross_entropy(
 def _check_ids(ids: Tensor, n_vocab: int, ignore_index: int) -> None:
     fits = ((ids >= 0) & (ids < n_vocab)) | (ids == ignore_index)
     what = f"the fused loss takes targets from 0 to {n_vocab - 1} (the head's rows), or {ignore_index} to ignore"
-    if ids.device.type != "cpu":
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(fits.all(), f"{what}; at least one is another")
     elif not bool(fits.all()):
         raise UsageError(f"{what}; got {int(ids[~fits][0])}, the first of {int((~fits).sum())} others")

@@ -74,6 +74,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: these gradients have gradients of their own
+            return *_Rope.apply(*grads, cos, -sin, False), None, None, None  # type: ignore[no-untyped-call]
         return *turn_op(*grads, cos, sin, -1.0), None, None, None
 
 
