@@ -23,8 +23,8 @@ from trainstep.casting import check_precision
 from trainstep.config import PHASES, StepConfig
 from trainstep.errors import UsageError
 from trainstep.kinds import CeilingRow, ProfileRow
+from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.environment import describe, measure_ceilings
-from trainstep.measure.flops import UNKNOWN_LISTS, Lists
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import KernelProfile, profiles_of
 from trainstep.measure.profile.nsys import is_sqlite, read_nsys

@@ -10,7 +10,7 @@ from trainstep.blocks import without_numbers
 from trainstep.config import PHASES
 from trainstep.kinds import FamilyRow, KernelRow, PieceRow, TimelineRow
 from trainstep.measure.allocations.timeline import interned
-from trainstep.measure.flops import COUNTED
+from trainstep.measure.costs import COUNTED
 from trainstep.measure.profile.kernels import GRAPH, MATMULS, TRANSFER, Kernel, KernelProfile, short_name
 from trainstep.measure.profile.overlap import beside_us, busy_us, gaps, hidden_ms
 from trainstep.measure.profile.trace import Stream

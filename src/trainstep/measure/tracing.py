@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainstep.measure.flops import Tensors, operator_cost
+from trainstep.measure.costs import Tensors, operator_cost
 from trainstep.measure.memory import LiveStorages, StorageLife, storages_of
 
 WEIGHTS, GRADIENTS, STATE, OTHER = "weights", "gradients", "optimizer state", "activations"

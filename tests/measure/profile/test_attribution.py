@@ -9,7 +9,7 @@ from torch import nn
 
 from trainstep.attention.eager import pieces_announced
 from trainstep.config import ModelConfig, StepConfig
-from trainstep.measure.flops import UNKNOWN_LISTS, Lists
+from trainstep.measure.costs import UNKNOWN_LISTS, Lists
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import MATMULS, profile_of
 from trainstep.measure.profile.ranges import announce, classify_range, record_steps

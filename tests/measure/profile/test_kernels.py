@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.measure.profile.test_trace import event
-from trainstep.measure.flops import Tensors
+from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.chrome import read_chrome_trace
 from trainstep.measure.profile.kernels import Kernel, kernel_family, operator_family, profile_of, short_name
 from trainstep.measure.profile.overlap import busy_us, difference, gaps, intersection, length, overlap_of, union

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainstep.errors import UsageError
-from trainstep.measure.flops import Tensors
+from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.json_stream import NotAsExpected, fields_of
 from trainstep.measure.profile.ranges import RangeKind, classify_range
 from trainstep.measure.profile.trace import Launch, Range, Stream, Thread, Trace, Work, WorkKind, own_time

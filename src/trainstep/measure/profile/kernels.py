@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from trainstep.measure.flops import UNKNOWN_LISTS, Cost, Lists, operator_cost
+from trainstep.measure.costs import UNKNOWN_LISTS, Cost, Lists, operator_cost
 from trainstep.measure.profile.trace import Placed, Range, Stream, Trace, WorkKind, attribute, owner_of, parents_of
 
 Lane = Literal["compute", "communication", "copies"]

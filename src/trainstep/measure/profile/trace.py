@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from trainstep.measure.flops import Tensors
+from trainstep.measure.costs import Tensors
 from trainstep.measure.profile.ranges import RangeKind
 
 COMPILED = "compiled code"  # the name of a CPU's compiled loops: they make no operator calls of their own
